@@ -1,0 +1,25 @@
+"""Emberline: an open LLM inference stack. `from emberline import LLM, SamplingParams` is the offline entrance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from emberline.core.params import SamplingParams
+    from emberline.engine.llm import LLM
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that torch-free rooms (gateway, router, cli) never pay for torch by importing the package.
+    if name == "LLM":
+        from emberline.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from emberline.core.params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'emberline' has no attribute {name!r}")

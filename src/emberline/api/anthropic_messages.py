@@ -1,0 +1,108 @@
+"""The messages of Anthropic's protocol, and the conversation they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta
+
+from emberline.api.anthropic_stream import signature
+from emberline.api.parse import Wire
+from emberline.api.transcript import Role, Transcript
+from emberline.core.errors import InvalidRequest
+
+ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+class CacheControl(Wire, tag="ephemeral", tag_field="type"):
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Wire, tag="text", tag_field="type"):
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ThinkingBlock(Wire, tag="thinking", tag_field="type"):
+    thinking: str
+    signature: str = ""
+
+
+class DirectCaller(Wire, tag="direct", tag_field="type"):
+    pass
+
+
+class ToolUseBlock(Wire, tag="tool_use", tag_field="type"):
+    id: str
+    name: ToolName
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+    caller: DirectCaller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Wire, tag="tool_result", tag_field="type"):
+    tool_use_id: str
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+class SystemMessage(Wire, tag="system", tag_field="role"):
+    speaker: ClassVar[Role] = "system"
+    content: str | list[TextBlock]
+
+
+class UserMessage(Wire, tag="user", tag_field="role"):
+    speaker: ClassVar[Role] = "user"
+    content: str | list[TextBlock | ToolResultBlock]
+
+
+class AssistantMessage(Wire, tag="assistant", tag_field="role"):
+    speaker: ClassVar[Role] = "assistant"
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Message = SystemMessage | UserMessage | AssistantMessage
+
+
+def transcript(system: str | list[TextBlock] | None, messages: list[Message]) -> Transcript:
+    made = Transcript()
+    for text in _texts(system):
+        made.say("system", text)
+    for i, message in enumerate(messages):
+        content = message.content
+        blocks: Sequence[Block] = [TextBlock(text=content)] if isinstance(content, str) else content
+        for j, block in enumerate(blocks):
+            _add(made, message.speaker, block, f"messages[{i}].content[{j}]")
+    return made
+
+
+def _add(made: Transcript, speaker: Role, block: Block, path: str) -> None:
+    match block:
+        case TextBlock():
+            made.say(speaker, block.text)
+        case ThinkingBlock():
+            if block.signature not in ("", signature(block.thinking)):
+                raise InvalidRequest(
+                    f"{path}.signature does not belong to this thinking",
+                    param=f"{path}.signature",
+                    hint="give the block back as it came, or leave the signature empty",
+                )
+            made.think(block.thinking)
+        case ToolUseBlock():
+            made.call(block.id, block.name, block.input)
+        case ToolResultBlock():
+            # Templates have no place for a failure; the model reads of it in the text.
+            text = ("Error: " if block.is_error else "") + "\n".join(_texts(block.content))
+            made.answer(block.tool_use_id, text, param=f"{path}.tool_use_id")
+
+
+def _texts(content: str | list[TextBlock] | None) -> list[str]:
+    if content is None:
+        return []
+    return [content] if isinstance(content, str) else [block.text for block in content]

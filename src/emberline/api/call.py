@@ -1,0 +1,67 @@
+"""What a client asked for, whichever protocol it spoke: the nouns between the wire formats and the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)  # a JSON schema
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None  # with "named"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks and how urgent it is: the part every kind of call has."""
+
+    model: str
+    priority: Priority = Priority.INTERACTIVE
+    salt: str = ""
+    user: str | None = None  # goes to the request log
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    caller: Caller
+    messages: Sequence[dict[str, Any]]  # as chat templates take them: content is text, tool arguments are objects
+    params: SamplingParams
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    template_args: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking
+    continue_last: bool = False  # the last message is the assistant's and is to be continued
+    generation_prompt: bool = True  # end the prompt with the opening of the assistant's turn
+    add_special_tokens: bool = False  # tokenize the rendered prompt with them too; templates write their own
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    caller: Caller
+    prompts: Sequence[str | list[int]]  # each gives params.n choices
+    params: SamplingParams
+    echo: bool = False
+    add_special_tokens: bool = True
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingCall:
+    caller: Caller
+    inputs: Sequence[str | list[int]]
+    dimensions: int | None = None
+    encoding: Literal["float", "base64"] = "float"

@@ -1,0 +1,106 @@
+"""The typed stream every protocol renders: what one generation says, piece by piece. Non-streaming replies are folds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Reason = Literal["stop", "length", "tool_calls", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One token as logprobs show it."""
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: float | None  # None: the first prompt token has none
+    top: Sequence[TokenInfo] = ()
+    offset: int = 0  # where its text begins in the choice's text
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first delta of every stream: the prompt's cost, known before the first token is."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDelta:
+    """The prompt itself, before a choice's first text: only when echo or prompt_logprobs were asked for."""
+
+    index: int
+    text: str
+    tokens: Sequence[TokenInfo] = ()  # with prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    index: int  # which choice
+    text: str
+    tokens: Sequence[TokenInfo] = ()  # when logprobs were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    index: int
+    text: str
+    tokens: Sequence[TokenInfo] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    index: int
+    slot: int  # which call of this choice, from 0
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    index: int
+    slot: int
+    text: str  # a further piece of the arguments' JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of one choice; each has exactly one."""
+
+    index: int
+    reason: Reason
+    stop_sequence: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Comes once, last, after every choice has finished."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+Delta = Started | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
+
+
+class Renderer(Protocol):
+    """One reply in one protocol. The server pushes every delta; a stream sends what start, push and end return,
+    a plain reply sends `body()` after the last push."""
+
+    def start(self) -> list[bytes]: ...
+
+    def push(self, delta: Delta) -> list[bytes]: ...
+
+    def end(self) -> list[bytes]: ...
+
+    def fail(self, error: Exception) -> list[bytes]:
+        """The stream breaks after it began: the protocol's error event, and its ending."""
+        ...
+
+    def body(self) -> dict[str, Any]: ...

@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions.
+
+call = parse(body)                                  a Call is a ChatCall and what only this protocol's replies need
+reply = Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from emberline.api.call import ChatCall
+from emberline.api.openai_chat_stream import Renderer
+from emberline.api.openai_messages import Message, explain_parts, for_template
+from emberline.api.openai_sampling import LogprobCount, Never, SamplingFields, refuse_true
+from emberline.api.openai_template import continues_last, template_args
+from emberline.api.openai_tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
+from emberline.api.parse import decode
+from emberline.core.errors import InvalidRequest
+
+__all__ = ["Call", "ChatRequest", "Renderer", "parse"]
+
+MetadataKey = Annotated[str, Meta(max_length=64)]
+Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: FunctionChoice | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    metadata: Metadata | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # at their neutral value only
+    store: Never | None = None
+    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    verbosity: Literal["medium"] | None = None
+    # known and not served
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    moderation: None = None
+    prompt_cache_options: None = None
+    chat_template: None = None
+    documents: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call(ChatCall):
+    include_usage: bool = False
+    legacy_functions: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)  # echoed
+
+
+def parse(body: bytes) -> Call:
+    try:
+        asked = decode(body, ChatRequest)
+    except InvalidRequest as error:
+        raise explain_parts(error) from None
+    refuse_true(asked.store, "store")
+    tools = _tools(asked)
+    if asked.prompt_logprobs is not None and asked.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="send stream: false")
+    continue_last = continues_last(asked.messages, asked.continue_final_message, asked.add_generation_prompt)
+    return Call(
+        caller=asked.caller(user=asked.safety_identifier, salt=asked.prompt_cache_key),
+        messages=for_template(asked.messages),
+        params=asked.params(
+            max_tokens=_max_tokens(asked), logprobs=_logprobs(asked), prompt_logprobs=asked.prompt_logprobs
+        ),
+        tools=tools.tools,
+        tool_choice=tools.choice,
+        parallel_tool_calls=tools.parallel,
+        template_args=template_args(asked.chat_template_kwargs, asked.reasoning_effort),
+        continue_last=continue_last,
+        generation_prompt=asked.add_generation_prompt is not False and not continue_last,
+        add_special_tokens=bool(asked.add_special_tokens),
+        stream=bool(asked.stream),
+        include_usage=asked.include_usage(),
+        legacy_functions=tools.legacy,
+        metadata=asked.metadata or {},
+    )
+
+
+def _tools(asked: ChatRequest) -> Toolbox:
+    if asked.functions is None and asked.function_call is None:
+        return toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    if asked.tools is not None or asked.tool_choice is not None or asked.parallel_tool_calls:
+        raise InvalidRequest("functions and tools exclude each other", param="functions", hint="use tools")
+    return legacy_toolbox(asked.functions, asked.function_call)
+
+
+def _max_tokens(asked: ChatRequest) -> int | None:
+    limits = {limit for limit in (asked.max_completion_tokens, asked.max_tokens) if limit is not None}
+    if len(limits) > 1:
+        raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens", hint="give one of them")
+    return limits.pop() if limits else None
+
+
+def _logprobs(asked: ChatRequest) -> int | None:
+    if asked.logprobs:
+        return asked.top_logprobs or 0
+    if asked.top_logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs", hint="send logprobs: true with it")
+    return None

@@ -1,0 +1,182 @@
+"""The reply of a chat completion: each delta is one chunk, and the plain reply is the fold of the same deltas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from emberline.api import sse
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    PromptDelta,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from emberline.api.errors import openai_error
+from emberline.api.openai_logprobs import chat_logprobs, prompt_logprobs
+from emberline.api.openai_usage import usage_of
+from emberline.core.request import Priority
+
+if TYPE_CHECKING:
+    from emberline.api.openai_chat import Call
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice as it grows. `take` folds a delta in and says it as a chunk's choice."""
+
+    index: int
+    legacy: bool  # function_call in place of tool_calls
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+    thought_tokens: list[dict[str, Any]] = field(default_factory=list)
+    finish: Finish | None = None
+    begun: bool = False
+
+    def take(self, delta: TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> dict[str, Any]:
+        assert self.finish is None, "nothing follows a choice's finish"
+        chunk = self.open()
+        match delta:
+            case TextDelta():
+                self._text(delta, chunk)
+            case ReasoningDelta():
+                self._reasoning(delta, chunk)
+            case ToolCallStart() | ToolCallArguments():
+                self._call(delta, chunk)
+            case Finish():
+                self._finish(delta, chunk)
+        return chunk
+
+    def open(self) -> dict[str, Any]:
+        role = {} if self.begun else {"role": "assistant"}
+        self.begun = True
+        return {"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}
+
+    def _text(self, delta: TextDelta, chunk: dict[str, Any]) -> None:
+        self.texts.append(delta.text)
+        chunk["delta"]["content"] = delta.text
+        if delta.tokens:
+            tokens = chat_logprobs(delta.tokens)
+            self.tokens += tokens
+            chunk["logprobs"] = {"content": tokens, "refusal": None}
+
+    def _reasoning(self, delta: ReasoningDelta, chunk: dict[str, Any]) -> None:
+        self.thoughts.append(delta.text)
+        chunk["delta"]["reasoning_content"] = delta.text
+        if delta.tokens:
+            tokens = chat_logprobs(delta.tokens)
+            self.thought_tokens += tokens
+            chunk["logprobs"] = {"content": [], "refusal": None, "reasoning_content": tokens}
+
+    def _call(self, delta: ToolCallStart | ToolCallArguments, chunk: dict[str, Any]) -> None:
+        if isinstance(delta, ToolCallStart):
+            assert delta.slot == len(self.calls), "calls start in order"
+            function = {"name": delta.name, "arguments": ""}
+            said: dict[str, Any] = {"id": delta.id, "type": "function", "function": function}
+            self.calls.append({**said, "function": dict(function)})
+        else:
+            said = {"function": {"arguments": delta.text}}
+            self.calls[delta.slot]["function"]["arguments"] += delta.text
+        if not self.legacy:
+            chunk["delta"]["tool_calls"] = [{"index": delta.slot, **said}]
+        elif delta.slot == 0:  # the older protocol has room for one
+            chunk["delta"]["function_call"] = said["function"]
+
+    def _finish(self, finish: Finish, chunk: dict[str, Any]) -> None:
+        self.finish = finish
+        if not self.texts and not self.calls:
+            chunk["delta"]["content"] = ""  # so that the fold has the same empty text as the plain reply
+        chunk |= self._ending()
+
+    def _ending(self) -> dict[str, Any]:
+        assert self.finish is not None, "every choice finishes before the reply is read"
+        reason = "function_call" if self.legacy and self.finish.reason == "tool_calls" else self.finish.reason
+        return {"finish_reason": reason, "stop_reason": self.finish.stop_sequence}
+
+    def message(self) -> dict[str, Any]:
+        content = None if self.calls and not self.texts else "".join(self.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.thoughts:
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.calls and self.legacy:
+            message["function_call"] = self.calls[0]["function"]
+        elif self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+    def body(self) -> dict[str, Any]:
+        logprobs: dict[str, Any] | None = None
+        if self.tokens or self.thought_tokens:
+            logprobs = {"content": self.tokens, "refusal": None}
+        if logprobs and self.thought_tokens:
+            logprobs["reasoning_content"] = self.thought_tokens
+        return {"index": self.index, "message": self.message(), "logprobs": logprobs, **self._ending()}
+
+
+class Renderer:
+    """The first chunk of a choice carries the role, the last its finish_reason; usage, if asked for, has its own."""
+
+    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+        self._call = call
+        self._id = id
+        tier = "flex" if call.caller.priority is Priority.BATCH else "default"
+        self._tail = {
+            "created": created,
+            "model": call.caller.model,
+            "system_fingerprint": fingerprint,
+            "service_tier": tier,
+        }
+        self._choices = [_Choice(index, call.legacy_functions) for index in range(call.params.n)]
+        self._usage: dict[str, Any] | None = None
+        self._prompt: list[dict[str, Any] | None] | None = None
+
+    def start(self) -> list[bytes]:
+        return []
+
+    def push(self, delta: Delta) -> list[bytes]:
+        match delta:
+            case Started():
+                return []
+            case PromptDelta():
+                self._prompt = prompt_logprobs(delta.tokens)
+                return []
+            case Usage():
+                self._usage = usage_of(delta)
+                return [self._chunk([], self._usage)] if self._call.include_usage else []
+            case _:
+                chunks = [*self._openings(delta.index), self._choices[delta.index].take(delta)]
+                return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []
+
+    def end(self) -> list[bytes]:
+        return [sse.DONE]
+
+    def fail(self, error: Exception) -> list[bytes]:
+        return [sse.data(openai_error(error).body), sse.DONE]
+
+    def body(self) -> dict[str, Any]:
+        body = {"id": self._id, "object": "chat.completion", **self._tail}
+        body |= {"choices": [choice.body() for choice in self._choices], "usage": self._usage}
+        if self._call.metadata:
+            body["metadata"] = self._call.metadata
+        if self._call.params.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt
+        return body
+
+    def _openings(self, index: int) -> list[dict[str, Any]]:
+        """Of several choices each opens with a chunk of its own, in order: clients place them by first appearance, and
+        OpenAI's counts logprobs twice that come in a later choice's first chunk."""
+        fresh = self._choices[: index + 1] if len(self._choices) > 1 else []
+        return [choice.open() for choice in fresh if not choice.begun]
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        chunk = {"id": self._id, "object": "chat.completion.chunk", **self._tail, "choices": choices}
+        if self._call.include_usage:
+            chunk["usage"] = usage
+        return sse.data(chunk)

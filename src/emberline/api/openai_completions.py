@@ -1,0 +1,73 @@
+"""POST /v1/completions.
+
+    call = parse(body)                                  a Call is a CompletionCall and what only these replies need
+    reply = Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+
+Choice `prompt * n + k` is the k-th continuation of that prompt; with echo, each choice begins with a PromptDelta.
+`max_tokens: 0` asks for the echo alone: the engine still makes one token, which the renderer neither shows nor counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.api.call import CompletionCall
+from emberline.api.openai_completions_stream import Renderer
+from emberline.api.openai_inputs import MAX_INPUTS, Inputs, each_input
+from emberline.api.openai_sampling import Count, LogprobCount, SamplingFields
+from emberline.api.parse import decode
+from emberline.core.errors import InvalidRequest
+
+__all__ = ["Call", "CompletionRequest", "Renderer", "parse"]
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    prompt: Inputs
+    max_tokens: Count | None = None
+    logprobs: LogprobCount | None = None
+    echo: bool | None = None
+    best_of: int | None = None  # as n, or nothing
+    suffix: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call(CompletionCall):
+    include_usage: bool = False
+    echo_only: bool = False
+    show_prompt_logprobs: bool = False
+
+
+def parse(body: bytes) -> Call:
+    asked = decode(body, CompletionRequest)
+    prompts = each_input(asked.prompt, "prompt")
+    n = asked.n or 1
+    if asked.best_of is not None and asked.best_of != n:
+        raise InvalidRequest(f"best_of is {asked.best_of} and n is {n}; they must be equal", param="best_of")
+    if len(prompts) * n > MAX_INPUTS:
+        raise InvalidRequest(f"{len(prompts)} prompts times n={n} is over {MAX_INPUTS} choices", param="prompt")
+    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if max_tokens == 0 and not asked.echo:
+        raise InvalidRequest("max_tokens is 0, which asks for nothing without echo", param="max_tokens")
+    if asked.prompt_logprobs is not None and asked.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="send stream: false")
+    return Call(
+        caller=asked.caller(),
+        prompts=prompts,
+        params=asked.params(
+            max_tokens=max(max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=_prompt_logprobs(asked)
+        ),
+        echo=bool(asked.echo),
+        add_special_tokens=asked.add_special_tokens is not False,
+        stream=bool(asked.stream),
+        include_usage=asked.include_usage(),
+        echo_only=max_tokens == 0,
+        show_prompt_logprobs=asked.prompt_logprobs is not None,
+    )
+
+
+def _prompt_logprobs(asked: CompletionRequest) -> int | None:
+    """What the engine must compute: vLLM's prompt_logprobs, and the echoed prompt's share of logprobs."""
+    wanted = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
+    return max((count for count in wanted if count is not None), default=None)

@@ -1,0 +1,97 @@
+"""The reply of a text completion: each delta is one chunk, and the plain reply is the fold of the same deltas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from emberline.api import sse
+from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
+from emberline.api.errors import openai_error
+from emberline.api.openai_logprobs import TextLogprobs, prompt_logprobs
+from emberline.api.openai_usage import usage_of
+
+if TYPE_CHECKING:
+    from emberline.api.openai_completions import Call
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    texts: list[str] = field(default_factory=list)
+    logprobs: TextLogprobs = field(default_factory=TextLogprobs)
+    prompt: list[dict[str, Any] | None] | None = None
+    finish: Finish | None = None
+
+    def ending(self) -> dict[str, Any]:
+        assert self.finish is not None, "every choice finishes before the reply is read"
+        return {"finish_reason": self.finish.reason, "stop_reason": self.finish.stop_sequence}
+
+
+class Renderer:
+    def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
+        self._call = call
+        self._head = {"id": id, "object": "text_completion", "created": created}
+        self._head |= {"model": call.caller.model, "system_fingerprint": fingerprint}
+        self._choices = [_Choice(index) for index in range(len(call.prompts) * call.params.n)]
+        self._usage: dict[str, Any] | None = None
+
+    def start(self) -> list[bytes]:
+        return []
+
+    def push(self, delta: Delta) -> list[bytes]:
+        match delta:
+            case PromptDelta():
+                self._choices[delta.index].prompt = prompt_logprobs(delta.tokens)
+                return self._text(delta) if self._call.echo else []
+            case TextDelta() | ReasoningDelta():  # here all text is text
+                return [] if self._call.echo_only else self._text(delta)
+            case Finish():
+                return self._finish(delta)
+            case Usage():
+                cost = Usage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echo_only else delta
+                self._usage = usage_of(cost)
+                return self._chunk([], self._usage) if self._call.include_usage else []
+            case Started():
+                return []
+        raise AssertionError(f"a text completion has no {type(delta).__name__}")
+
+    def end(self) -> list[bytes]:
+        return [sse.DONE]
+
+    def fail(self, error: Exception) -> list[bytes]:
+        return [sse.data(openai_error(error).body), sse.DONE]
+
+    def body(self) -> dict[str, Any]:
+        return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage}
+
+    def _text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> list[bytes]:
+        choice = self._choices[delta.index]
+        assert choice.finish is None, "nothing follows a choice's finish"
+        choice.texts.append(delta.text)
+        top, logprobs = self._call.params.logprobs, None
+        if top is not None:
+            choice.logprobs.add(delta.tokens, top)
+            logprobs = TextLogprobs().add(delta.tokens, top).body()
+        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}])
+
+    def _finish(self, finish: Finish) -> list[bytes]:
+        choice = self._choices[finish.index]
+        # The one token that max_tokens: 0 made may have been an end of text; what was asked for ended by its length.
+        choice.finish = Finish(finish.index, "length") if self._call.echo_only else finish
+        return self._chunk([{"index": finish.index, "text": "", "logprobs": None, **choice.ending()}])
+
+    def _body(self, choice: _Choice) -> dict[str, Any]:
+        logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
+        body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.ending()}
+        if self._call.show_prompt_logprobs:
+            body["prompt_logprobs"] = choice.prompt
+        return body
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> list[bytes]:
+        if not self._call.stream:
+            return []
+        chunk = {**self._head, "choices": choices}
+        if self._call.include_usage:
+            chunk["usage"] = usage
+        return [sse.data(chunk)]

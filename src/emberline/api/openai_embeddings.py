@@ -1,0 +1,63 @@
+"""POST /v1/embeddings.
+
+call = parse(body)
+reply = render(call, vectors, prompt_tokens)    one vector for each of call.inputs, already cut to call.dimensions
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from emberline.api.call import Caller, EmbeddingCall
+from emberline.api.openai_inputs import Inputs, each_input
+from emberline.api.openai_sampling import Name
+from emberline.api.parse import Wire, decode
+
+
+class EmbeddingRequest(Wire):
+    model: Name
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+    user: str | None = None
+
+
+def parse(body: bytes) -> EmbeddingCall:
+    asked = decode(body, EmbeddingRequest)
+    return EmbeddingCall(
+        caller=Caller(asked.model, user=asked.user),
+        inputs=each_input(asked.input, "input"),
+        dimensions=asked.dimensions,
+        encoding=asked.encoding_format or "float",
+    )
+
+
+def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int) -> dict[str, Any]:
+    assert len(vectors) == len(call.inputs), "one vector for each input"
+    encode = _base64 if call.encoding == "base64" else _floats
+    return {
+        "object": "list",
+        "model": call.caller.model,
+        "data": [
+            {"object": "embedding", "index": at, "embedding": encode(vector)} for at, vector in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
+    }
+
+
+def _floats(vector: Iterable[float]) -> list[float]:
+    return [float(value) for value in vector]
+
+
+def _base64(vector: Iterable[float]) -> str:
+    """Little-endian float32, as the clients read it."""
+    values = array("f", vector)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values.tobytes()).decode()

@@ -1,0 +1,45 @@
+"""GET /v1/models and GET /v1/models/{id}: what is served. Each entry has OpenAI's fields and Anthropic's,
+so that one reply serves both clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from emberline.core.errors import ModelNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    id: str
+    created: int  # seconds since the epoch
+    max_context: int
+    owned_by: str = "emberline"
+
+
+def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
+    data = [_entry(model) for model in models]
+    ends = {"first_id": models[0].id, "last_id": models[-1].id} if models else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": data, "has_more": False, **ends}
+
+
+def retrieve_model(models: Sequence[ServedModel], id: str) -> dict[str, Any]:
+    for model in models:
+        if model.id == id:
+            return _entry(model)
+    raise ModelNotFound(f"there is no model {id[:200]!r} here", hint="GET /v1/models lists what is served")
+
+
+def _entry(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": model.owned_by,
+        "max_model_len": model.max_context,
+        "type": "model",
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }

@@ -1,0 +1,33 @@
+"""What a chat request says to the chat template beside its messages: extra variables, and how the prompt shall end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberline.api.openai_messages import AssistantMessage, Message
+from emberline.core.errors import InvalidRequest
+
+RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+
+
+def template_args(given: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+    args = given or {}
+    if taken := sorted(RESERVED & args.keys()):
+        path = f"chat_template_kwargs.{taken[0]}"
+        raise InvalidRequest(f"{path} is a name the template already has", param=path, hint="use the field of its own")
+    if effort is None:
+        return args
+    # Templates know one name or the other; what the request gives them outright wins.
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **args}
+
+
+def continues_last(messages: list[Message], asked: bool | None, generation_prompt: bool | None) -> bool:
+    """Whether the last message is to be continued; it must be the assistant's, and no new turn may be opened."""
+    if not asked:
+        return False
+    param = "continue_final_message"
+    if generation_prompt:
+        raise InvalidRequest(f"{param} and add_generation_prompt exclude each other", param=param)
+    if not isinstance(messages[-1], AssistantMessage):
+        raise InvalidRequest(f"{param} needs the last message to be the assistant's", param=param)
+    return True

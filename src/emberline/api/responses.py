@@ -1,0 +1,246 @@
+"""POST /v1/responses. Nothing is stored between requests: the conversation comes whole, as `input`.
+
+    call = parse(body)
+    reply = Renderer(call, id, created, fingerprint)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from emberline.api.call import ChatCall, Tool, ToolChoice
+from emberline.api.openai_grammar import JsonObjectFormat, TextFormat
+from emberline.api.openai_messages import FunctionName, explain_parts
+from emberline.api.openai_sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
+from emberline.api.parse import Wire, decode, encode_text
+from emberline.api.responses_items import Item, transcript, unfinished
+from emberline.api.responses_stream import Renderer
+from emberline.api.toolset import check_tools
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar
+from emberline.core.request import Priority
+
+__all__ = ["Call", "Renderer", "ResponsesRequest", "parse"]
+
+LOGPROBS = "message.output_text.logprobs"
+SEALED_REASONING = "reasoning.encrypted_content"
+MetadataKey = Annotated[str, Meta(max_length=64)]
+Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
+
+_STATELESS = "nothing is stored here: send the whole conversation as input, and store: false"
+
+
+class ResponseTool(Wire, tag_field="type", tag="function"):
+    name: FunctionName
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Never | None = None
+    output_schema: None = None
+
+
+class FunctionChoice(Wire, tag_field="type", tag="function"):
+    name: FunctionName
+
+
+class AllowedChoice(Wire, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+
+
+class SchemaFormat(Wire, tag_field="type", tag="json_schema"):
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None  # the output always matches, strict or not
+
+
+class TextConfig(Wire):
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningConfig(Wire):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None  # the best there is: the reasoning itself
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+    generate_summary: None = None
+
+
+class ResponseStreamOptions(StreamOptions):
+    include_usage: None = None  # the last event always has it
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    input: str | Annotated[list[Item], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Limit | None = None
+    max_tool_calls: Limit | None = None  # of built-in tools: there are none
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: LogprobCount | None = None
+    metadata: Metadata | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    stream_options: ResponseStreamOptions | None = None
+    # at their neutral value only
+    store: Never | None = None
+    background: Never | None = None
+    truncation: Literal["disabled"] | None = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    # known and not served
+    n: None = None
+    response_format: None = None
+    prompt_logprobs: None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    prompt_cache_options: None = None
+    context_management: None = None
+    moderation: None = None
+    image: None = None
+    access_programs: None = None
+
+    def grammar(self) -> Grammar | None:
+        theirs, ours = super().grammar(), _of_format(self.text)
+        if theirs and ours:
+            raise InvalidRequest("text.format excludes other ways to ask for a format", param="text.format")
+        return theirs or ours
+
+
+@dataclass(frozen=True, slots=True)
+class Call(ChatCall):
+    seal_reasoning: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)  # what the reply repeats of the request
+
+
+def parse(body: bytes) -> Call:
+    try:
+        asked = decode(_typed(body), ResponsesRequest)
+    except InvalidRequest as error:
+        raise _explain(error) from None
+    for name in ("store", "background"):
+        refuse_true(getattr(asked, name), name)
+    asked.include_usage()
+    tools, choice = _tools(asked)
+    caller = asked.caller(user=asked.safety_identifier, salt=asked.prompt_cache_key)
+    params = asked.params(max_tokens=asked.max_output_tokens, logprobs=_logprobs(asked), prompt_logprobs=None)
+    return Call(
+        caller=caller,
+        messages=transcript(asked.instructions, asked.input).messages(param="input"),
+        params=params,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        template_args=_template_args(asked),
+        continue_last=unfinished(asked.input),
+        generation_prompt=not unfinished(asked.input),
+        add_special_tokens=bool(asked.add_special_tokens),
+        stream=bool(asked.stream),
+        seal_reasoning=SEALED_REASONING in (asked.include or ()),
+        echo={
+            **_echo(asked),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "service_tier": "flex" if caller.priority is Priority.BATCH else "default",
+        },
+    )
+
+
+def _typed(body: bytes) -> bytes:
+    """The protocol lets messages go without their type, our structs do not. `decode` refuses a faulty body."""
+    try:
+        raw = msgspec.json.decode(body)
+        items = raw.get("input") if isinstance(raw, dict) else None
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, dict):
+                item.setdefault("type", "message" if "role" in item else "item_reference")
+        return msgspec.json.encode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
+
+
+def _explain(error: InvalidRequest) -> InvalidRequest:
+    stateful = error.param in ("previous_response_id", "conversation") or "'item_reference'" in error.message
+    return InvalidRequest(error.message, param=error.param, hint=_STATELESS) if stateful else explain_parts(error)
+
+
+def _of_format(text: TextConfig | None) -> Grammar | None:
+    match text and text.format:
+        case JsonObjectFormat():
+            return Grammar("json_object")
+        case SchemaFormat(schema=schema):
+            return Grammar("json_schema", encode_text(schema))
+    return None
+
+
+def _logprobs(asked: ResponsesRequest) -> int | None:
+    wanted = LOGPROBS in (asked.include or ()) or asked.top_logprobs
+    return (asked.top_logprobs or 0) if wanted else None
+
+
+def _tools(asked: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
+    for at, tool in enumerate(asked.tools or ()):
+        refuse_true(tool.defer_loading, f"tools[{at}].defer_loading")
+    tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in asked.tools or ()]
+    match asked.tool_choice:
+        case FunctionChoice(name=name):
+            choice = ToolChoice("named", name)
+        case AllowedChoice(mode=mode, tools=allowed):
+            for ref in allowed:
+                check_tools(tools, ToolChoice("named", ref.name))
+            names = {ref.name for ref in allowed}
+            tools, choice = [tool for tool in tools if tool.name in names], ToolChoice(mode)
+        case str(mode):
+            choice = ToolChoice(mode)
+        case None:
+            choice = ToolChoice("auto")
+    check_tools(tools, choice)
+    return tools, choice
+
+
+def _template_args(asked: ResponsesRequest) -> dict[str, Any]:
+    effort = asked.reasoning.effort if asked.reasoning else None
+    # Templates know one or the other name.
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def _echo(asked: ResponsesRequest) -> dict[str, Any]:
+    """What every reply repeats of its request."""
+    form = asked.text.format if asked.text else None
+    return {
+        "background": False,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "max_tool_calls": asked.max_tool_calls,
+        "metadata": asked.metadata or {},
+        "model": asked.model,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
+        "safety_identifier": asked.safety_identifier,
+        "store": False,
+        "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
+        "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
+        "tools": [_shown(tool) for tool in asked.tools or ()],
+        "top_logprobs": asked.top_logprobs or 0,
+        "truncation": "disabled",
+        "user": asked.user,
+    }
+
+
+def _shown(tool: ResponseTool) -> dict[str, Any]:
+    about = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
+    return {"type": "function", "name": tool.name, **about}

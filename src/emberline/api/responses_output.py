@@ -1,0 +1,125 @@
+"""The items of a Responses reply as they grow: each tells its events, and can be shown at any time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from emberline.api.deltas import TokenInfo
+from emberline.api.openai_logprobs import chat_logprobs
+from emberline.api.responses_items import Status, seal
+
+Json = dict[str, Any]
+
+
+class OutputItem(ABC):
+    kind: ClassVar[str]  # of what grows, as its events are named
+
+    def __init__(self, id: str, index: int) -> None:
+        self.id = id
+        self.status: Status = "in_progress"
+        self.place: Json = {"item_id": id, "output_index": index}  # how events say where they belong
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    @abstractmethod
+    def show(self) -> Json: ...
+
+    def begin(self) -> list[Json]:
+        return [self._item_event("added")]
+
+    def grow(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+        self._pieces.append(text)
+        return {"type": f"response.{self.kind}.delta", **self.place, "delta": text}
+
+    def close(self, status: Status) -> list[Json]:
+        self.status = status
+        return [self._item_event("done")]
+
+    def _item_event(self, what: str) -> Json:
+        return {"type": f"response.output_item.{what}", "output_index": self.place["output_index"], "item": self.show()}
+
+
+class FunctionCall(OutputItem):
+    kind = "function_call_arguments"
+
+    def __init__(self, id: str, index: int, call_id: str, name: str) -> None:
+        super().__init__(id, index)
+        self._call_id = call_id
+        self._name = name
+
+    def show(self) -> Json:
+        call = {"call_id": self._call_id, "name": self._name, "arguments": self.text}
+        return {"id": self.id, "type": "function_call", "status": self.status, **call}
+
+    def close(self, status: Status) -> list[Json]:
+        done = {"type": f"response.{self.kind}.done", **self.place, "name": self._name, "arguments": self.text}
+        return [done, *super().close(status)]
+
+
+class _TextItem(OutputItem):
+    """An item of one part, which begins right after the item and ends right before it."""
+
+    def __init__(self, id: str, index: int) -> None:
+        super().__init__(id, index)
+        self._begun = False
+
+    def content(self) -> list[Json]:
+        return [self.part()] if self._begun else []
+
+    def part(self) -> Json:
+        return {"type": self.kind, "text": self.text, **self.extras()}
+
+    def extras(self) -> Json:
+        return {}
+
+    def begin(self) -> list[Json]:
+        events = super().begin()
+        self._begun = True
+        self.place["content_index"] = 0
+        return [*events, {"type": "response.content_part.added", **self.place, "part": self.part()}]
+
+    def close(self, status: Status) -> list[Json]:
+        text_done = {"type": f"response.{self.kind}.done", **self.place, "text": self.text, **self.extras()}
+        part_done = {"type": "response.content_part.done", **self.place, "part": self.part()}
+        return [text_done, part_done, *super().close(status)]
+
+
+class Message(_TextItem):
+    kind = "output_text"
+
+    def __init__(self, id: str, index: int) -> None:
+        super().__init__(id, index)
+        self._logprobs: list[Json] = []
+
+    def extras(self) -> Json:
+        return {"logprobs": list(self._logprobs)}
+
+    def part(self) -> Json:
+        return {**super().part(), "annotations": []}
+
+    def show(self) -> Json:
+        head = {"id": self.id, "type": "message", "status": self.status}
+        return {**head, "role": "assistant", "content": self.content()}
+
+    def grow(self, text: str, tokens: Sequence[TokenInfo] = ()) -> Json:
+        logprobs = chat_logprobs(tokens)
+        self._logprobs += logprobs
+        return {**super().grow(text), "logprobs": logprobs}
+
+
+class Reasoning(_TextItem):
+    kind = "reasoning_text"
+
+    def __init__(self, id: str, index: int, *, sealed: bool) -> None:
+        super().__init__(id, index)
+        self._sealed = sealed
+
+    def show(self) -> Json:
+        seals = {"encrypted_content": seal(self.text) if self._sealed and self.status != "in_progress" else None}
+        head = {"id": self.id, "type": "reasoning", "status": self.status, "summary": []}
+        return {**head, "content": self.content(), **seals}

@@ -1,0 +1,1 @@
+"""What is measured, how, and beside whom. Every bench prints a table and ends in one JSON line."""

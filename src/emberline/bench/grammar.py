@@ -1,0 +1,175 @@
+"""llguidance beside xgrammar: what constrained decoding costs per grammar and per token, and what hostile input does.
+
+    python -m emberline.bench.grammar --json benchmarks/results/grammar-choice.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from emberline.bench.grammar_cases import HOSTILE, ORDINARY, Case
+
+DEADLINE_S = 20.0
+START_S = 120.0  # importing one of them brings torch in
+LIBRARIES = ("llguidance", "xgrammar")
+
+
+class Child:
+    """A library's process; started again after a case that hung or crashed it."""
+
+    def __init__(self, library: str, tokenizer: Path) -> None:
+        self.command = [sys.executable, "-m", "emberline.bench.grammar_child", library, str(tokenizer)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        ready, _ = self._answer(START_S)
+        assert ready is not None, f"{' '.join(self.command)} did not start"
+        self.ready = ready
+
+    def ask(self, case: Case) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        question = {"kind": case.grammar.kind, "text": case.grammar.text, "sample": case.sample}
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        answer, late = self._answer(DEADLINE_S)
+        if answer is not None:
+            return answer
+        self.stop()
+        self.start()
+        return {"hung": True} if late else {"crashed": True}
+
+    def _answer(self, seconds: float) -> tuple[dict[str, Any] | None, bool]:
+        assert self.process.stdout is not None
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        return (json.loads(line) if line else None), late.is_set()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def ending(answer: dict[str, Any]) -> str:
+    """How a hostile case went, worst first. `slow`: it came back, after more than a second."""
+    for bad in ("hung", "crashed"):
+        if bad in answer:
+            return bad
+    seconds = answer.get("seconds", answer.get("compile_s", 0.0) + max(answer.get("fills", [0.0])))
+    if seconds > 1.0:
+        return "slow"
+    return "refused" if "error" in answer else "compiled"
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def run(library: str, tokenizer: Path) -> dict[str, Any]:
+    child = Child(library, tokenizer)
+    ready = child.ready
+    ordinary = {case.name: child.ask(case) for case in ORDINARY}
+    hostile = {case.name: child.ask(case) for case in HOSTILE}
+    child.stop()
+    return {"ready": ready, "ordinary": ordinary, "hostile": hostile}
+
+
+def figures(library: str, measured: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    ordinary = [a for a in measured["ordinary"].values() if "compile_s" in a]
+    compiles = [a["compile_s"] * 1e3 for a in ordinary]
+    fills = [f * 1e6 for a in ordinary for f in a["fills"]]
+    endings = [ending(a) for a in measured["hostile"].values()]
+    wrong = sum("compile_s" not in a or "refused_at" in a for a in measured["ordinary"].values())
+    return {
+        "import": (measured["ready"]["import_s"] * 1e3, "ms"),
+        "tokenizer": (measured["ready"]["tokenizer_s"] * 1e3, "ms"),
+        "memory_start": (measured["ready"]["rss_mb"], "MB"),
+        "memory_after_ordinary": (max(a.get("rss_mb", 0.0) for a in measured["ordinary"].values()), "MB"),
+        "compile_p50": (percentile(compiles, 0.5), "ms"),
+        "compile_max": (max(compiles), "ms"),
+        "mask_p50": (percentile(fills, 0.5), "us"),
+        "mask_p99": (percentile(fills, 0.99), "us"),
+        "mask_max": (max(fills), "us"),
+        "masks": (len(fills), "tokens"),
+        "ordinary_failed": (wrong, "cases"),
+        **{f"hostile_{how}": (endings.count(how), "cases") for how in ("refused", "compiled", "slow", "crashed", "hung")},
+    }
+
+
+def hardware() -> dict[str, Any]:
+    import os
+
+    return {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()}
+
+
+def commit() -> str:
+    shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return shown.stdout.strip() or "none"
+
+
+def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
+    table = {library: figures(library, measured[library]) for library in LIBRARIES}
+    chosen, peer = LIBRARIES
+    results = {
+        name: {"value": round(value, 3), "unit": unit, "peer": round(table[peer][name][0], 3)}
+        for name, (value, unit) in table[chosen].items()
+    }
+    detail = {
+        case.name: {library: ending(measured[library]["hostile"][case.name]) for library in LIBRARIES} for case in HOSTILE
+    }
+    failed = {
+        library: {n: a for n, a in measured[library]["ordinary"].items() if "compile_s" not in a or "refused_at" in a}
+        for library in LIBRARIES
+    }
+    return {
+        "bench": "grammar-choice",
+        "command": "python -m emberline.bench.grammar",
+        "commit": commit(),
+        "hardware": hardware(),
+        "software": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
+        "config": {"model": model, "value_is": chosen, "peer_is": peer, "deadline_s": DEADLINE_S, "hostile": detail, "failed": failed},
+        "results": results,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    from emberline.hub.source import resolve
+
+    tokenizer = resolve(args.model) / "tokenizer.json"
+    done = report({library: run(library, tokenizer) for library in LIBRARIES}, args.model)
+    print(f"{'':24}{LIBRARIES[0]:>14}{LIBRARIES[1]:>14}")
+    for name, row in done["results"].items():
+        print(f"{name:24}{row['value']:>14}{row['peer']:>14} {row['unit']}")
+    for name, endings in done["config"]["hostile"].items():
+        print(f"{name:34}" + "".join(f"{how:>12}" for how in endings.values()))
+    line = json.dumps(done)
+    print(line)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(done, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

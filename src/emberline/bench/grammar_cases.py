@@ -1,0 +1,138 @@
+"""What the grammar bench compiles: ordinary constraints, each with a text that satisfies it, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.core.params import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    grammar: Grammar
+    sample: str  # a text the grammar accepts; its tokens are what the masks are measured on
+
+
+def _schema(name: str, schema: dict[str, Any], sample: Any) -> Case:
+    return Case(name, Grammar("json_schema", json.dumps(schema)), json.dumps(sample, ensure_ascii=False))
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_TEXT = {"type": "string"}
+_INT = {"type": "integer"}
+_ADDRESS = _object(street=_TEXT, city=_TEXT, zip={"type": "string", "pattern": "^[0-9]{5}$"})
+_TREE = {
+    "$defs": {"node": _object(value=_INT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})},
+    "$ref": "#/$defs/node",
+}
+_TREE_SAMPLE = {"value": 1, "children": [{"value": 2, "children": [{"value": 3, "children": []}]}, {"value": 4, "children": []}]}
+_COUNTRIES = [f"country number {i}" for i in range(200)]
+_SHAPES = [_object(kind={"const": "circle"}, radius={"type": "number"}), _object(kind={"const": "box"}, sides={"type": "array", "items": _INT})]
+_ARITHMETIC = 'root ::= term (("+" | "-") term)*\nterm ::= factor (("*" | "/") factor)*\nfactor ::= [0-9]+ | "(" root ")"\n'
+_QUERY = 'root ::= "SELECT " name (", " name)* " FROM " name (" WHERE " name " = " value)?\nname ::= [a-z_]+\nvalue ::= [0-9]+ | "\'" [^\']* "\'"\n'
+_PROSE = "A long answer, with \"quotes\", an accent or two (café, naïve), and 中文, so that most tokens lie inside a string."
+
+ORDINARY: tuple[Case, ...] = (
+    Case("any_object", Grammar("json_object"), json.dumps({"a": [1, 2.5, None, True], "b": {"c": "d"}})),
+    _schema("flat", _object(name=_TEXT, age=_INT, member={"type": "boolean"}), {"name": "Ada Lovelace", "age": 36, "member": True}),
+    _schema("long_string", _object(answer=_TEXT), {"answer": _PROSE * 3}),
+    _schema("nested", _object(person=_object(name=_TEXT, home=_ADDRESS)), {"person": {"name": "Jo", "home": {"street": "Elm 3", "city": "Bonn", "zip": "53111"}}}),
+    _schema("enum_small", _object(unit={"enum": ["celsius", "fahrenheit", "kelvin"]}), {"unit": "kelvin"}),
+    _schema("enum_200", _object(country={"enum": _COUNTRIES}), {"country": _COUNTRIES[137]}),
+    _schema("recursive", _TREE, _TREE_SAMPLE),
+    _schema("union", {"type": "array", "items": {"anyOf": _SHAPES}}, [{"kind": "circle", "radius": 1.5}, {"kind": "box", "sides": [1, 2, 3]}]),
+    _schema("array_1000", {"type": "array", "items": _INT, "maxItems": 1000}, list(range(100))),
+    _schema("array_exact", {"type": "array", "items": _TEXT, "minItems": 12, "maxItems": 12}, [f"item {i}" for i in range(12)]),
+    _schema("string_bounds", _object(code={"type": "string", "minLength": 3, "maxLength": 400}), {"code": "x1 " * 60}),
+    _schema("pattern", _object(mail={"type": "string", "pattern": r"^[a-z0-9.]+@[a-z0-9]+\.[a-z]{2,6}$"}), {"mail": "ada.lovelace@example.org"}),
+    _schema("number_range", _object(p={"type": "integer", "minimum": -17, "maximum": 4200}), {"p": 4199}),
+    _schema("date", _object(on={"type": "string", "format": "date"}), {"on": "2024-02-29"}),
+    _schema("open_map", {"type": "object", "additionalProperties": {"type": "number"}}, {"alpha": 1, "beta": 2.5, "gamma": -3e4}),
+    _schema("optional_30", {"type": "object", "properties": {f"field_{i}": _TEXT for i in range(30)}, "additionalProperties": False}, {"field_3": "a", "field_17": "b", "field_29": "c"}),
+    Case("regex_phone", Grammar("regex", r"\+[0-9]{1,3} [0-9]{3} [0-9]{3,8}"), "+49 228 1234567"),
+    Case("regex_words", Grammar("regex", r"([A-Z][a-z]+ ){2,20}[A-Z][a-z]+\."), "The Quick Brown Fox Jumps Over The Lazy Dog."),
+    Case("choice", Grammar("choice", json.dumps(["yes", "no", "I do not know"])), "I do not know"),
+    Case("arithmetic", Grammar("grammar", _ARITHMETIC), "12*(3+4)-56/(7+(8*9))"),
+    Case("query", Grammar("grammar", _QUERY), "SELECT name, age FROM people WHERE city = 'Bonn'"),
+)
+
+
+def _nested(depth: int) -> str:
+    return '{"type":"object","properties":{"a":' * depth + '{"type":"integer"}' + "}}" * depth
+
+
+def _doubling(levels: int, keyword: str) -> str:
+    """Each definition mentions the next one twice: small to write, two to the power of `levels` when expanded."""
+    defs: dict[str, Any] = {f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(levels)}
+    return json.dumps({"$defs": {**defs, f"d{levels}": _object(a=_INT)}, "$ref": "#/$defs/d0"})
+
+
+def _crossed(pairs: int) -> str:
+    """An intersection of unions, whose product has two to the power of `pairs` members."""
+    union = [{"anyOf": [{"properties": {f"p{i}": {"const": bit}}} for bit in (0, 1)]} for i in range(pairs)]
+    return json.dumps({"allOf": union})
+
+
+_HOSTILE_SCHEMAS: dict[str, str] = {
+    "nested_500": _nested(500),
+    "nested_20000": _nested(20_000),
+    "min_items_1e6": '{"type":"array","items":{"type":"integer"},"minItems":1000000}',
+    "max_items_1e9": '{"type":"array","items":{"type":"integer"},"maxItems":1000000000}',
+    "max_length_1e9": '{"type":"string","maxLength":1000000000}',
+    "ref_to_itself": '{"$ref":"#"}',
+    "ref_cycle": '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}',
+    "ref_endless": '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}',
+    "ref_remote": '{"$ref":"http://127.0.0.1:9/schema"}',
+    "doubling_all_of": _doubling(30, "allOf"),
+    "doubling_any_of": _doubling(30, "anyOf"),
+    "crossed_40": _crossed(40),
+    "one_megabyte": json.dumps({"type": "object", "properties": {f"property_{i}": {"type": "string", "maxLength": i + 1} for i in range(20_000)}}),
+    "enum_60000": json.dumps({"enum": [f"value {i}" for i in range(60_000)]}),
+    "any_of_5000": json.dumps({"anyOf": [_object(**{f"k{i}": _TEXT}) for i in range(5000)]}),
+    "patterns_intersected": json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuv"]}),
+    "multiple_of_1000003": '{"type":"integer","multipleOf":1000003}',
+    "unsupported_not": '{"not":{"type":"string"}}',
+    "unsupported_unique": '{"type":"array","uniqueItems":true}',
+    "unsupported_if": '{"type":"object","if":{"required":["a"]},"then":{"required":["b"]}}',
+    "unknown_format": '{"type":"string","format":"made-up"}',
+    "unknown_type": '{"type":"strin"}',
+    "unsatisfiable": '{"type":"string","minLength":5,"maxLength":2}',
+    "not_json": '{"type":',
+}
+_HOSTILE_REGEXES: dict[str, str] = {
+    "nested_plus": r"((a+)+)+b",
+    "exponential_dfa": r"(.|\n)*a(.|\n){30}",
+    "repeat_cubed": r"((a{1,1000}){1,1000}){1,1000}",
+    "repeat_million": r"a{1000000}",
+    "unicode_5000": r"\p{L}{1,5000}x",
+    "deep_parens": "(" * 100_000 + "a" + ")" * 100_000,
+    "words_50000": "|".join(f"word{i}" for i in range(50_000)),
+    "lookahead": r"(?=a)b",
+    "backreference": r"(a)\1",
+    "unclosed": r"([a-z",
+}
+_HOSTILE_GRAMMARS: dict[str, str] = {
+    "ambiguous": 'root ::= root root | "a"',
+    "only_itself": "root ::= root",
+    "undefined": "root ::= nothing",
+    "deep_parens": "root ::= " + "(" * 900 + '"a"' + ")" * 900,
+    "chain_20000": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1} | "b" r{i + 1}' for i in range(20_000)) + '\nr20000 ::= "z"',
+    "repeat_1e9": 'root ::= ("a" | "b"){1000000000}',
+    "garbage": "\x00\xff}{!!",
+}
+
+HOSTILE: tuple[Case, ...] = tuple(
+    Case(f"{prefix}_{name}", Grammar(kind, text), "")
+    for prefix, kind, table in (
+        ("schema", "json_schema", _HOSTILE_SCHEMAS),
+        ("regex", "regex", _HOSTILE_REGEXES),
+        ("grammar", "grammar", _HOSTILE_GRAMMARS),
+    )
+    for name, text in table.items()
+)

@@ -1,0 +1,147 @@
+"""One grammar library in a process of its own: reads cases as JSON lines, answers with what each cost.
+
+Run by `emberline.bench.grammar`, which ends it when a case takes too long: a hang or a crash is a result too.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from emberline.core.params import Grammar
+
+Mask = npt.NDArray[np.int32]
+
+
+class Matcher(Protocol):
+    def fill(self, mask: Mask) -> None: ...
+
+    def accept(self, token: int) -> bool: ...
+
+
+class Library(Protocol):
+    def compile(self, grammar: Grammar) -> Matcher: ...
+
+
+class LLGuidanceMatcher:
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def fill(self, mask: Mask) -> None:
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self.matcher.is_error():
+            raise ValueError(self.matcher.get_error())
+
+    def accept(self, token: int) -> bool:
+        return bool(self.matcher.consume_token(token))
+
+
+class LLGuidance:
+    def __init__(self, tokenizer_json: str, vocab: list[str], eos: int) -> None:
+        import llguidance
+
+        self.library = llguidance
+        self.tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=len(vocab), eos_token=eos)
+
+    def compile(self, grammar: Grammar) -> LLGuidanceMatcher:
+        text = '{"type":"object"}' if grammar.kind == "json_object" else grammar.text
+        form: Any = "json_schema" if grammar.kind == "json_object" else grammar.kind
+        matcher = self.library.LLMatcher(self.tokenizer, self.library.grammar_from(form, text), log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return LLGuidanceMatcher(matcher)
+
+
+class XGrammarMatcher:
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    def fill(self, mask: Mask) -> None:
+        if not self.matcher.fill_next_token_bitmask(mask[None, :]):
+            mask.fill(-1)  # its way to say that everything is allowed
+
+    def accept(self, token: int) -> bool:
+        return bool(self.matcher.accept_token(token))
+
+
+class XGrammar:
+    def __init__(self, tokenizer_json: str, vocab: list[str], eos: int) -> None:
+        import xgrammar
+
+        self.library = xgrammar
+        info = xgrammar.TokenizerInfo(vocab, xgrammar.VocabType.BYTE_LEVEL, stop_token_ids=[eos])
+        self.compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
+
+    def compile(self, grammar: Grammar) -> XGrammarMatcher:
+        return XGrammarMatcher(self.library.GrammarMatcher(self._compile(grammar)))
+
+    def _compile(self, grammar: Grammar) -> Any:
+        match grammar.kind:
+            case "json_object":
+                return self.compiler.compile_json_schema('{"type":"object"}', strict_mode=False)
+            case "json_schema":
+                return self.compiler.compile_json_schema(grammar.text, strict_mode=False)
+            case "regex":
+                return self.compiler.compile_regex(grammar.text)
+            case "choice":
+                return self.compiler.compile_grammar("root ::= " + " | ".join(map(json.dumps, json.loads(grammar.text))))
+            case "grammar":
+                return self.compiler.compile_grammar(grammar.text)
+
+
+LIBRARIES: dict[str, type[LLGuidance] | type[XGrammar]] = {"llguidance": LLGuidance, "xgrammar": XGrammar}
+
+
+def measure(library: Library, grammar: Grammar, tokens: list[int], vocab_size: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        matcher = library.compile(grammar)
+        compile_s = time.perf_counter() - start
+        mask = np.zeros((vocab_size + 31) // 32, np.int32)
+        fills: list[float] = []
+        for at, token in enumerate([*tokens, -1]):
+            start = time.perf_counter()
+            matcher.fill(mask)
+            fills.append(time.perf_counter() - start)
+            if token < 0:
+                break
+            if not (mask[token // 32] >> (token % 32)) & 1 or not matcher.accept(token):
+                return {"compile_s": compile_s, "fills": fills, "refused_at": at}
+    except Exception as error:  # whatever the library raises is the finding
+        return {"error": f"{type(error).__name__}: {error}"[:200], "seconds": time.perf_counter() - start}
+    return {"compile_s": compile_s, "fills": fills}
+
+
+def rss_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main(name: str, tokenizer_file: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(tokenizer_file)
+    size = tokenizer.get_vocab_size()
+    vocab = [tokenizer.id_to_token(i) or "" for i in range(size)]
+    before = rss_mb()
+    start = time.perf_counter()
+    __import__(name)
+    imported = time.perf_counter()
+    library = LIBRARIES[name](Path(tokenizer_file).read_text("utf-8"), vocab, eos=2)
+    ready = {"import_s": imported - start, "tokenizer_s": time.perf_counter() - imported, "rss_mb": rss_mb() - before}
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        case = json.loads(line)
+        tokens = tokenizer.encode(case["sample"], add_special_tokens=False).ids
+        result = measure(library, Grammar(case["kind"], case["text"]), tokens, size)
+        print(json.dumps({**result, "rss_mb": rss_mb() - before}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

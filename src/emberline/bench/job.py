@@ -1,0 +1,66 @@
+"""Job: requests submitted at once. Timeline: when each of their tokens came. All throughput figures are computed here,
+the same way for every contender. Stdlib only: children in other environments import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    prompts: list[list[int]]
+    outputs: list[int]  # tokens to generate for each prompt, whatever they are
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def longest(self) -> int:
+        return max(len(prompt) + output for prompt, output in zip(self.prompts, self.outputs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds since submission, one per output token, for each request of the job."""
+
+    times: list[list[float]]
+
+    def check(self, job: Job) -> None:
+        """A contender that stopped early or said too much did another job."""
+        counts = [len(times) for times in self.times]
+        if counts != job.outputs:
+            raise ValueError(f"asked for {sum(job.outputs)} tokens, got {sum(counts)}")
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.times))
+
+    @property
+    def wall(self) -> float:
+        return max(times[-1] for times in self.times)
+
+    @property
+    def full(self) -> tuple[float, float]:
+        """From the last first token to the first last one: while all requests decode and none prefills."""
+        return max(times[0] for times in self.times), min(times[-1] for times in self.times)
+
+    def prefill_rate(self, job: Job) -> float:
+        """Prompt tokens a second until every request has its first token."""
+        return job.prompt_tokens / self.full[0]
+
+    def decode_rate(self) -> float:
+        """Tokens a second with the whole batch decoding; prefill is outside."""
+        begin, end = self.full
+        return sum(begin < t <= end for times in self.times for t in times) / (end - begin)
+
+    def step(self) -> float:
+        """Median seconds between two tokens of one request with the whole batch decoding."""
+        begin, end = self.full
+        gaps = [b - a for times in self.times for a, b in zip(times, times[1:], strict=False) if begin <= a and b <= end]
+        return median(gaps)
+
+    def output_rate(self) -> float:
+        """Output tokens a second from submission to the last token, prefill included."""
+        return self.tokens / self.wall

@@ -1,0 +1,79 @@
+"""The machine and the software that a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from emberline.core.config import core_count
+
+ISA_FLAGS = (
+    "asimd asimdhp asimddp sve sve2 bf16 svebf16 i8mm "
+    "avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8"
+).split()
+NATIVE_BF16 = {"bf16", "avx512_bf16", "amx_bf16"}
+PACKAGES = ("torch", "numpy", "msgspec", "uvicorn")
+
+
+def hardware() -> dict[str, Any]:
+    cpu = _lscpu()
+    flags = set(cpu.get("Flags", "").split())
+    return {
+        "machine": platform.machine(),
+        "cpu": cpu.get("Model name", "unknown"),
+        "cores": core_count(),
+        "llc_mib": round(llc_bytes() / 2**20, 1),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "flags": [flag for flag in ISA_FLAGS if flag in flags],
+    }
+
+
+def software() -> dict[str, str]:
+    from emberline import __version__
+
+    found = {"emberline": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def commit() -> str:
+    """Of the checkout that this code runs from, marked when it holds more than the commit does."""
+    here = Path(__file__).parent
+    head = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "none"
+    return head + ("-dirty" if _output("git", "-C", str(here), "status", "--porcelain") else "")
+
+
+def isa() -> str:
+    """A short name for result files: the machine, and the best of what its kernels may use."""
+    flags = hardware()["flags"]
+    return "-".join([platform.machine(), *flags[-1:]])
+
+
+def llc_bytes() -> int:
+    """The largest cache of the first core."""
+    units = {"K": 1 << 10, "M": 1 << 20}
+    caches = Path("/sys/devices/system/cpu/cpu0/cache")
+    sizes = [path.read_text().strip() for path in caches.glob("index*/size")]
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+
+
+def _lscpu() -> dict[str, str]:
+    lines = _output("lscpu").splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,115 @@
+"""Report: the one shape of a result. A table for people; as the last line, JSON for everything else."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from emberline.bench import machine
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    value: float
+    unit: str  # a rate (tok/s) is better when higher, everything else when lower
+    peer: float | None = None  # the best alternative, measured in the same run
+    limit: float | None = None  # the physical bound
+    spread: tuple[float, float] | None = None  # least and most of the rounds; `value` is their median
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as good as the peer."""
+        return self._share(self.value, self.peer)
+
+    @property
+    def achieved(self) -> float | None:
+        """Of what is possible."""
+        return self._share(self.value, self.limit)
+
+    def _share(self, value: float, other: float | None) -> float | None:
+        if not value or not other:
+            return None
+        return value / other if self.unit.endswith("/s") else other / value
+
+    def as_dict(self) -> dict[str, Any]:
+        parts: dict[str, Any] = {"value": digits(self.value), "unit": self.unit}
+        for name in ("peer", "limit"):
+            if (number := getattr(self, name)) is not None:
+                parts[name] = digits(number)
+        if self.spread is not None:
+            parts["spread"] = [digits(end) for end in self.spread]
+        return parts
+
+
+@dataclass(slots=True)
+class Report:
+    bench: str
+    config: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Result] = field(default_factory=dict)
+
+    def add(self, name: str, values: float | list[float], unit: str, **more: Any) -> None:
+        """One figure, or the rounds of one. `BASE/WHO` is another's figure beside ours, `BASE`."""
+        if isinstance(values, list):
+            more["spread"] = (min(values), max(values))
+            values = median(values)
+        self.results[name] = Result(values, unit, **more)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "bench": self.bench,
+            "command": command(),
+            "commit": machine.commit(),
+            "hardware": machine.hardware(),
+            "software": machine.software(),
+            "config": self.config,
+            "results": {name: result.as_dict() for name, result in self.results.items()},
+        }
+
+    def emit(self, file: Path | None = None) -> None:
+        whole = self.as_dict()
+        print(table(self.results))
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        print(json.dumps(whole), flush=True)
+
+
+def table(results: Mapping[str, Result]) -> str:
+    head = ("", "value", "", "spread", "peer", "ratio", "limit", "achieved")
+    rows = [head] + [_row(name, result) for name, result in results.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    left = (0, 2)  # names and units read from the left, numbers from the right
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        .rstrip()
+        for row in rows
+    )
+
+
+def _row(name: str, r: Result) -> tuple[str, ...]:
+    def number(x: float | None) -> str:
+        return "" if x is None else f"{digits(x, 4):,}"
+
+    spread = "" if r.spread is None else f"{number(r.spread[0])}..{number(r.spread[1])}"
+    ratio = "" if r.ratio is None else f"{r.ratio:.2f}x"
+    achieved = "" if r.achieved is None else f"{r.achieved:.0%}"
+    return name, number(r.value), r.unit, spread, number(r.peer), ratio, number(r.limit), achieved
+
+
+def digits(x: float, significant: int = 5) -> float:
+    """As many digits as mean something."""
+    short = float(f"{x:.{significant}g}")
+    return int(short) if short.is_integer() else short
+
+
+def command() -> str:
+    """As a person would type it, whatever file was really started."""
+    name, *arguments = sys.argv
+    start = "emberline" if Path(name).stem in ("emberline", "__main__") else Path(name).name
+    return shlex.join([start, *arguments])

@@ -1,0 +1,48 @@
+"""The request sets: seeded, so that every engine serves the same lengths and the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from emberline.bench.job import Job
+
+CONTEXT, STEPS = 128, 64  # of a decode measurement
+
+
+def tokens(count: int, rng: np.random.Generator, vocab: int) -> list[int]:
+    return [int(t) for t in rng.integers(1, vocab, count)]
+
+
+def prefill(length: int, vocab: int) -> Job:
+    return job([(length, 1)], vocab)
+
+
+def decode(batch: int, vocab: int, context: int = CONTEXT, steps: int = STEPS) -> Job:
+    return job([(context, steps + 1)] * batch, vocab)  # the first token belongs to the prefill
+
+
+def mix(count: int, vocab: int) -> Job:
+    """Short and long requests mixed, all at once."""
+    return job(lengths(count, (4.5, 0.8, 512), (4.0, 0.6, 128)), vocab)
+
+
+def chat(count: int = 1000, seed: int = 0) -> list[tuple[int, int]]:
+    """The lengths (prompt, output) of conversations as people share them."""
+    return lengths(count, (5.0, 1.1, 3500), (5.1, 0.8, 1024), seed)
+
+
+def lengths(
+    count: int, prompt: tuple[float, float, int], output: tuple[float, float, int], seed: int = 0
+) -> list[tuple[int, int]]:
+    """Log-normal (mean, sigma, most), at least 8; all prompts are drawn before all outputs."""
+    rng = np.random.default_rng(seed)
+    drawn = [np.clip(rng.lognormal(mean, sigma, count), 8, most).astype(int) for mean, sigma, most in (prompt, output)]
+    return list(zip(drawn[0].tolist(), drawn[1].tolist(), strict=True))
+
+
+def job(sizes: Iterable[tuple[int, int]], vocab: int, seed: int = 0) -> Job:
+    rng = np.random.default_rng(seed)
+    pairs = [(tokens(prompt, rng, vocab), output) for prompt, output in sizes]
+    return Job([prompt for prompt, _ in pairs], [output for _, output in pairs])

@@ -1,0 +1,249 @@
+"""`emberline chat`: talk to a running server from the terminal. With stdin from a pipe it answers once and leaves."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
+
+HELP = "talk to a running server"
+DEFAULT_URL = "http://127.0.0.1:8000"
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+COMMANDS = """\
+/help            this list
+/reset           forget the conversation
+/system [TEXT]   set the system prompt and start again; without TEXT, show it
+/exit            leave (so does Ctrl-D); Ctrl-C stops an answer"""
+# What a model writes is not trusted: escape sequences could rewrite the reader's terminal.
+CONTROLS = dict.fromkeys(c for c in (*range(0x20), *range(0x7F, 0xA0)) if c not in (0x09, 0x0A))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help="the server's address (default: %(default)s)")
+    parser.add_argument("--model", help="default: the first one the server offers")
+    parser.add_argument("--system", default="", help="the system prompt")
+    parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--seed", type=int)
+
+
+def run(args: argparse.Namespace) -> int:
+    sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    try:
+        endpoint = Endpoint(args.url, args.api_key)
+        chat = Chat(endpoint, args.model or endpoint.first_model(), args.system, sampling, Screen(sys.stdout.isatty()))
+        if sys.stdin.isatty():
+            chat.converse()
+        elif question := sys.stdin.read().strip():
+            chat.ask(question)
+    except EmberlineError as error:
+        print(f"emberline chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+class Endpoint:
+    """An OpenAI-compatible server, seen from the standard library."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequest(f"{url!r} is not a server's address", param="url", hint=f"for example {DEFAULT_URL}")
+        self.url = url
+        self._secure = parts.scheme == "https"
+        self._host = parts.netloc.rpartition("@")[2]
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def first_model(self) -> str:
+        with self._request("GET", "/v1/models") as response:
+            return str(json.load(response)["data"][0]["id"])
+
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """The chunks of one chat completion. Closing the generator closes the connection, which ends the work."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        with self._request("POST", "/v1/chat/completions", json.dumps(body)) as response:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # told below: the stream had no ending
+                while line := response.readline():
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:") or not data:
+                        continue
+                    if data == b"[DONE]":
+                        return
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise EngineFailed(chunk["error"]["message"], hint="ask again")
+                    yield chunk
+            raise EngineUnavailable("the connection was lost before the answer ended", hint="what had arrived is kept")
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, body: str | None = None) -> Iterator[http.client.HTTPResponse]:
+        make = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        with contextlib.closing(make(self._host, timeout=600)) as connection:
+            try:
+                connection.request(method, self._base + path, body, self._headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                hint = "start one with `emberline serve`, or name another with --url"
+                raise EngineUnavailable(f"no server answers at {self.url} ({error})", hint=hint) from error
+            if response.status != 200:
+                raise _refusal(response)
+            yield response
+
+
+def _refusal(response: http.client.HTTPResponse) -> EmberlineError:
+    try:
+        message = str(json.load(response)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.reason
+    wait = response.getheader("Retry-After")
+    hints = {401: "pass --api-key", 429: f"try again in {wait} s" if wait else "try again soon"}
+    return EmberlineError(f"{message} [{response.status}]", hint=hints.get(response.status))
+
+
+@dataclass(slots=True)
+class Screen:
+    """Where the answer goes. A pipe gets the bare text; a terminal gets it cleaned, with asides dimmed."""
+
+    terminal: bool
+
+    def say(self, text: str) -> None:
+        sys.stdout.write(text.translate(CONTROLS) if self.terminal else text)
+        sys.stdout.flush()
+
+    def aside(self, text: str, end: str = "\n") -> None:
+        if self.terminal:
+            sys.stdout.write(f"\x1b[2m{text.translate(CONTROLS)}\x1b[0m{end}")
+            sys.stdout.flush()
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer as it arrives, and what it cost."""
+
+    started: float
+    text: str = ""
+    pieces: int = 0
+    first: float = 0.0
+    latest: float = 0.0
+    usage: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, now: float) -> None:
+        self.pieces += 1
+        self.latest = now
+        self.first = self.first or now
+
+    def cost(self) -> str:
+        if not self.pieces:
+            return "no answer"
+        tokens = self.usage.get("completion_tokens", self.pieces)
+        about = "" if self.usage else "≈ "  # without the server's count, a piece is taken for a token
+        parts = [f"TTFT {1000 * (self.first - self.started):.0f} ms"]
+        if tokens > 1 and self.latest > self.first:
+            parts.append(f"{about}{(tokens - 1) / (self.latest - self.first):.1f} tok/s")
+        parts.append(f"{about}{tokens} tokens")
+        if self.usage:
+            cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+            parts.append(f"prompt {self.usage['prompt_tokens']} ({cached} cached)")
+        return " · ".join(parts)
+
+
+class Chat:
+    def __init__(self, endpoint: Endpoint, model: str, system: str, sampling: dict[str, Any], screen: Screen) -> None:
+        self.endpoint = endpoint
+        self.model = model
+        self.system = system
+        self.sampling = sampling
+        self.screen = screen
+        self.turns: list[dict[str, str]] = []
+
+    def converse(self) -> None:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input())
+        self.screen.aside(f"{self.model} at {self.endpoint.url}. /help lists the commands, /exit leaves.")
+        while True:
+            try:
+                line = input("\n> ").strip()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                self.screen.aside("\n/exit or Ctrl-D leaves")
+                continue
+            if line == "/exit":
+                return
+            if line.startswith("/"):
+                self.command(line)
+            elif line:
+                self.turn(line)
+
+    def command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/help":
+            self.screen.aside(COMMANDS)
+        elif name == "/reset":
+            self.turns.clear()
+            self.screen.aside("a new conversation")
+        elif name == "/system":
+            if rest.strip():
+                self.system = rest.strip()
+                self.turns.clear()
+            self.screen.aside(f"system prompt: {self.system or 'none'}")
+        else:
+            self.screen.aside(f"{name} is not a command; /help lists them")
+
+    def turn(self, question: str) -> None:
+        """One question in a conversation: whatever goes wrong is told, and the conversation goes on."""
+        try:
+            self.ask(question)
+        except KeyboardInterrupt:
+            self.screen.aside("stopped")
+        except EmberlineError as error:
+            self.screen.aside(str(error))
+
+    def ask(self, question: str) -> None:
+        """Streams the answer to the screen. Both are kept, a broken-off answer too; without an answer, neither."""
+        answer = Answer(time.monotonic())
+        asked = {"role": "user", "content": question}
+        try:
+            with contextlib.closing(self.endpoint.stream(self.body(asked))) as chunks:
+                for chunk in chunks:
+                    self.show(chunk, answer)
+        finally:
+            if answer.pieces:
+                self.screen.say("\n")
+                self.screen.aside(answer.cost())
+            if answer.text:
+                self.turns += [asked, {"role": "assistant", "content": answer.text}]
+
+    def body(self, asked: dict[str, str]) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"model": self.model, "messages": [*system, *self.turns, asked], **self.sampling}
+
+    def show(self, chunk: dict[str, Any], answer: Answer) -> None:
+        answer.usage = chunk.get("usage") or answer.usage
+        for choice in chunk.get("choices", ()):
+            delta = choice["delta"]
+            if text := delta.get("content"):
+                answer.text += text
+                self.screen.say(text)
+            if thought := delta.get("reasoning_content"):
+                self.screen.aside(thought, end="")
+            if text or thought:
+                answer.count(time.monotonic())

@@ -1,0 +1,73 @@
+"""Settings and their defaults: frozen, validated when built. The only place that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberline.core.errors import InvalidRequest
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_EMBEDDER = "minilm"
+
+
+def cache_dir() -> Path:
+    """Where pulled models and built kernels are kept: EMBERLINE_CACHE, or ~/.cache/emberline."""
+    return Path(os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline")
+
+
+def core_count() -> int:
+    """Cores this process may use, which a container may have cut down."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    block_size: int = 16
+    max_batch_tokens: int = 512  # computed in one step, all requests together
+    max_running: int = 64
+    max_waiting: int = 1024
+    max_context: int = 8192
+    prefix_cache: bool = True
+    ageing_seconds: float = 10.0  # a batch request that waited this long counts as interactive
+
+    def __post_init__(self) -> None:
+        if self.block_size < 8 or self.block_size % 8:
+            raise InvalidRequest(f"block_size is {self.block_size}; it must be a multiple of 8", param="block_size")
+        for name in ("max_batch_tokens", "max_running", "max_waiting", "max_context"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine process is started with."""
+
+    model: str  # a checkpoint directory, already resolved
+    dtype: str = "auto"  # auto: as the checkpoint has it
+    kv_dtype: str = "auto"  # auto: as dtype
+    kv_memory: int | None = None  # bytes; None: planned from what the machine has free
+    threads: int = 0  # 0: all cores
+    max_context: int | None = None  # None: the model's own
+    max_batch_tokens: int = 512
+    max_running: int = 64
+    max_waiting: int = 1024
+    block_size: int = 16
+    prefix_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    model: str = DEFAULT_MODEL
+    served_name: str | None = None  # None: the name it was asked for by
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_body: int = 32 << 20
+    request_timeout: float = 600.0
+    stall_timeout: float = 120.0  # an engine with open requests and no sign of life for so long is restarted
+    embedder: str | None = DEFAULT_EMBEDDER
+    chat_template: str | None = None
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"

@@ -1,0 +1,113 @@
+"""The one exception tree: everything we raise about what others did.
+
+    EmberlineError                 status  code
+    ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it
+    │   ├── ContextLengthExceeded  400     context_length_exceeded
+    │   └── BodyTooLarge           413     body_too_large
+    ├── Unauthorized               401     invalid_api_key
+    ├── NotFound                   404     not_found
+    │   └── ModelNotFound          404     model_not_found
+    ├── MethodNotAllowed           405     method_not_allowed
+    ├── Overloaded                 429     queue_full            `retry_after` seconds
+    ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
+    ├── EngineFailed               500     engine_failed         died while the request was open
+    ├── DeadlineExceeded           504     deadline_exceeded
+    └── ModelError                 400     model_error           a model cannot be had or used
+        ├── ModelFileError         400     model_file_error      damaged, truncated, hostile
+        ├── UnsupportedModel       400     unsupported_model
+        └── DownloadError          502     download_error
+
+Each message says what and why; `hint` says what to do about it. What we ourselves promise is an assert, not one of
+these.
+"""
+
+from __future__ import annotations
+
+
+class EmberlineError(Exception):
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+
+
+class InvalidRequest(EmberlineError):
+    status = 400
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "body_too_large"
+
+
+class Unauthorized(EmberlineError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotFound(EmberlineError):
+    status = 404
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(EmberlineError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class Overloaded(EmberlineError):
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after: int = 1, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
+
+
+class EngineUnavailable(EmberlineError):
+    status = 503
+    code = "engine_unavailable"
+
+
+class EngineFailed(EmberlineError):
+    status = 500
+    code = "engine_failed"
+
+
+class DeadlineExceeded(EmberlineError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class ModelError(EmberlineError):
+    status = 400
+    code = "model_error"
+
+
+class ModelFileError(ModelError):
+    code = "model_file_error"
+
+
+class UnsupportedModel(ModelError):
+    code = "unsupported_model"
+
+
+class DownloadError(ModelError):
+    status = 502
+    code = "download_error"

@@ -1,0 +1,87 @@
+"""What the engine tells its clients: Outputs of requests, and Stats of itself. The one
+definition of TTFT and its kin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one request's life, on the engine's clock."""
+
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+    @property
+    def queue(self) -> float | None:
+        return None if self.admitted is None else self.admitted - self.arrival
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: from arrival, queueing included."""
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def prefill(self) -> float | None:
+        if self.first_token is None or self.admitted is None:
+            return None
+        return self.first_token - self.admitted
+
+    @property
+    def decode(self) -> float | None:
+        if self.finished is None or self.first_token is None:
+            return None
+        return self.finished - self.first_token
+
+    @property
+    def e2e(self) -> float | None:
+        return None if self.finished is None else self.finished - self.arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one completion, or its end, or both. Exactly one Output of a completion has `finish`."""
+
+    id: str  # the submission's
+    index: int = 0  # which of its n completions
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token when asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # of prompt tokens 1.., once, with the first output
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    stop_token: int | None = None  # the stop or eos id that ended it; it is the last of `tokens`
+    error: str | None = None
+    timing: Timing | None = None  # with the first and the last
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since start and gauges of now; what /metrics and the charts are made of."""
+
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # of these, found
+    prompt_tokens: int = 0  # computed
+    generated_tokens: int = 0
+    step_tokens: int = 0  # of the last step
+    step_seconds: float = 0.0  # of the last step
+    busy_seconds: float = 0.0  # in the runner, all steps
+    cpu_seconds: float = 0.0  # of the engine process, all threads
+    host_seconds: float = 0.0  # of the engine loop outside the runner
+
+    @property
+    def kv_usage(self) -> float:
+        used = self.blocks_total - self.blocks_free - self.blocks_cached
+        return used / self.blocks_total if self.blocks_total else 0.0

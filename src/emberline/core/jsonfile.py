@@ -1,0 +1,42 @@
+"""A JSON object in a file that came with a model: size-capped, typed errors, no surprises from the parser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from emberline.core.errors import ModelFileError
+
+MAX_BYTES = 64 << 20
+
+
+def parse_object(data: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:  # includes bad UTF-8, duplicate keys and absurdly long integers
+        raise ModelFileError(f"{what} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{what} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelFileError(f"{path} is larger than {MAX_BYTES} bytes")
+        data = path.read_bytes()
+    except OSError as e:
+        raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
+    return parse_object(data, str(path))
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.exists() else {}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return out

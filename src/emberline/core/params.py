@@ -1,0 +1,85 @@
+"""SamplingParams: how the tokens of one request are chosen, and when it ends. Wire-neutral; validated when built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from emberline.core.errors import InvalidRequest
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+
+MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must match. `text` is the schema, pattern or grammar; for `choice` a JSON array of strings."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_tokens: int | None = None  # None: as far as the context goes
+    min_tokens: int = 0
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None  # None: off; k: the chosen token's and the k best ones'
+    prompt_logprobs: int | None = None
+    stop: tuple[str, ...] = ()  # found in the text, outside the engine
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("top_k", self.top_k, 0, 1 << 31)
+        _between("n", self.n, 1, MAX_COMPLETIONS)
+        _between("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None:
+            _between("max_tokens", self.max_tokens, 1, 1 << 31)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", param="min_tokens"
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _between(name, value, 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _between("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+        if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
+            raise InvalidRequest("stop takes at most 16 strings of 1 to 1024 characters", param="stop")
+        if len(self.logit_bias) > 1024:
+            raise InvalidRequest("logit_bias takes at most 1024 tokens", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            _between(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _between(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    too_low = value <= low if low_open else value < low
+    if too_low or value > high or not math.isfinite(value):
+        bracket = "(" if low_open else "["
+        raise InvalidRequest(f"{name} is {value}; it must be in {bracket}{low:g}, {high:g}]", param=name.split("[")[0])

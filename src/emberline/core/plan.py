@@ -1,0 +1,72 @@
+"""The data between scheduler and runner: a StepPlan says what to compute, a StepResult what came of it.
+Nothing here acts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from emberline.core.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request the runner has not seen. Sampling and grammar state follow from these and the tokens alone,
+    so that any runner can take a request over from any other."""
+
+    id: str
+    tokens: Sequence[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's share of a step: compute `tokens` at positions [start, start + len(tokens))."""
+
+    id: str
+    start: int
+    tokens: Sequence[int]
+    blocks: Sequence[int]  # the whole block table, position p lies in blocks[p // block_size]
+    samples: bool  # the last of them catches up with what is known: sample its successor
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    step: int
+    admitted: Sequence[Admission]
+    work: Sequence[Work]
+    ended: Sequence[str]  # the runner may forget these
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(w.tokens) for w in self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """log p of one token under the model itself (before penalties, bias and temperature), and the best alternatives."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprob: TokenLogprob | None = None
+    stop: bool = False  # the grammar is complete: nothing more may follow
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step: int
+    sampled: dict[str, Sampled]
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(
+        default_factory=dict
+    )  # one per token computed, of its successor
+    failed: dict[str, str] = field(default_factory=dict)  # id -> why this request cannot go on
+    seconds: float = 0.0

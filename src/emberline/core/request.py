@@ -1,0 +1,88 @@
+"""Request: one sequence of tokens on its way through the engine, with the lengths that say how far it is.
+
+    0 ......... cached ......... computed ......... known ......... limit
+    |  [0, cached)   came from the prefix cache at the last admission                       |
+    |  [0, computed) has its keys and values in the cache                                   |
+    |  [computed, known) is known (prompt, or sampled) and still to be computed             |
+    |  known == len(tokens); limit is where it must end                                     |
+
+There is no prefill and no decode here: a request is ready to sample when computed catches up with known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from emberline.core.params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Priority(IntEnum):
+    """Lower runs first; a batch request is promoted when it has waited long enough."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What a client of the engine hands in: a prompt and how to continue it, params.n times."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    priority: Priority = Priority.INTERACTIVE
+    salt: str = ""  # tenants with different salts never share cached blocks
+    timeout: float = 600.0  # seconds until it ends with an error, wherever it is
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    id: str
+    parent: str  # the submission's id; several requests share one when n > 1
+    index: int  # which of the n
+    prompt_len: int
+    tokens: list[int]  # prompt, then output
+    params: SamplingParams
+    seed: int
+    limit: int
+    priority: Priority
+    salt: str
+    arrival: float
+    deadline: float
+    leader: str | None = None  # n > 1: the sibling that computes the prompt first
+    status: Status = Status.WAITING
+    computed: int = 0
+    cached: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+    preemptions: int = 0
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far: kv.manager's memo
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        return self.known - self.computed
+
+    def check(self) -> None:
+        assert 0 <= self.cached <= self.computed <= self.known <= self.limit, self

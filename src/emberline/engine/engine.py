@@ -1,0 +1,156 @@
+"""Engine: scheduler and runner composed. `step` is schedule, run, update; the rest is the way in and out."""
+
+from __future__ import annotations
+
+import os
+import time
+from hashlib import blake2b
+from typing import Protocol
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from emberline.core.events import Output, Stats
+from emberline.core.plan import StepPlan, StepResult
+from emberline.core.request import Request, Submission
+from emberline.engine.scheduler import Scheduler
+from emberline.kv.manager import KVManager
+
+
+class Runner(Protocol):
+    """Computes a plan. The fake, the torch runner and the simulator are all of this shape."""
+
+    num_blocks: int
+    vocab_size: int
+    eos: frozenset[int]
+    layout: str  # names model and cache form: part of every block's identity
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Engine:
+    def __init__(self, config: SchedulerConfig, runner: Runner, clock: Clock | None = None) -> None:
+        self.config = config
+        self.runner = runner
+        self.clock = clock or SystemClock()
+        self.kv = KVManager(runner.num_blocks, config.block_size, runner.layout, prefix_cache=config.prefix_cache)
+        self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos)
+        self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
+        self._children: dict[str, list[str]] = {}
+        self._steps = 0
+        self._last = (0, 0.0)
+        self._busy = 0.0
+        self._host = 0.0
+
+    def add(self, submission: Submission) -> None:
+        """Takes a submission in, or raises; what is taken in ends exactly once per completion."""
+        self._validate(submission)
+        if self.scheduler.num_waiting >= self.config.max_waiting:
+            raise Overloaded(f"{self.scheduler.num_waiting} requests are waiting", hint="retry after the given time")
+        prompt, params, now = submission.prompt, submission.params, self.clock.now()
+        room = self.max_context - len(prompt)
+        limit = len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
+        ids = [f"{submission.id}#{i}" for i in range(params.n)]
+        self._children[submission.id] = ids
+        for i, request_id in enumerate(ids):
+            self.scheduler.add(
+                Request(
+                    id=request_id,
+                    parent=submission.id,
+                    index=i,
+                    prompt_len=len(prompt),
+                    tokens=list(prompt),
+                    params=params,
+                    seed=_child_seed(seed, i),
+                    limit=limit,
+                    priority=submission.priority,
+                    salt=submission.salt,
+                    arrival=now,
+                    deadline=now + submission.timeout,
+                    leader=ids[0] if i else None,
+                )
+            )
+
+    def abort(self, submission_id: str) -> None:
+        for request_id in self._children.get(submission_id, ()):
+            self.scheduler.abort(request_id)
+
+    def abort_one(self, submission_id: str, index: int) -> None:
+        """Ends one of the n completions; the others go on."""
+        self.scheduler.abort(f"{submission_id}#{index}")
+
+    def step(self) -> list[Output]:
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            started = time.perf_counter()
+            result = self.runner.run(plan)
+            ran = time.perf_counter() - started
+            self.scheduler.update(plan, result)
+            self._steps += 1
+            self._busy += ran
+            self._last = (plan.num_tokens, ran)
+            self._host += time.perf_counter() - began - ran
+        return self._collect()
+
+    @property
+    def idle(self) -> bool:
+        return not self.scheduler.requests
+
+    def stats(self) -> Stats:
+        s = self.scheduler
+        return Stats(
+            step=self._steps,
+            running=len(s.running),
+            waiting=s.num_waiting,
+            blocks_total=self.kv.total,
+            blocks_free=self.kv.num_free,
+            blocks_cached=self.kv.num_cached,
+            preemptions=s.preemptions,
+            prefix_queries=self.kv.queries,
+            prefix_hits=self.kv.hits,
+            prompt_tokens=s.prompt_tokens,
+            generated_tokens=s.generated_tokens,
+            step_tokens=self._last[0],
+            step_seconds=self._last[1],
+            busy_seconds=self._busy,
+            cpu_seconds=time.process_time(),
+            host_seconds=self._host,
+        )
+
+    def _collect(self) -> list[Output]:
+        outputs = self.scheduler.drain()
+        for output in outputs:
+            if output.finish is not None:
+                children = self._children[output.id]
+                children.remove(f"{output.id}#{output.index}")
+                if not children:
+                    del self._children[output.id]
+        return outputs
+
+    def _validate(self, submission: Submission) -> None:
+        prompt, vocab = submission.prompt, self.runner.vocab_size
+        if submission.id in self._children:
+            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if len(prompt) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} tokens, which leaves none of the context of {self.max_context}",
+                param="prompt",
+                hint="shorten the prompt, or serve with a larger --max-context or --kv-memory",
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise InvalidRequest(f"prompt tokens must be in [0, {vocab})", param="prompt")
+        params = submission.params
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if any(not 0 <= token < vocab for token in ids):
+                raise InvalidRequest(f"{name} names a token outside [0, {vocab})", param=name)
+
+
+def _child_seed(seed: int, index: int) -> int:
+    """Completion 0 has the seed as given; the others follow from it."""
+    if index == 0:
+        return seed % (1 << 64)
+    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

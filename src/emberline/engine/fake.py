@@ -1,0 +1,50 @@
+"""FakeRunner: a Runner without a model. It keeps the tokens themselves as keys and values, in blocks, and samples a
+hash of what a request's block table leads to: a wrong table, a lost write or a stale block changes the tokens."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from emberline.core.plan import Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+
+
+class FakeRunner:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 16, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.eos = eos
+        self.layout = "fake"
+        self.steps = 0
+        self._block_size = block_size
+        self._memory = [[-1] * block_size for _ in range(num_blocks)]
+        self._known: dict[str, Admission] = {}
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        for admission in plan.admitted:
+            assert admission.id not in self._known
+            self._known[admission.id] = admission
+        for work in plan.work:
+            for offset, token in enumerate(work.tokens):
+                block, slot = divmod(work.start + offset, self._block_size)
+                self._memory[work.blocks[block]][slot] = token
+        sampled = {work.id: Sampled(self._next(work)) for work in plan.work if work.samples}
+        logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
+        for ended in plan.ended:
+            del self._known[ended]
+        return StepResult(plan.step, sampled, logprobs)
+
+    def _next(self, work: Work) -> int:
+        length = work.start + len(work.tokens)
+        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[b]]
+        admission = self._known[work.id]
+        seed = 0 if admission.params.greedy else admission.seed
+        digest = blake2b(f"{seed}:{flat[:length]}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self.vocab_size
+
+    def _logprobs(self, work: Work) -> list[TokenLogprob]:
+        known = self._known[work.id].tokens
+        successors = known[work.start + 1 : work.start + 1 + len(work.tokens)]
+        return [TokenLogprob(logprob=-float(token), rank=1) for token in successors]

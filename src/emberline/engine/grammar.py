@@ -1,0 +1,191 @@
+"""Constrained output: a Grammar compiled against a tokenizer, and a Matcher that says which tokens may come next.
+
+The library is llguidance (benchmarks/results/grammar-choice.json): no torch, no build per grammar, every step metered.
+What each kind of Grammar holds:
+
+    json_object   nothing
+    json_schema   a schema; keywords that cannot be enforced are refused by name, not ignored
+    regex         Rust syntax, matched against the whole output; no look-around, no back-references
+    choice        a JSON array of strings
+    grammar       Lark (llguidance's dialect), GBNF (it has `::=`), or several joined: llguidance's {"grammars": [...]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+from llguidance.gbnf_to_lark import any_to_lark
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar, GrammarKind
+
+MAX_TEXT = 256 * 1024  # characters
+MAX_CHOICES = 10_000
+CACHED = 64
+# Bounded, or a small model that likes newlines writes them until its tokens run out.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+
+Mask = npt.NDArray[np.int32]
+
+
+class Matcher:
+    """One request's place in its grammar. A mask has one bit for each id of the model's vocabulary, 32 to an int32."""
+
+    __slots__ = ("_inner", "_words")
+
+    def __init__(self, inner: llguidance.LLMatcher, words: int) -> None:
+        self._inner = inner
+        self._words = words
+
+    def fill(self, mask: Mask) -> None:
+        assert mask.dtype == np.int32 and mask.shape == (self._words,) and mask.flags.c_contiguous
+        self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def allowed(self) -> list[int]:
+        mask = np.zeros(self._words, np.int32)
+        self.fill(mask)
+        bits: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        return bits
+
+    def accept(self, token: int) -> bool:
+        return self._inner.consume_token(token)
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """How many of these drafts could follow, one after the other; the place stays where it is."""
+        return self._inner.validate_tokens(list(tokens))
+
+    def rollback(self, count: int) -> None:
+        undone = self._inner.rollback(count)
+        assert undone, self._inner.get_error()
+
+    def fork(self) -> Matcher:
+        return Matcher(self._inner.deep_copy(), self._words)
+
+    @property
+    def done(self) -> bool:
+        """Nothing but an end-of-sequence token may follow."""
+        return self._inner.is_stopped() and not self._inner.is_error()
+
+    @property
+    def accepting(self) -> bool:
+        """The output could end here."""
+        return self._inner.is_accepting()
+
+    @property
+    def error(self) -> str | None:
+        """Why this request cannot go on: a token the grammar forbids, or a step beyond the library's limits."""
+        return _plain(self._inner.get_error()) if self._inner.is_error() else None
+
+
+class GrammarCompiler:
+    """Trusts its input to the library's own limits. What comes from outside passes a GrammarGuard first."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        text = tokenizer.read_text("utf-8")
+        self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self.mask_words = (vocab_size + 31) // 32
+
+    def compile(self, grammar: Grammar, param: str = "response_format") -> Matcher:
+        if grammar not in self._compiled:
+            self._compiled[grammar] = self._build(grammar, param)
+            if len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return self._compiled[grammar].fork()
+
+    def _build(self, grammar: Grammar, param: str) -> Matcher:
+        if len(grammar.text) > MAX_TEXT:
+            raise InvalidRequest(f"the {grammar.kind} has {len(grammar.text)} characters; at most {MAX_TEXT} are taken", param=param)
+        try:
+            spec = _SPECS[grammar.kind](grammar.text)
+        except Exception as error:
+            raise _refusal(grammar.kind, str(error), param) from error
+        inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
+        if inner.is_error():
+            raise _refusal(grammar.kind, inner.get_error(), param)
+        matcher = Matcher(inner, self.mask_words)
+        matcher.allowed()  # finds out whether anything matches at all
+        if matcher.error is not None:
+            raise _refusal(grammar.kind, "no text can match it" if "NoExtension" in matcher.error else matcher.error, param)
+        return matcher
+
+
+def _json_schema(text: str) -> str:
+    schema = _json(text)
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is a JSON object")
+    return llguidance.LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+
+
+def _choice(text: str) -> str:
+    choices = _json(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("a choice is a JSON array of one or more strings, none of them empty")
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
+    return llguidance.grammar_from("choice", text)
+
+
+def _grammar(text: str) -> str:
+    if not text.lstrip().startswith("{"):
+        return llguidance.grammar_from("grammar", text)
+    composed = _json(text)
+    parts = composed.get("grammars") if isinstance(composed, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ValueError('a grammar in JSON is {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
+    return json.dumps({"grammars": [_part(part) for part in parts]})
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    """One of a composed grammar's parts, under the rules it would have alone, but for leave to be lenient."""
+    lark, schema = part.get("lark_grammar"), part.get("json_schema")
+    if isinstance(lark, str) and "::=" in lark:
+        return {**part, "lark_grammar": any_to_lark(lark)}
+    if isinstance(schema, dict):
+        options = schema.get("x-guidance", {})
+        lenient = isinstance(options, dict) and options.get("lenient") is True
+        return {**part, "json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, "lenient": lenient}}}
+    return part
+
+
+_SPECS: dict[GrammarKind, Callable[[str], str]] = {
+    "json_object": lambda _: _json_schema('{"type": "object"}'),
+    "json_schema": _json_schema,
+    "regex": llguidance.LLMatcher.grammar_from_regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refusal(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
+    hint = None
+    if "Unimplemented keys" in why:
+        why = "these keywords cannot be enforced: " + why.partition("Unimplemented keys:")[2].strip()
+        hint = "leave them out, or check them on the reply"
+    elif "oneOf" in why:
+        why, hint = "this oneOf cannot be proved to have disjoint members", "use anyOf"
+    return InvalidRequest(f"the {kind} cannot be used: {_plain(why)}", param=param, hint=hint)
+
+
+def _plain(message: str) -> str:
+    """The library's message without the source it quotes, which can be as long as the request."""
+    lines = [line.strip() for line in message.splitlines()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    places = [line for line in lines[1:] if line.startswith("while processing")]
+    return " ".join([*(errors or lines)[:1], *places])[:300]

@@ -1,0 +1,125 @@
+"""LLM: the engine in your own process, for scripts and batches of prompts.
+
+    from emberline import LLM, SamplingParams
+    print(LLM("smollm2").generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emberline.core.config import DEFAULT_MODEL, EngineConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.boot import boot
+from emberline.hub.source import resolve
+from emberline.tokens.detokenizer import Detokenizer
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Completion:
+    """One continuation of one prompt."""
+
+    prompt: int  # which prompt
+    index: int  # which of its n
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    finish_reason: str = ""
+
+
+class LLM:
+    def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
+        """`model` is any name that `emberline pull` takes; `settings` are those of EngineConfig."""
+        directory = resolve(str(model))
+        self.tokenizer = Tokenizer.load(directory)
+        self.template = ChatTemplate.load(directory)
+        self.loaded = boot(EngineConfig(model=str(directory), **settings))
+        self.engine = self.loaded.engine
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: str | list[int] | Sequence[str | list[int]],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continues every prompt, all in one batch; params.n completions each, in order."""
+        single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        many: Sequence[Any] = [prompts] if single else prompts
+        params = params or SamplingParams()
+        jobs: dict[tuple[str, int], tuple[Completion, Detokenizer]] = {}
+        for i, prompt in enumerate(many):
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self._count += 1
+            name = f"llm-{self._count}"
+            self.engine.add(Submission(name, ids, params, timeout=float("inf")))
+            for n in range(params.n):
+                text = Detokenizer(self.tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True)
+                jobs[name, n] = Completion(i, n), text
+        bar = _Bar(len(jobs), enabled=progress and sys.stderr.isatty())
+        while not self.engine.idle:
+            for output in self.engine.step():
+                self._take(output, *jobs[output.id, output.index])
+                bar.advance(len(output.tokens), output.finish is not None)
+        bar.close()
+        return [completion for completion, _ in jobs.values()]
+
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template: Any) -> Completion:
+        text = self.template.render(list(messages), **template)
+        return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
+
+    def _take(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
+        if completion.finish_reason:
+            return  # what came between its stop string and the abort
+        if output.error is not None:
+            raise EmberlineError(f"prompt {completion.prompt}: {output.error}")
+        completion.text += detokenizer.push(output.tokens)
+        completion.tokens += output.tokens
+        completion.logprobs += output.logprobs
+        completion.cached_tokens += output.cached_tokens
+        completion.prompt_logprobs = output.prompt_logprobs or completion.prompt_logprobs
+        if detokenizer.stopped is not None:
+            completion.finish_reason = FinishReason.STOP.value
+            self.engine.abort_one(output.id, output.index)
+        elif output.finish is not None:
+            completion.text += detokenizer.flush()
+            completion.finish_reason = output.finish.value
+
+
+class _Bar:
+    """Completions done and tokens a second, on one line of a terminal."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self._total, self._enabled = total, enabled
+        self._done = self._tokens = 0
+        self._began = self._drawn = time.monotonic()
+
+    def advance(self, tokens: int, ended: bool) -> None:
+        self._tokens += tokens
+        self._done += ended
+        now = time.monotonic()
+        if self._enabled and (now - self._drawn > 0.1 or self._done == self._total):
+            self._drawn = now
+            filled = 30 * self._done // self._total
+            rate = self._tokens / max(now - self._began, 1e-9)
+            bar = "#" * filled + "-" * (30 - filled)
+            sys.stderr.write(f"\r[{bar}] {self._done}/{self._total}  {rate:,.0f} tok/s ")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._enabled:
+            sys.stderr.write("\n")

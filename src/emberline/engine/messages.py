@@ -1,0 +1,96 @@
+"""What the engine process and its clients say to each other, and how it lies on the wire: length, then MessagePack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from emberline.core import errors
+from emberline.core.config import EngineConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output, Stats
+from emberline.core.request import Submission
+
+
+class Start(msgspec.Struct, tag=True):
+    config: EngineConfig
+
+
+class Submit(msgspec.Struct, tag=True):
+    submission: Submission
+
+
+class Abort(msgspec.Struct, tag=True):
+    id: str
+    index: int | None = None  # one of the n completions, or all
+
+
+class Ready(msgspec.Struct, tag=True):
+    max_context: int
+    vocab_size: int
+    kv_tokens: int
+    weight_bytes: int
+    kv_bytes: int
+    kernels: str
+    seconds: dict[str, float]
+
+
+class Progress(msgspec.Struct, tag=True):
+    outputs: list[Output]
+    stats: Stats
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A submission that was not taken in, or (id "") an engine that could not start."""
+
+    id: str
+    code: str
+    message: str
+    param: str | None = None
+    hint: str | None = None
+
+    @staticmethod
+    def of(request_id: str, error: EmberlineError) -> Refused:
+        return Refused(request_id, error.code, error.message, error.param, error.hint)
+
+    def error(self) -> EmberlineError:
+        kind = _BY_CODE.get(self.code, EmberlineError)
+        if kind is errors.Overloaded:
+            return errors.Overloaded(self.message, hint=self.hint)
+        return kind(self.message, param=self.param, hint=self.hint)
+
+
+Message = Start | Submit | Abort | Ready | Progress | Refused
+
+
+def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _tree(child)
+
+
+_BY_CODE = {kind.code: kind for kind in _tree(EmberlineError)}
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+class Inbox:
+    """Bytes in, whole messages out."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            end = 4 + int.from_bytes(self._buffer[:4], "little")
+            if len(self._buffer) < end:
+                break
+            yield _DECODER.decode(memoryview(self._buffer)[4:end].tobytes())
+            del self._buffer[:end]

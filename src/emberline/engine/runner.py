@@ -1,0 +1,79 @@
+"""TorchRunner: computes a StepPlan with a decoder and a paged cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from emberline.core.errors import ModelError
+from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
+from emberline.engine.batch import build
+from emberline.engine.grammar import GrammarCompiler
+from emberline.engine.sampler import Sampler
+from emberline.kv.cache import KVCache, KVShape
+from emberline.models.decoder import Decoder
+
+
+class TorchRunner:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        eos: frozenset[int],
+        make_compiler: Callable[[], GrammarCompiler] | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.num_blocks = cache.num_blocks
+        self.vocab_size = model.config.vocab
+        self.eos = eos
+        self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
+        self._sampler = Sampler(self.vocab_size, eos, make_compiler)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        for request_id in plan.ended:
+            self._sampler.forget(request_id)
+        failed = {a.id: why for a in plan.admitted if (why := self._sampler.admit(a)) is not None}
+        work = [w for w in plan.work if w.id not in failed]
+        if not work:
+            return StepResult(plan.step, {}, failed=failed)
+        logits = self.model.forward(build(work, self.cache))
+        prompt_logprobs, logits = self._score_prompts(work, logits)
+        sampled, lost = self._sampler.sample([w.id for w in work if w.samples], logits) if len(logits) else ({}, {})
+        return StepResult(plan.step, sampled, prompt_logprobs, failed | lost, time.perf_counter() - began)
+
+    def _score_prompts(
+        self, work: list[Work], logits: torch.Tensor
+    ) -> tuple[dict[str, list[TokenLogprob]], torch.Tensor]:
+        """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
+        if not any(w.prompt_logprobs for w in work):
+            return {}, logits
+        scores: dict[str, list[TokenLogprob]] = {}
+        keep: list[int] = []
+        row = 0
+        for w in work:
+            if w.prompt_logprobs:
+                scores[w.id] = self._sampler.prompt_logprobs(w.id, w.start, logits[row : row + len(w.tokens)])
+                row += len(w.tokens)
+            elif w.samples:
+                row += 1
+            if w.samples:
+                keep.append(row - 1)
+        return scores, logits[keep]
+
+
+def plan_cache(model: Decoder, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int) -> KVCache:
+    """As many blocks as the memory holds and `max_tokens` can use."""
+    config = model.config
+    shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
+    blocks = min(memory // shape.block_bytes, -(-max_tokens // block_size))
+    if blocks < 2:
+        raise ModelError(
+            f"{memory} bytes hold {blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed",
+            hint="raise --kv-memory",
+        )
+    return KVCache(shape, blocks)

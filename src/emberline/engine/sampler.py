@@ -1,0 +1,187 @@
+"""Sampler: logits to tokens. Keeps, for each request, what its choice depends on besides the logits of the moment.
+
+Every draw is a function of (seed, position) and the row's own logits, so a request gets the same tokens in any batch,
+after preemption, and on another worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar
+from emberline.core.plan import Admission, Sampled, TokenLogprob
+from emberline.engine.grammar import GrammarCompiler, Matcher
+from emberline.kernels import ops
+
+
+class Row:
+    """One request's sampling state; all of it follows from the Admission and the tokens since."""
+
+    def __init__(self, admission: Admission, vocab: int, eos: frozenset[int], matcher: Matcher | None) -> None:
+        self.params = admission.params
+        self.seed = admission.seed
+        self.matcher = matcher
+        self.tokens = list(admission.tokens)
+        self.prompt_len = admission.prompt_len
+        self._eos = eos
+        p = self.params
+        self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        if self._penalised:
+            self._seen = np.zeros(vocab, bool)
+            self._counts = np.zeros(vocab, np.float32)
+            self._seen[self.tokens] = True
+            np.add.at(self._counts, self.tokens[self.prompt_len :], 1)
+        self._bias_ids = list(p.logit_bias)
+        self._bias = np.array(list(p.logit_bias.values()), np.float32)
+        for token in self.tokens[self.prompt_len :]:
+            self._accept(token)
+
+    @property
+    def needs_edit(self) -> bool:
+        return self._penalised or bool(self._bias_ids) or self._too_short or self.matcher is not None
+
+    @property
+    def _too_short(self) -> bool:
+        return len(self.tokens) - self.prompt_len < self.params.min_tokens
+
+    def uniform(self) -> float:
+        return _uniform(self.seed, len(self.tokens))
+
+    def edit(self, logits: np.ndarray) -> None:
+        """Penalties, bias and the minimal length, in place."""
+        p = self.params
+        if self._penalised:
+            seen = logits[self._seen]
+            logits[self._seen] = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
+            logits -= self._counts * p.frequency_penalty + (self._counts > 0) * p.presence_penalty
+        if self._bias_ids:
+            logits[self._bias_ids] += self._bias
+        if self._too_short:
+            logits[[*self._eos, *p.stop_token_ids]] = -np.inf
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self._penalised:
+            self._seen[token] = True
+            self._counts[token] += 1
+        self._accept(token)
+
+    @property
+    def done(self) -> bool:
+        """The grammar allows nothing more."""
+        return self.matcher is not None and self.matcher.done
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed further: one of its limits was met."""
+        return self.matcher.error if self.matcher is not None else None
+
+    def _accept(self, token: int) -> None:
+        if self.matcher is not None and token not in self._eos:
+            self.matcher.accept(token)
+
+
+class Sampler:
+    def __init__(self, vocab: int, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
+        self._vocab = vocab
+        self._eos = eos
+        self._make_compiler = make_compiler
+        self._compiler: GrammarCompiler | None = None  # made when the first grammar comes
+        self._rows: dict[str, Row] = {}
+
+    def admit(self, admission: Admission) -> str | None:
+        """None, or why this request cannot be sampled."""
+        try:
+            matcher = self._matcher(admission.params.grammar)
+        except InvalidRequest as e:
+            return str(e)
+        self._rows[admission.id] = Row(admission, self._vocab, self._eos, matcher)
+        return None
+
+    def forget(self, request_id: str) -> None:
+        self._rows.pop(request_id, None)
+
+    def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, Sampled], dict[str, str]]:
+        """One token for each id from its row of logits [len(ids), vocab], which is overwritten; or why there is none."""
+        rows = [self._rows[i] for i in ids]
+        wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits[wants] if wants else logits[:0]
+        self._constrain(rows, logits)
+        params = [row.params for row in rows]
+        chosen = ops.sample(
+            logits,
+            torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            torch.tensor([p.top_k for p in params], dtype=torch.int32),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            torch.tensor(
+                [0.0 if p.greedy else row.uniform() for p, row in zip(params, rows, strict=True)], dtype=torch.float64
+            ),
+        ).tolist()
+        tops = [params[i].logprobs or 0 for i in wants]
+        logprobs = dict(zip(wants, token_logprobs(raw, [chosen[i] for i in wants], tops), strict=True))
+        sampled, failed = {}, {}
+        for i, (request_id, row, token) in enumerate(zip(ids, rows, chosen, strict=True)):
+            if row.error is None:  # the mask was good
+                row.append(token)
+            if row.error is None:
+                sampled[request_id] = Sampled(token, logprobs.get(i), stop=row.done)
+            else:
+                failed[request_id] = row.error
+        return sampled, failed
+
+    def prompt_logprobs(self, request_id: str, start: int, logits: Tensor) -> list[TokenLogprob]:
+        """Of the prompt tokens that follow positions start, start + 1, ...; the last position may have none yet."""
+        row = self._rows[request_id]
+        successors = row.tokens[start + 1 : start + 1 + len(logits)]
+        return token_logprobs(
+            logits[: len(successors)], successors, [row.params.prompt_logprobs or 0] * len(successors)
+        )
+
+    def _matcher(self, grammar: Grammar | None) -> Matcher | None:
+        if grammar is None:
+            return None
+        if self._compiler is None:
+            if self._make_compiler is None:
+                raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
+            self._compiler = self._make_compiler()
+        return self._compiler.compile(grammar)
+
+    def _constrain(self, rows: Sequence[Row], logits: Tensor) -> None:
+        edited = [i for i, row in enumerate(rows) if row.needs_edit]
+        if not edited:
+            return
+        view = logits.numpy()
+        for i in edited:
+            rows[i].edit(view[i])
+        masked = [(i, m) for i in edited if (m := rows[i].matcher) is not None]
+        if masked:
+            mask = np.full((len(masked), -(-self._vocab // 32)), -1, np.int32)
+            for out, (_, matcher) in zip(mask, masked, strict=True):
+                matcher.fill(out)
+            ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
+    if not tokens:
+        return []
+    chosen, top_ids, top_values, rank = ops.log_probs(logits, torch.tensor(tokens), max(tops))
+    ids, values = top_ids.tolist(), top_values.tolist()
+    return [
+        TokenLogprob(c, r, list(zip(ids[i][:n], values[i][:n], strict=True)))
+        for i, (c, r, n) in enumerate(zip(chosen.tolist(), rank.tolist(), tops, strict=True))
+    ]
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but the two: the splitmix64 finaliser over both."""
+    mask = (1 << 64) - 1
+    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = ((x ^ (x >> shift)) * factor) & mask
+    return ((x ^ (x >> 31)) >> 11) * 2.0**-53

@@ -1,0 +1,246 @@
+"""Scheduler: decides what the next step computes, and what its result means for each request.
+
+There are no phases: every running request has tokens that are known but not computed, one or many, and a step gives
+each as many as the budget allows. Whoever has one left samples, so a mixed batch of chunks and single tokens is the
+normal case. No torch, no wall clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from emberline.core.clock import Clock
+from emberline.core.config import SchedulerConfig
+from emberline.core.events import Output, Timing
+from emberline.core.plan import Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.core.request import FinishReason, Request, Status
+from emberline.engine.admission import WaitingQueue
+from emberline.kv.manager import KVManager
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Clock, eos: frozenset[int] = frozenset()) -> None:
+        self.config = config
+        self.kv = kv
+        self.clock = clock
+        self.eos = eos
+        self.waiting = WaitingQueue(config.ageing_seconds)
+        self.running: list[Request] = []  # in rank order
+        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self._step = 0
+        self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
+        self._admitted: list[Request] = []  # the runner has not met these
+        self._met: set[str] = set()
+        self._ended: list[str] = []
+        self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+        self._outputs: list[Output] = []
+
+    # -- in and out ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        assert request.id not in self.requests
+        self.requests[request.id] = request
+        if request.leader is not None and request.leader in self.requests:
+            self._followers.setdefault(request.leader, []).append(request)
+        else:
+            self.waiting.push(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees its blocks at once; unknown ids have ended already."""
+        if request := self.requests.get(request_id):
+            self._end(request, FinishReason.ABORT)
+
+    def drain(self) -> list[Output]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.requests) - len(self.running)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can run."""
+        self._expire()
+        budget = self.config.max_batch_tokens
+        planned: dict[str, int] = {}
+        for request in sorted(self.running, key=lambda r: r.remaining > 1):  # those that can sample go first
+            if budget == 0:
+                break
+            if request.status is not Status.RUNNING:  # was preempted for one before it
+                continue
+            count = min(request.remaining, budget)
+            if self._make_room(request, request.computed + count, planned):
+                planned[request.id] = count
+                budget = self.config.max_batch_tokens - sum(planned.values())
+        while budget > 0 and (request := self._admit_next()) is not None:
+            planned[request.id] = min(request.remaining, budget)
+            budget -= planned[request.id]
+        if not planned and not self._ended:
+            return None
+        self._step += 1
+        plan = StepPlan(
+            self._step,
+            [self._admission(r) for r in self._admitted],
+            [self._work(self.requests[i], n) for i, n in planned.items()],
+            self._ended,
+        )
+        self._admitted, self._ended = [], []
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> None:
+        assert plan.step == result.step
+        for work in plan.work:
+            request = self.requests.get(work.id)
+            if request is None:
+                continue  # aborted while the step ran
+            if (why := result.failed.get(work.id)) is not None:
+                self._end(request, FinishReason.ERROR, error=why)
+                continue
+            request.computed += len(work.tokens)
+            self.prompt_tokens += max(0, min(request.computed, request.prompt_len) - work.start)
+            if work.prompt_logprobs:
+                self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
+            self.kv.commit(request)
+            if request.computed >= request.prompt_len:
+                self._release_followers(request)
+            if work.samples:
+                self._advance(request, result.sampled[work.id])
+
+    # -- the parts of a step --------------------------------------------------------------------------------------
+
+    def _admit_next(self) -> Request | None:
+        """Full-prompt admission: a request starts when all of its known tokens fit, so it never stalls half way."""
+        request = self.waiting.head()
+        if request is None or len(self.running) >= self.config.max_running:
+            return None
+        if not self.kv.admit(request, reserve=len(self.running)):
+            return None  # nobody overtakes the head, or a long prompt would wait for ever
+        self.waiting.pop()
+        request.status = Status.RUNNING
+        if request.admitted is None:
+            request.admitted = self.clock.now()
+        if request.id not in self._met:
+            self._met.add(request.id)
+            self._admitted.append(request)
+        self.running.append(request)
+        self.running.sort(key=self.waiting.rank)
+        return request
+
+    def _make_room(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
+        while not self.kv.grow(request, tokens):
+            victim = self._victim(request)
+            planned.pop(victim.id, None)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _victim(self, request: Request) -> Request:
+        """Among those ranked behind the one in need, the batch class first, then whoever frees a block for the least
+        recomputation. The one in need itself if nobody is behind it: so the first in rank always gets on."""
+        rank = self.waiting.rank
+        behind = [r for r in self.running if rank(r) > rank(request) and self.kv.private_blocks(r) > 0]
+        if not behind:
+            return request
+        return min(behind, key=lambda r: (-r.priority, self.kv.private_blocks(r), -rank(r)[0]))
+
+    def _preempt(self, request: Request) -> None:
+        self.kv.free(request)
+        self.running.remove(request)
+        request.status = Status.WAITING
+        request.computed = request.cached = 0
+        request.preemptions += 1
+        self.preemptions += 1
+        self._prompt_logprobs.pop(request.id, None)
+        self.waiting.push(request)
+
+    def _work(self, request: Request, count: int) -> Work:
+        start, end = request.computed, request.computed + count
+        wants_prompt = request.params.prompt_logprobs is not None and request.first_token is None
+        return Work(
+            request.id,
+            start,
+            request.tokens[start:end],
+            list(self.kv.table(request)),
+            samples=end == request.known,
+            prompt_logprobs=wants_prompt,
+        )
+
+    @staticmethod
+    def _admission(request: Request) -> Admission:
+        return Admission(request.id, list(request.tokens), request.prompt_len, request.params, request.seed)
+
+    def _advance(self, request: Request, sampled: Sampled) -> None:
+        """A new token is known: tell the client, and see whether it is the last."""
+        now = self.clock.now()
+        first = request.first_token is None
+        if first:
+            request.first_token = now
+        request.tokens.append(sampled.token)
+        self.generated_tokens += 1
+        request.check()
+        params = request.params
+        stops = sampled.token in params.stop_token_ids or (sampled.token in self.eos and not params.ignore_eos)
+        finish = FinishReason.STOP if stops or sampled.stop else None
+        if finish is None and request.known >= request.limit:
+            finish = FinishReason.LENGTH
+        prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
+        self._outputs.append(
+            Output(
+                request.parent,
+                request.index,
+                [sampled.token],
+                [sampled.logprob] if sampled.logprob else [],
+                prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
+                cached_tokens=request.cached if first else 0,
+                finish=finish,
+                stop_token=sampled.token if stops else None,
+                timing=self._timing(request, now if finish else None) if first or finish else None,
+            )
+        )
+        if finish is not None:
+            self._remove(request)
+
+    # -- endings ---------------------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        now = self.clock.now()
+        for request in [r for r in self.requests.values() if r.deadline <= now]:
+            self._end(request, FinishReason.ERROR, error="deadline_exceeded")
+
+    def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:
+        timing = self._timing(request, self.clock.now())
+        self._outputs.append(Output(request.parent, request.index, finish=finish, error=error, timing=timing))
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        """The only way out: blocks, queues and every mention of the request are gone after it."""
+        if request.status is Status.RUNNING:
+            self.kv.free(request)
+            self.running.remove(request)
+        elif request.leader in self._followers and request in self._followers[request.leader]:
+            self._followers[request.leader].remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = Status.ENDED
+        del self.requests[request.id]
+        self._prompt_logprobs.pop(request.id, None)
+        if request.id in self._met:
+            self._met.remove(request.id)
+            self._ended.append(request.id)
+        if request in self._admitted:
+            self._admitted.remove(request)
+            self._ended.remove(request.id)
+        self._release_followers(request)
+
+    def _release_followers(self, leader: Request) -> None:
+        for follower in self._followers.pop(leader.id, ()):
+            follower.leader = None
+            self.waiting.push(follower)
+
+    @staticmethod
+    def _timing(request: Request, finished: float | None) -> Timing:
+        return Timing(request.arrival, request.admitted, request.first_token, finished)

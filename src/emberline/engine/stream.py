@@ -1,0 +1,202 @@
+"""AsyncEngine: an engine process and its streams of outputs. It starts the process, and starts it again if it dies or
+hangs; whatever was open then ends with an error. Every stream ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from enum import Enum
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.core.config import EngineConfig
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
+from emberline.core.events import Output, Stats
+from emberline.core.request import Submission
+from emberline.engine.messages import Abort, Inbox, Message, Progress, Ready, Refused, Start, Submit, encode
+
+log = logging.getLogger("emberline.engine")
+
+READ = 1 << 18
+LONGEST_PAUSE = 30.0  # seconds between attempts to restart
+BOOT_TIMEOUT = 900.0  # seconds for imports, kernels and weights
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    STOPPED = "stopped"
+
+
+class AsyncEngine:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        stall_timeout: float = 120.0,
+        clock: Clock | None = None,
+        command: tuple[str, ...] = (sys.executable, "-m", "emberline.engine.process"),
+    ) -> None:
+        self.config = config
+        self.state = State.STARTING
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.restarts = 0
+        self.last_sign = 0.0  # when the process last said anything
+        self._stall_timeout = stall_timeout
+        self._clock = clock or SystemClock()
+        self._command = command
+        self._open: dict[str, asyncio.Queue[Output | EmberlineError]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._started: asyncio.Future[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._clock.now() - self.last_sign
+
+    async def start(self) -> None:
+        """Returns when the engine is ready; raises what kept it from starting."""
+        assert self._keeper is None
+        self._started = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.create_task(self._keep())
+        await self._started
+
+    async def stop(self) -> None:
+        self.state = State.STOPPED
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        self._end_all(EngineUnavailable("the server is shutting down"))
+
+    async def submit(self, submission: Submission) -> AsyncIterator[Output]:
+        """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it."""
+        if self.state is not State.READY:
+            raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
+        assert submission.id not in self._open and self._writer is not None
+        inbox = self._open[submission.id] = asyncio.Queue()
+        self._writer.write(encode(Submit(submission)))
+        left = submission.params.n
+        try:
+            while left:
+                item = await inbox.get()
+                if isinstance(item, EmberlineError):
+                    left = 0
+                    raise item
+                left -= item.finish is not None
+                yield item
+        finally:
+            self._open.pop(submission.id, None)
+            if left and self.state is State.READY:
+                self._writer.write(encode(Abort(submission.id, None)))
+
+    def abort_one(self, submission_id: str, index: int) -> None:
+        """Ends one of the n completions of an open submission; its stream still says so."""
+        if submission_id in self._open and self._writer is not None:
+            self._writer.write(encode(Abort(submission_id, index)))
+
+    # -- keeping the process alive ---------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        pause = 0.5
+        while True:
+            began = self._clock.now()
+            why = await self._live()
+            first = self._started is not None and not self._started.done()
+            if first:
+                assert self._started is not None
+                self._started.set_exception(why)
+                return
+            self.state = State.RESTARTING
+            self.restarts += 1
+            log.error(
+                "engine process ended: %s; %d open requests ended with an error; restarting", why, len(self._open)
+            )
+            self._end_all(
+                EngineFailed(
+                    f"the engine died while the request was open: {why.message}", hint="send the request again"
+                )
+            )
+            pause = 0.5 if self._clock.now() - began > 60 else min(pause * 2, LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    async def _live(self) -> EmberlineError:
+        """One life of the process, from start to death; returns why it ended."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=sys.stderr
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ)
+        self.last_sign = self._clock.now()
+        self._writer.write(encode(Start(self.config)))
+        watcher = asyncio.create_task(self._watch(self._process))
+        refusal: EmberlineError | None = None
+        try:
+            frames = Inbox()
+            while data := await reader.read(READ):
+                self.last_sign = self._clock.now()
+                for message in frames.feed(data):
+                    refusal = self._receive(message) or refusal
+        except ConnectionError:
+            pass
+        finally:
+            watcher.cancel()
+            self._writer.close()
+            await self._reap(self._process)
+        return refusal or EngineFailed(f"exit status {self._process.returncode}")
+
+    def _receive(self, message: Message) -> EmberlineError | None:
+        match message:
+            case Progress(outputs, stats):
+                self.stats = stats
+                for output in outputs:
+                    if inbox := self._open.get(output.id):
+                        inbox.put_nowait(output)
+            case Ready():
+                self.ready = message
+                self.state = State.READY
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(None)
+            case Refused(id=""):
+                return message.error()
+            case Refused(id):
+                if inbox := self._open.get(id):
+                    inbox.put_nowait(message.error())
+        return None
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """A process that reports nothing is stuck (an idle one reports too): it is ended, and all that waits for it."""
+        while True:
+            await asyncio.sleep(min(1.0, self._stall_timeout / 4))
+            patience = self._stall_timeout if self.state is State.READY else max(BOOT_TIMEOUT, self._stall_timeout)
+            if self.silent_seconds > patience:
+                log.error("engine process silent for %.0f s: ending it", self.silent_seconds)
+                process.kill()
+
+    async def _reap(self, process: subprocess.Popen[bytes]) -> None:
+        for _ in range(100):
+            if process.poll() is not None:
+                return
+            await asyncio.sleep(0.02)
+        process.kill()
+        process.wait()
+
+    def _end_all(self, error: EmberlineError) -> None:
+        for inbox in self._open.values():
+            inbox.put_nowait(error)

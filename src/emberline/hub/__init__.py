@@ -1,0 +1,1 @@
+"""Models on disk: finding, downloading, converting and opening checkpoints. Torch-free."""

@@ -1,0 +1,86 @@
+"""An ordinary checkpoint directory, opened: its JSON files and where each tensor lies. Reads headers, never pickles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emberline.core.errors import ModelFileError
+from emberline.core.jsonfile import read_object, read_optional
+from emberline.hub.tensorfile import TensorInfo, read_tensors
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARDS = 4096
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    directory: Path
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @staticmethod
+    def open(directory: Path) -> Checkpoint:
+        if not (directory / "config.json").is_file():
+            raise ModelFileError(f"{directory} is not a model: it has no config.json")
+        return Checkpoint(
+            directory,
+            read_object(directory / "config.json"),
+            read_optional(directory / "generation_config.json"),
+            read_optional(directory / "tokenizer_config.json"),
+            _tensors(directory),
+        )
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise ModelFileError(f"{self.directory} has no tensor {name!r}") from None
+
+
+def _tensors(directory: Path) -> dict[str, TensorInfo]:
+    if (directory / INDEX).exists():
+        return _indexed(directory)
+    single = directory / "model.safetensors"
+    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelFileError(f"{directory} has no *.safetensors", hint="pickled weights (*.bin, *.pt) are never loaded")
+    out: dict[str, TensorInfo] = {}
+    for file in files:
+        _merge(out, read_tensors(file))
+    return out
+
+
+def _indexed(directory: Path) -> dict[str, TensorInfo]:
+    index = directory / INDEX
+    where = read_object(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise ModelFileError(f"{index} has no weight_map")
+    shards: set[str] = set()
+    for file in where.values():
+        # The hub's cache stores symbolic links to its blobs, so the name is checked, not where it leads.
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file or "\0" in file:
+            raise ModelFileError(f"{index} names {file!r}, which is not a *.safetensors file beside it")
+        shards.add(file)
+    if len(shards) > MAX_SHARDS:
+        raise ModelFileError(f"{index} names {len(shards)} files")
+    out: dict[str, TensorInfo] = {}
+    for shard in sorted(shards):
+        _merge(out, read_tensors(directory / shard))
+    for name, file in where.items():
+        if name not in out or out[name].file.name != file:
+            raise ModelFileError(f"{index} says that {file} holds {name!r}; it does not", hint="download it again")
+    return out
+
+
+def _merge(out: dict[str, TensorInfo], more: dict[str, TensorInfo]) -> None:
+    for name, info in more.items():
+        if name in out:
+            raise ModelFileError(f"tensor {name!r} is in both {out[name].file} and {info.file}")
+        out[name] = info

@@ -1,0 +1,127 @@
+"""A GGUF file made into an ordinary checkpoint directory, once, so that nothing else in the house sees GGUF."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.dequant import dequantise, round_to_bf16
+from emberline.hub.gguf import GGUF, GGUFTensor
+from emberline.hub.ggufconfig import generation_config, model_config, tensor_name
+from emberline.hub.gguftokenizer import tokenizer_files
+from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
+
+VERSION = 1  # part of every cache key: raise it when the result of a conversion changes
+CHUNK_BYTES = 8 << 20  # float32 bytes alive at once, per copy
+
+
+def convert(source: Path, target: Path) -> Path:
+    """Atomic: `target` appears complete or not at all. Two processes may race; the loser's work is thrown away."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with GGUF(source) as file:
+            _write(file, work)
+        _publish(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def _publish(work: Path, target: Path) -> None:
+    work.chmod(0o755)
+    try:
+        work.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _write(file: GGUF, work: Path) -> None:
+    tokenizer, tokenizer_config = tokenizer_files(file.metadata)
+    tensors = _renamed(file)
+    _dump(work / "config.json", model_config(file, _torch_dtype(tensors)))
+    _dump(work / "generation_config.json", generation_config(file.metadata))
+    _dump(work / "tokenizer_config.json", tokenizer_config)
+    (work / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    specs = {name: (_dtype(t), t.shape) for name, t in tensors.items()}
+    write_tensors(work / "model.safetensors", specs, _chunks(file, tensors))
+
+
+def _renamed(file: GGUF) -> dict[str, GGUFTensor]:
+    out: dict[str, GGUFTensor] = {}
+    for tensor in file.tensors.values():
+        name = tensor_name(tensor.name)
+        if name in out:
+            raise ModelFileError(f"{file.path} holds {name} twice")
+        if name is not None:
+            out[name] = tensor
+    return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_dtype(item[1])], item[0])))
+
+
+def _dtype(tensor: GGUFTensor) -> str:
+    return tensor.type.name if tensor.type.name in ("F32", "F16") else "BF16"
+
+
+def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
+    dtypes = {_dtype(t) for t in tensors.values() if len(t.shape) > 1}
+    return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
+
+
+def _chunks(file: GGUF, tensors: dict[str, GGUFTensor]) -> Iterator[bytes]:
+    arch, heads = file.metadata["general.architecture"], _head_counts(file)
+    for tensor in tensors.values():
+        part = tensor.name.split(".")[-2]
+        permuted = heads[part] if arch == "llama" and part in heads else None
+        yield from _tensor_bytes(file, tensor, permuted)
+
+
+def _head_counts(file: GGUF) -> dict[str, int]:
+    config = model_config(file, "")
+    return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+
+
+def _tensor_bytes(file: GGUF, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
+    """Rows are independent in every format: heads are put back in order as raw bytes, rows decoded in batches."""
+    row_bytes = tensor.shape[-1] // tensor.type.block * tensor.type.size
+    rows = np.frombuffer(file.raw(tensor), dtype=np.uint8)
+    if permuted_heads is not None:
+        unit = row_bytes if len(tensor.shape) > 1 else tensor.type.size
+        rows = _unpermute(rows.reshape(-1, unit), permuted_heads, tensor.name)
+    rows = rows.reshape(-1, row_bytes)
+    batch = max(1, CHUNK_BYTES // (4 * tensor.shape[-1]))
+    for start in range(0, len(rows), batch):
+        piece = np.ascontiguousarray(rows[start : start + batch])
+        yield _encoded(piece, tensor)
+
+
+def _encoded(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> bytes:
+    if tensor.type.name in ("F32", "F16", "BF16"):
+        return rows.tobytes()
+    values = dequantise(rows.data.cast("B"), tensor.type.name, tensor.type.size)
+    return round_to_bf16(values).astype("<u2", copy=False).tobytes()
+
+
+def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """llama.cpp stores each rotary pair side by side; the usual layout has the first halves, then the second halves."""
+    if heads < 1 or len(rows) % (2 * heads):
+        raise ModelFileError(f"{name} has {len(rows)} rows, which {heads} heads cannot share")
+    pairs = rows.reshape(heads, len(rows) // heads // 2, 2, -1)
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _dump(path: Path, value: dict[str, Any]) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        json.dump(value, file, ensure_ascii=False, indent=2)
+        file.flush()
+        os.fsync(file.fileno())

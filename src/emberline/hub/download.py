@@ -1,0 +1,114 @@
+"""One file over HTTP: resumed where it stopped, hashed while it streams, in place only when the hash is right."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import os
+import ssl
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from emberline.core.errors import DownloadError
+from emberline.hub.progress import Progress
+
+CHUNK = 1 << 18
+TIMEOUT_SECONDS = 30
+ATTEMPTS = 5
+RETRYABLE = (OSError, http.client.HTTPException)  # URLError, timeouts and resets are OSErrors
+
+
+class HTTP:
+    """GET through the system's proxies; an extra CA file and credentials inside the URL work as they do in pip."""
+
+    def __init__(self, ca_file: str | None = None) -> None:
+        context = ssl.create_default_context()
+        if ca_file:
+            context.load_verify_locations(ca_file)
+        self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+
+    def get(self, url: str, headers: dict[str, str] | None = None) -> Any:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https"):
+            raise DownloadError(f"{redacted(url)} is not an HTTP address")
+        host = parts.netloc.rpartition("@")[2]
+        request = urllib.request.Request(urlunsplit(parts._replace(netloc=host, fragment="")), headers=headers or {})
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
+            request.add_unredirected_header("Authorization", "Basic " + base64.b64encode(pair).decode())
+        return self._opener.open(request, timeout=TIMEOUT_SECONDS)
+
+
+def redacted(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def download(
+    http_: HTTP, url: str, target: Path, sha256: str, size: int, progress: Progress, pause: float = 1.0
+) -> None:
+    """What arrived stays beside `target` as *.part for the next attempt, in this process or a later one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    reason = ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            time.sleep(pause * 2 ** (attempt - 1))
+        try:
+            digest = _fetch(http_, url, part, size, progress)
+        except urllib.error.HTTPError as e:
+            reason = f"HTTP {e.code}"
+            if e.code == 416:  # our partial file is not a beginning of theirs
+                part.unlink(missing_ok=True)
+            elif e.code < 500 and e.code not in (408, 429):
+                break
+            continue
+        except RETRYABLE as e:
+            reason = str(e) or type(e).__name__
+            continue
+        if digest == sha256:
+            part.replace(target)
+            return
+        part.unlink(missing_ok=True)
+        reason = f"its sha256 is {digest}, not {sha256}"
+    raise DownloadError(f"cannot download {redacted(url)}: {reason}", hint="run the command again: it resumes")
+
+
+def _fetch(http_: HTTP, url: str, part: Path, size: int, progress: Progress) -> str:
+    digest = hashlib.sha256()
+    with part.open("a+b") as file:
+        file.seek(0)
+        while block := file.read(CHUNK):
+            digest.update(block)
+        done = file.tell()
+        if done == size:
+            return digest.hexdigest()
+        if done > size:
+            file.truncate(done := 0)
+            digest = hashlib.sha256()
+        with http_.get(url, {"Range": f"bytes={done}-"} if done else {}) as response:
+            if done and not _continues(response, done):
+                file.truncate(done := 0)
+                digest = hashlib.sha256()
+            progress.resume(done)
+            while block := response.read(min(CHUNK, size + 1 - done)):
+                done += len(block)
+                file.write(block)
+                digest.update(block)
+                progress.add(len(block))
+                if done > size:
+                    break
+        file.flush()
+        os.fsync(file.fileno())
+    if done < size:
+        raise ConnectionError(f"the connection ended after {done} of {size} bytes")
+    return digest.hexdigest()
+
+
+def _continues(response: Any, start: int) -> bool:
+    return response.status == 206 and (response.headers.get("Content-Range") or "").startswith(f"bytes {start}-")

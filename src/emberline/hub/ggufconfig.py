@@ -1,0 +1,174 @@
+"""What a GGUF file says about its architecture, in the words of config.json, and its tensors' usual names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.dequant import dequantise
+from emberline.hub.gguf import GGUF
+
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FREQS = "rope_freqs.weight"
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def tensor_name(gguf_name: str) -> str | None:
+    """The usual name; None for a tensor that becomes part of the config."""
+    if gguf_name == ROPE_FREQS:
+        return None
+    parts = gguf_name.split(".")
+    if len(parts) == 2 and parts[0] in TOP and parts[1] in ("weight", "bias"):
+        return f"{TOP[parts[0]]}.{parts[1]}"
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in LAYER:
+        return f"model.layers.{int(parts[1])}.{LAYER[parts[2]]}.{parts[3]}"
+    raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an architecture that we do not convert")
+
+
+class Fields:
+    """Metadata of one architecture, each value checked for its type when asked for."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.arch = self.text("general.architecture")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        return self._typed(key, (str,), default)  # type: ignore[no-any-return]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        return self._typed(f"{self.arch}.{key}", (int,), default)  # type: ignore[no-any-return]
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._typed(f"{self.arch}.{key}", (int, float), default))
+
+    def token(self, key: str) -> int | None:
+        value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        return value if type(value) is int else None
+
+    def has(self, key: str) -> bool:
+        return f"{self.arch}.{key}" in self.metadata
+
+    def _typed(self, key: str, kinds: tuple[type, ...], default: Any) -> Any:
+        value = self.metadata.get(key, default)
+        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ModelFileError(f"the GGUF key {key!r} is missing or not {kinds[-1].__name__}: {str(value)[:80]!r}")
+        return value
+
+
+def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
+    fields = Fields(file.metadata)
+    if fields.arch not in ARCHITECTURES or fields.integer("expert_count", 0):
+        raise UnsupportedModel(
+            f"GGUF architecture {fields.arch!r}", hint=f"dense {', '.join(ARCHITECTURES)} are converted"
+        )
+    if "token_embd.weight" not in file.tensors:
+        raise ModelFileError(f"{file.path} has no token_embd.weight")
+    name, model_type = ARCHITECTURES[fields.arch]
+    heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
+    if heads < 1 or hidden < 1:
+        raise ModelFileError(f"{file.path} has {heads} heads and a hidden size of {hidden}")
+    config = {
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": fields.integer("attention.key_length", hidden // heads),
+        "hidden_act": "silu",
+        "max_position_embeddings": fields.integer("context_length"),
+        "rms_norm_eps": _short(fields.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _short(fields.number("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(file, fields),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "torch_dtype": torch_dtype,
+        "bos_token_id": fields.token("bos"),
+        "eos_token_id": fields.token("eos"),
+    }
+    if fields.has("attention.sliding_window"):
+        config["sliding_window"] = fields.integer("attention.sliding_window")
+        if fields.arch == "llama":
+            config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    return config
+
+
+def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    fields = Fields(metadata)
+    ends = [fields.token(key) for key in ("eos", "eot", "eom")]
+    return {
+        "bos_token_id": fields.token("bos"),
+        "eos_token_id": list(dict.fromkeys(e for e in ends if e is not None)),
+        "pad_token_id": fields.token("padding"),
+    }
+
+
+def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
+    kind = fields.text(f"{fields.arch}.rope.scaling.type", "none")
+    if ROPE_FREQS in file.tensors:
+        return _llama3_scaling(file, fields)
+    if kind == "none":
+        return None
+    factor = fields.number("rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModel(f"GGUF rope scaling {kind!r}")
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
+    if fields.has("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
+    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
+    for theirs, ours in names.items():
+        if fields.has(f"rope.scaling.{theirs}"):
+            scaling[ours] = fields.number(f"rope.scaling.{theirs}")
+    return scaling
+
+
+def _llama3_scaling(file: GGUF, fields: Fields) -> dict[str, Any]:
+    """The file has the divisors that Llama 3's rule gave; find the rule again and prove it by recomputing them."""
+    tensor = file.tensors[ROPE_FREQS]
+    divisors = dequantise(file.raw(tensor), tensor.type.name, tensor.type.size)
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_ROPE}
+    expected = _llama3_divisors(scaling, fields.number("rope.freq_base", 10000.0), 2 * len(divisors))
+    if not np.allclose(divisors, expected, rtol=1e-3):
+        raise UnsupportedModel(f"the rope divisors in {file.path} follow no rule that we know")
+    return scaling
+
+
+def _llama3_divisors(scaling: dict[str, Any], theta: float, dim: int) -> NDArray[np.float64]:
+    wavelength = 2 * np.pi * theta ** (np.arange(0, dim, 2) / dim)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    divisors: NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    return divisors
+
+
+def _short(value: float) -> float:
+    """The decimal that was meant: 1e-05, not the float32 nearest to it written in full."""
+    return float(f"{value:.7g}")

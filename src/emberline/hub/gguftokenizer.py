@@ -1,0 +1,156 @@
+"""tokenizer.json and tokenizer_config.json made from GGUF metadata, for byte-level and SentencePiece BPE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = ("gpt-2", "gpt2", "default", "phi-2", "olmo", "jina-v2-code")
+_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+_SPLIT = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _LLAMA3.replace("{1,3}", "")),
+    "tekken": _TEKKEN,
+}
+_NFC = ("qwen2", "deepseek-r1-qwen")  # their published tokenizers normalise; llama.cpp leaves it out
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary is taken without merging
+_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
+
+
+class _Vocabulary:
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.model = metadata.get("tokenizer.ggml.model")
+        self.pre = metadata.get("tokenizer.ggml.pre", "default")
+        self.tokens: list[str] = self.sequence("tokens", str)
+        self.types: list[int] = self.sequence("token_type", int) or [NORMAL] * len(self.tokens)
+        if not self.tokens or len(self.types) != len(self.tokens):
+            raise ModelFileError("the GGUF vocabulary is empty or its token types do not fit it")
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            raise ModelFileError("the GGUF vocabulary holds a token twice")
+
+    def sequence(self, key: str, kind: type) -> list[Any]:
+        values = list(self.metadata.get(f"tokenizer.ggml.{key}", []))
+        if not all(isinstance(v, kind) for v in values):
+            raise ModelFileError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
+        return values
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))
+
+    def special(self, key: str) -> str | None:
+        i = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if i is None:
+            return None
+        if type(i) is not int or not 0 <= i < len(self.tokens):
+            raise ModelFileError(f"the GGUF {key} token {i!r} is outside the vocabulary")
+        return self.tokens[i]
+
+
+def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The text of tokenizer.json and the content of tokenizer_config.json."""
+    vocab = _Vocabulary(metadata)
+    if vocab.model == "gpt2":
+        tokenizer, bos_default = _byte_level(vocab), vocab.pre in _BOS_BY_DEFAULT
+    elif vocab.model == "llama":
+        tokenizer, bos_default = _sentencepiece(vocab), True
+    else:
+        raise UnsupportedModel(f"GGUF tokenizer model {vocab.model!r}", hint="gpt2 and llama ones are converted")
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
+        added = [t for t, k in zip(vocab.tokens, vocab.types, strict=True) if k == kind]
+        tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
+    add_bos = vocab.flag("add_bos_token", bos_default) and vocab.special("bos") is not None
+    add_eos = vocab.flag("add_eos_token", False) and vocab.special("eos") is not None
+    if add_bos or add_eos:
+        tokenizer.post_processor = _template(vocab, add_bos, add_eos)
+    config = {
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        "bos_token": vocab.special("bos"),
+        "eos_token": vocab.special("eos"),
+        "pad_token": vocab.special("padding"),
+        "unk_token": vocab.special("unknown"),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(metadata.get("tokenizer.chat_template"), str):
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return tokenizer.to_str(), config
+
+
+def _template(vocab: _Vocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:
+    before, after = (vocab.special("bos") if add_bos else None), (vocab.special("eos") if add_eos else None)
+    single = [t for t in (before, "$A", after) if t]
+    pair = [t for t in (before, "$A", after, before and f"{before}:1", "$B:1", after and f"{after}:1") if t]
+    return processors.TemplateProcessing(single, pair, [(t, vocab.ids[t]) for t in {before, after} if t])
+
+
+def _byte_level(vocab: _Vocabulary) -> Tokenizer:
+    merges = []
+    for merge in vocab.sequence("merges", str):
+        left, _, right = merge.partition(" ")
+        if left not in vocab.ids or right not in vocab.ids or left + right not in vocab.ids:
+            raise ModelFileError(f"the GGUF merge {merge[:80]!r} is not of the vocabulary")
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocab.ids, merges, ignore_merges=vocab.pre in _WHOLE_WORDS_FIRST))
+    if vocab.pre in _NFC:
+        tokenizer.normalizer = normalizers.NFC()
+    if vocab.pre in _GPT2:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif vocab.pre in _DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif vocab.pre in _SPLIT:
+        split = pre_tokenizers.Split(Regex(_SPLIT[vocab.pre]), "isolated")
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
+    else:
+        raise UnsupportedModel(f"GGUF pre-tokenizer {vocab.pre!r}", hint="use the model's safetensors checkpoint")
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(vocab: _Vocabulary) -> Tokenizer:
+    merges = _merges_from_scores(vocab)
+    tokenizer = Tokenizer(
+        models.BPE(vocab.ids, merges, unk_token=vocab.special("unknown"), fuse_unk=True, byte_fallback=True)
+    )
+    prefix = vocab.flag("add_space_prefix", True)
+    space = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_from_scores(vocab: _Vocabulary) -> list[tuple[str, str]]:
+    """SentencePiece joins the pair whose union scores best; a merge list in that order does the same."""
+    scores = vocab.sequence("scores", float)
+    if len(scores) != len(vocab.tokens):
+        raise ModelFileError("the GGUF token scores do not fit the vocabulary")
+    usable = {t for t, kind in zip(vocab.tokens, vocab.types, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
+    ranked: list[tuple[float, int, int, str, str]] = []
+    for token in usable:
+        for cut in range(1, min(len(token), 256)):
+            left, right = token[:cut], token[cut:]
+            if left in usable and right in usable:
+                ranked.append((-scores[vocab.ids[token]], vocab.ids[left], vocab.ids[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]

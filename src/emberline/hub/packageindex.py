@@ -1,0 +1,98 @@
+"""A Python package index, spoken to the way the machine's pip is configured to, so mirrors and proxies work."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+from emberline.core.errors import DownloadError
+from emberline.hub.download import HTTP, RETRYABLE, redacted
+
+PUBLIC = "https://pypi.org/simple"
+ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.1"
+MAX_PAGE = 32 << 20
+PIP_SECONDS = 1200
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    urls: tuple[str, ...] = (PUBLIC,)
+    ca_file: str | None = None
+
+
+def pip_settings() -> IndexSettings:
+    """Environment variables win over files in pip, and pip itself merges them: we ask it. A venv may lack pip."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return IndexSettings()
+    return parse_pip_settings(text)
+
+
+def parse_pip_settings(text: str) -> IndexSettings:
+    values: dict[str, str] = {}
+    rank = {"global": 0, "download": 1, ":env:": 2}
+    for line in sorted(text.splitlines(), key=lambda line: rank.get(line.partition(".")[0], -1)):
+        name, _, value = line.partition("=")
+        section, _, key = name.partition(".")
+        if section in rank and value[:1] in "'\"":
+            values[key] = str(ast.literal_eval(value))
+    urls = [values.get("index-url", PUBLIC), *values.get("extra-index-url", "").split()]
+    return IndexSettings(tuple(u for u in urls if urlsplit(u).scheme in ("http", "https")), values.get("cert"))
+
+
+def find_file(http_: HTTP, settings: IndexSettings, project: str, filename: str) -> str:
+    """The file's address on the first index that has it."""
+    tried = []
+    for index in settings.urls:
+        page = f"{index.rstrip('/')}/{project}/"
+        try:
+            with http_.get(page, {"Accept": ACCEPT}) as response:
+                links = _links(response.read(MAX_PAGE), response.headers.get_content_type())
+        except (*RETRYABLE, ValueError) as e:
+            tried.append(f"{redacted(page)}: {e}")
+            continue
+        for link in links:
+            if unquote(urlsplit(link).path).rsplit("/", 1)[-1] == filename:
+                return urljoin(page, link)
+        tried.append(f"{redacted(page)}: no {filename}")
+    raise DownloadError(f"no package index has {filename} ({'; '.join(tried)})", hint="check the network")
+
+
+def _links(page: bytes, content_type: str) -> list[str]:
+    if content_type.endswith("json"):
+        files: Any = json.loads(page).get("files", [])
+        return [str(f["url"]) for f in files if isinstance(f, dict) and "url" in f]
+    parser = _Anchors()
+    parser.feed(page.decode("utf-8", "replace"))
+    return parser.links
+
+
+class _Anchors(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "a":
+            self.links += [value for name, value in attrs if name == "href" and value]
+
+
+def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
+    """The slower way round: everything pip can do (keyrings, find-links, client certificates), but no resuming."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
+    try:
+        command += ["--quiet", requirement] if quiet else [requirement]
+        done = subprocess.run(command, stdout=sys.stderr, timeout=PIP_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError) as e:
+        raise DownloadError(f"pip could not download {requirement}: {e}") from e
+    if done.returncode:
+        raise DownloadError(f"pip could not download {requirement} either (exit status {done.returncode})")

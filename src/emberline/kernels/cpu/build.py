@@ -1,0 +1,68 @@
+"""Compiles the C++ sources beside this file for the machine at hand, once, into a cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+# No contraction: products and sums fuse only where the source says fma, so bits do not depend on what was vectorised.
+# No early scheduling: it lengthens the tiles' register lives until they spill.
+FLAGS = (
+    "-std=c++20 -O3 -fPIC -shared -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-schedule-insns"
+).split()
+BUILD_SECONDS = 300
+
+
+class BuildError(Exception):
+    """There is no native library on this machine, and why."""
+
+
+def build(cache: Path) -> Path:
+    """The library's path in `cache`, compiled if no earlier build fits these sources, this compiler and this CPU."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++")
+    command = [compiler, *FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"]
+    path = cache / f"ember-{_key(command)}.so"
+    if not path.exists():
+        _compile(command, path)
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        sources = map(str, sorted(SOURCES.glob("*.cpp")))
+        try:
+            done = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, timeout=BUILD_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"{command[0]} did not finish: {error}") from error
+        if done.returncode:
+            raise BuildError(f"{command[0]} failed: {done.stderr.decode(errors='replace')[-2000:]}")
+        os.replace(made, path)  # whole or not at all: another process may be building the same
+
+
+def _key(command: list[str]) -> str:
+    digest = hashlib.sha256(" ".join(command).encode())
+    digest.update(subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout)
+    digest.update(_cpu_features())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu_features() -> bytes:
+    """What -march=native looks at; a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return platform.processor().encode()
+    return b"\n".join(sorted({line for line in lines if line.lower().startswith((b"flags", b"features", b"cpu part"))}))

@@ -1,0 +1,190 @@
+// Linear layers over weights packed into panels: [n / kPanel][k][kPanel], read front to back exactly once at batch 1.
+#include <algorithm>
+#include <utility>
+
+#include "micro.h"
+#include "pool.h"
+
+namespace ember {
+namespace {
+
+constexpr int kChunk = 640;                  // k of one widened piece of a panel: it and its inputs stay in L1
+constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
+constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
+
+enum Mode { kStore, kAdd, kGated };
+
+struct Linear {
+    const float* x;
+    int m, n, k;
+    const float *bias, *norm;
+    float eps;
+    float* y;
+    Mode mode;
+};
+
+// Row of the weight that column `column` of panel `panel` holds, or -1 where the last panel is padding. A gated panel is
+// half gate, half up, so that one register tile has both factors of its outputs.
+inline long source_row(long panel, int column, long n, bool gated) {
+    constexpr int half = kPanel / 2;
+    if (!gated) return panel * kPanel + column < n ? panel * kPanel + column : -1;
+    long at = panel * half + column % half;
+    return at < n / 2 ? at + (column < half ? 0 : n / 2) : -1;
+}
+
+template <class B>
+void pack(const B* from, B* to, long n, long k, bool gated) {
+    parallel((n + kPanel - 1) / kPanel, [=](long begin, long end) {
+        for (long p = begin; p < end; p++)
+            for (int column = 0; column < kPanel; column++) {
+                long row = source_row(p, column, n, gated);
+                B* at = to + p * k * kPanel + column;
+                for (long i = 0; i < k; i++) at[i * kPanel] = row < 0 ? B{} : from[row * k + i];
+            }
+    });
+}
+
+struct Inputs {
+    const float* rows;
+    long stride;
+};
+
+// The inputs a product reads: x itself where that will do, else a normalised copy whose rows do not all share cache sets.
+Inputs prepare(const Linear& op) {
+    if (!op.norm && (op.m == 1 || op.k % 1024)) return {op.x, op.k};
+    long stride = op.k + 16;
+    float* to = scratch(kInputs, op.m * stride);
+    auto some = [&](long begin, long end) {
+        for (long r = begin; r < end; r++) {
+            const float* x = op.x + r * op.k;
+            float scale = op.norm ? rms_scale(x, op.k, op.eps) : 1.0f;
+            for (int i = 0; i < op.k; i++) to[r * stride + i] = op.norm ? x[i] * scale * op.norm[i] : x[i];
+        }
+    };
+    if (long(op.m) * op.k <= kSerialFloats) some(0, op.m);
+    else parallel(op.m, some);
+    return {to, stride};
+}
+
+inline const float* widened(const float* b, long) { return b; }
+
+inline const float* widened(const bf16* b, long count) {
+    float* to = scratch(kWeights, long(kChunk) * kPanel);
+    for (long i = 0; i < count; i += 2 * kLanes) {
+        Vec low, high;
+        load_pair(b + i, low, high);
+        store(to + i, low);
+        store(to + i + kLanes, high);
+    }
+    return to;
+}
+
+void finish(const Linear& op, long panel, int first, int rows, const float* sums) {
+    constexpr int half = kPanel / 2;
+    if (op.mode == kGated) {
+        long width = op.n / 2, at = panel * half;
+        int columns = int(std::min<long>(half, width - at));
+        for (int r = 0; r < rows; r++, sums += kPanel)
+            for (int j = 0; j < columns; j++) op.y[(first + r) * width + at + j] = silu(sums[j]) * sums[half + j];
+        return;
+    }
+    long at = panel * kPanel;
+    int columns = int(std::min<long>(kPanel, op.n - at));
+    for (int r = 0; r < rows; r++, sums += kPanel) {
+        float* y = op.y + (first + r) * long(op.n) + at;
+        for (int j = 0; j < columns; j++) {
+            float value = op.bias ? sums[j] + op.bias[at + j] : sums[j];
+            y[j] = op.mode == kAdd ? y[j] + value : value;
+        }
+    }
+}
+
+// One panel times the row blocks [from, to): a single block reads the panel as it is, more of them share a widened copy.
+template <class B>
+void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inputs in, const B* weights, long panel) {
+    const B* b = weights + panel * op.k * kPanel;
+    int first = blocks.start(from), rows = blocks.start(to) - first;
+    float* sums = scratch(kSums, long(rows) * kPanel);
+    int chunks = (op.k + kChunk - 1) / kChunk, chunk = (op.k + chunks - 1) / chunks;
+    if (to - from == 1) {
+        run_tile(rows, Product<B>{in.rows + first * in.stride, in.stride, b, kPanel, op.k, sums, kPanel});
+    } else {
+        for (int at = 0; at < op.k; at += chunk) {
+            int length = std::min(chunk, op.k - at);
+            const float* wide = widened(b + long(at) * kPanel, long(length) * kPanel);
+            for (int block = from; block < to; block++) {
+                int row = blocks.start(block);
+                const float* a = in.rows + row * in.stride + at;
+                float* c = sums + (row - first) * kPanel;
+                run_tile(blocks.size(block), Product<float>{a, in.stride, wide, kPanel, length, c, kPanel, at == 0});
+            }
+        }
+    }
+    finish(op, panel, first, rows, sums);
+}
+
+template <class B>
+void run(const Linear& op, const B* weights) {
+    RowBlocks blocks(op.m);
+    Inputs in = prepare(op);
+    long panels = (op.n + kPanel - 1) / kPanel;
+    int group = int(std::max(8L, kInputFloats / (long(op.k) * kRows)));
+    int groups = (blocks.count + group - 1) / group;
+    parallel(groups * panels, [&](long begin, long end) {
+        for (long task = begin; task < end; task++) {
+            int from = int(task / panels) * group, to = std::min(from + group, blocks.count);
+            run_panel(op, blocks, from, to, in, weights, task % panels);
+        }
+    });
+}
+
+template <class B>
+void gather(const long* ids, long count, const B* table, long k, bool packed, float* out) {
+    parallel((count + 15) / 16, [=](long begin, long end) {
+        for (long t = begin * 16; t < std::min(end * 16, count); t++) {
+            long id = ids[t], stride = packed ? kPanel : 1;
+            const B* row = packed ? table + id / kPanel * k * kPanel + id % kPanel : table + id * k;
+            for (long i = 0; i < k; i++) out[t * k + i] = widen(row[i * stride]);
+        }
+    });
+}
+
+}  // namespace
+}  // namespace ember
+
+using namespace ember;
+
+extern "C" {
+
+int ember_panel() { return kPanel; }
+
+void ember_pack(const void* from, void* to, int wide, int n, int k, int gated) {
+    if (wide) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
+    else pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
+}
+
+void ember_linear(const float* x, const void* w, int wide, int m, int n, int k, const float* bias, const float* norm, float eps,
+                  float* y, int mode) {
+    Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
+    if (wide) run(op, static_cast<const float*>(w));
+    else run(op, static_cast<const bf16*>(w));
+}
+
+void ember_embed(const long* ids, int count, const void* table, int wide, int k, int packed, float* out) {
+    if (wide) gather(ids, count, static_cast<const float*>(table), k, packed, out);
+    else gather(ids, count, static_cast<const bf16*>(table), k, packed, out);
+}
+
+void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k, float* out) {
+    parallel((m + 15) / 16, [=](long begin, long end) {
+        for (long r = begin * 16; r < std::min(end * 16, long(m)); r++) {
+            float scale = rms_scale(x + r * k, k, eps);
+            for (int i = 0; i < k; i++) out[r * k + i] = x[r * k + i] * scale * weight[i];
+        }
+    });
+}
+
+void ember_set_threads(int threads) { set_threads(threads); }
+int ember_threads() { return threads(); }
+const char* ember_isa() { return kIsa; }
+}

@@ -1,0 +1,67 @@
+#include "micro.h"
+
+#include <utility>
+
+namespace ember {
+namespace {
+
+constexpr int kAhead = 1024;  // bytes: one row leaves no slack to hide memory behind, and the hardware prefetcher is late
+
+template <class B, int V>
+inline __attribute__((always_inline)) void load_weights(const B* b, Vec (&out)[V]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < V; v += 2) load_pair(b + v * kLanes, out[v], out[v + 1]);
+}
+
+// R rows by V vectors: a is R rows of k inputs `lda` apart, b is k rows of a panel `ldb` apart, c is R rows of sums `ldc`
+// apart, which start from zero when `fresh`. Four inputs of a row are loaded at once and multiplied lane by lane.
+template <int R, int V, class B>
+void tile(const float* a, long lda, const B* b, long ldb, int k, float* c, long ldc, bool fresh) {
+    Vec sum[R][V], weight[V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) sum[r][v] = fresh ? zero() : load(c + r * ldc + v * kLanes);
+    int i = 0;
+    for (; i + 4 <= k; i += 4, a += 4, b += 4 * ldb) {
+        if constexpr (R == 1)
+            for (int line = 0; line < 2; line++) __builtin_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64 * line);
+        Quad quad[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) quad[r] = load_quad(a + r * lda);
+#pragma GCC unroll 4
+        for (int step = 0; step < 4; step++) {
+            load_weights(b + step * ldb, weight);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int v = 0; v < V; v++) sum[r][v] = fma_lane(sum[r][v], weight[v], quad[r], step);
+        }
+    }
+    for (; i < k; i++, a++, b += ldb) {
+        load_weights(b, weight);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) sum[r][v] = fma_scalar(sum[r][v], weight[v], a[r * lda]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) store(c + r * ldc + v * kLanes, sum[r][v]);
+}
+
+template <class B, int... R>
+void run_tile(int rows, const Product<B>& p, std::integer_sequence<int, R...>) {
+    using Tile = void (*)(const float*, long, const B*, long, int, float*, long, bool);
+    constexpr Tile all[] = {tile<R + 1, (R < kShortRows ? kVecs : kTallVecs), B>...};
+    int columns = (rows <= kShortRows ? kVecs : kTallVecs) * kLanes;
+    for (int at = 0; at < kPanel; at += columns) all[rows - 1](p.a, p.lda, p.b + at, p.ldb, p.k, p.c + at, p.ldc, p.fresh);
+}
+
+}  // namespace
+
+void run_tile(int rows, const Product<float>& p) { run_tile(rows, p, std::make_integer_sequence<int, kRows>{}); }
+void run_tile(int rows, const Product<bf16>& p) { run_tile(rows, p, std::make_integer_sequence<int, kRows>{}); }
+
+}  // namespace ember

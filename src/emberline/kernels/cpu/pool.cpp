@@ -1,0 +1,129 @@
+#include "pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ember {
+namespace {
+
+inline void pause() {
+#if defined(__aarch64__)
+    asm volatile("isb");
+#elif defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+class Pool {
+public:
+    void resize(int threads) {
+        std::lock_guard lock(turn_);
+        stop_ = true;
+        begin();
+        for (auto& worker : workers_) worker.join();
+        workers_.clear();
+        stop_ = false;
+        uint32_t now = epoch_.load();
+        for (int i = 1; i < threads; i++) workers_.emplace_back([this, now] { work(now); });
+    }
+
+    int size() const { return int(workers_.size()) + 1; }
+
+    void run(long items, const Body& body) {
+        if (workers_.empty() || items <= 1) return items ? body(0, items) : void();
+        std::lock_guard lock(turn_);
+        body_ = &body;
+        items_ = items;
+        next_.store(0, std::memory_order_relaxed);
+        busy_.store(int(workers_.size()), std::memory_order_relaxed);
+        begin();
+        take();
+        for (int spins = 0; busy_.load(std::memory_order_acquire); spins++)
+            if (spins < 100000) pause();
+            else std::this_thread::yield();
+    }
+
+private:
+    void begin() {
+        epoch_.fetch_add(1, std::memory_order_seq_cst);
+        if (asleep_.load(std::memory_order_seq_cst)) epoch_.notify_all();
+    }
+
+    void take() {
+        long share = 2 * size(), at = next_.load(std::memory_order_relaxed);
+        while (at < items_) {
+            long piece = std::max(1L, (items_ - at) / share);
+            if (!next_.compare_exchange_weak(at, at + piece, std::memory_order_relaxed)) continue;
+            (*body_)(at, at + piece);
+            at = next_.load(std::memory_order_relaxed);
+        }
+    }
+
+    void work(uint32_t seen) {
+        for (;;) {
+            seen = await(seen);
+            if (stop_) return;
+            take();
+            busy_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    uint32_t await(uint32_t seen) {
+        using namespace std::chrono;
+        auto until = steady_clock::now() + microseconds(50);
+        do {
+            for (int i = 0; i < 64; i++, pause())
+                if (epoch_.load(std::memory_order_acquire) != seen) return seen + 1;
+        } while (steady_clock::now() < until);
+        asleep_.fetch_add(1, std::memory_order_seq_cst);
+        epoch_.wait(seen, std::memory_order_seq_cst);
+        asleep_.fetch_sub(1, std::memory_order_relaxed);
+        return seen + 1;
+    }
+
+    std::mutex turn_;
+    std::vector<std::thread> workers_;
+    const Body* body_ = nullptr;
+    long items_ = 0;
+    bool stop_ = false;
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    alignas(64) std::atomic<long> next_{0};
+    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<int> asleep_{0};
+};
+
+// Never destroyed: its threads may outlive static destructors at exit.
+Pool& pool() {
+    static Pool* one = new Pool;
+    return *one;
+}
+
+struct Free {
+    void operator()(float* p) const { std::free(p); }
+};
+
+}  // namespace
+
+void set_threads(int threads) { pool().resize(threads); }
+int threads() { return pool().size(); }
+void parallel(long items, const Body& body) { pool().run(items, body); }
+
+float* scratch(Slot slot, long floats) {
+    thread_local std::unique_ptr<float, Free> held[kSlots];
+    thread_local long size[kSlots] = {};
+    if (size[slot] < floats) {
+        long bytes = (floats * 4 + 63) / 64 * 64;
+        held[slot].reset(static_cast<float*>(std::aligned_alloc(64, size_t(bytes))));
+        size[slot] = floats;
+    }
+    return held[slot].get();
+}
+
+}  // namespace ember

@@ -1,0 +1,80 @@
+// Between the qkv product and attention: optional per-head norms, rotary positions, and the writes into the cache.
+#include <algorithm>
+
+#include "pool.h"
+#include "scalar.h"
+
+namespace ember {
+namespace {
+
+constexpr int kSerialTokens = 4;  // below this, waking a thread costs more than the work
+
+struct Rope {
+    float* qkv;
+    const int* positions;
+    const float* cos_sin;
+    int rotary;
+    const float *q_norm, *k_norm;
+    float eps;
+    void *keys, *values;
+    long key_stride, value_stride;
+    const long* slots;
+    int q_heads, kv_heads, dim, block_size;
+};
+
+void norm_and_rotate(float* x, const float* norm, float eps, const float* cos_sin, int rotary, int dim) {
+    if (norm) {
+        float scale = rms_scale(x, dim, eps);
+        for (int i = 0; i < dim; i++) x[i] = x[i] * scale * norm[i];
+    }
+    int half = rotary / 2;
+    const float *cos = cos_sin, *sin = cos_sin + half;
+    for (int i = 0; i < half; i++) {
+        float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class B>
+void run_token(const Rope& op, long t) {
+    int dim = op.dim, size = op.block_size;
+    const float* angles = op.cos_sin + long(op.positions[t]) * op.rotary;
+    float* q = op.qkv + t * (op.q_heads + 2 * op.kv_heads) * dim;
+    float *k = q + op.q_heads * dim, *v = k + op.kv_heads * dim;
+    for (int h = 0; h < op.q_heads; h++) norm_and_rotate(q + h * dim, op.q_norm, op.eps, angles, op.rotary, dim);
+    for (int h = 0; h < op.kv_heads; h++) norm_and_rotate(k + h * dim, op.k_norm, op.eps, angles, op.rotary, dim);
+    long slot = op.slots[t];
+    if (slot < 0) return;
+    long block = slot / size, offset = slot % size;
+    B* keys = static_cast<B*>(op.keys) + block * op.key_stride + offset;
+    B* values = static_cast<B*>(op.values) + block * op.value_stride + offset * dim;
+    for (long h = 0; h < op.kv_heads; h++)
+        for (int i = 0; i < dim; i++) {
+            narrow(k[h * dim + i], keys[(h * dim + i) * size]);
+            narrow(v[h * dim + i], values[h * size * dim + i]);
+        }
+}
+
+template <class B>
+void run(const Rope& op, long tokens) {
+    auto some = [&](long begin, long end) {
+        for (long t = begin; t < end; t++) run_token<B>(op, t);
+    };
+    if (tokens <= kSerialTokens) some(0, tokens);
+    else parallel(tokens, some);
+}
+
+}  // namespace
+}  // namespace ember
+
+using namespace ember;
+
+extern "C" void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm,
+                           const float* k_norm, float eps, void* keys, void* values, int wide, long key_stride,
+                           long value_stride, const long* slots, int tokens, int q_heads, int kv_heads, int dim, int block_size) {
+    Rope op{qkv, positions, cos_sin, rotary, q_norm, k_norm, eps, keys, values, key_stride, value_stride, slots,
+            q_heads, kv_heads, dim, block_size};
+    if (wide) run<float>(op, tokens);
+    else run<bf16>(op, tokens);
+}

@@ -1,0 +1,258 @@
+"""The ops others call: native kernels where they could be built, plain torch otherwise. `ref` says what each one means.
+
+One library and one pool of threads serve the process, as torch's own do: the one thing here that is ambient. `start` chooses
+them; the first op does so by default.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emberline.kernels import ref
+from emberline.kernels.cpu.build import BuildError, build
+from emberline.kernels.cpu.library import load
+from emberline.kernels.packed import Layout, PackedWeight
+
+CACHE = Path("~/.cache/emberline/kernels")
+STORE, ADD, GATED = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    library: ctypes.CDLL | None
+    isa: str
+    reason: str = ""  # why there is no library
+
+    def __str__(self) -> str:
+        return f"native ({self.isa})" if self.library else f"torch ({self.reason})"
+
+
+_backend: Backend | None = None
+
+
+def start(*, threads: int = 0, cache: Path = CACHE, native: bool = True) -> Backend:
+    """Builds or finds the native library; 0 threads means every core this process may use."""
+    global _backend
+    try:
+        library = load(build(cache.expanduser())) if native else None
+        isa = library.ember_isa().decode() if library else ""
+        _backend = Backend(library, isa, "" if library else "asked for")
+    except (BuildError, OSError) as error:
+        _backend = Backend(None, "", str(error))
+    set_threads(threads or len(os.sched_getaffinity(0)))
+    return _backend
+
+
+def describe() -> Backend:
+    return _backend or start()
+
+
+def set_threads(threads: int) -> None:
+    """Cores an op may use, the caller's included. Results do not depend on it."""
+    library = describe().library
+    if library is not None:
+        library.ember_set_threads(threads)
+    else:
+        torch.set_num_threads(threads)
+
+
+def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    """The handle `linear` and, with gated=True, `gate_up_silu` take. bf16 stays bf16; float16 widens to float32."""
+    library = describe().library
+    if library is None:
+        return ref.pack_linear(weight, gated=gated)
+    assert not gated or weight.shape[0] % 2 == 0
+    rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
+    layout = Layout.BF16 if weight.dtype == torch.bfloat16 else Layout.F32
+    (n, k), panel = rows.shape, library.ember_panel()
+    data = torch.empty(-(-n // panel) * panel * k, dtype=rows.dtype)
+    library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
+    return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
+
+
+def linear(
+    x: Tensor,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    if w.layout < 0:
+        return ref.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out)
+    m, k = x.shape
+    assert k == w.k and not w.gated and x.is_contiguous()
+    y = add_to if add_to is not None else _output(out, m, w.n)
+    assert y.is_contiguous()
+    mode = STORE if add_to is None else ADD
+    describe().library.ember_linear(  # type: ignore[union-attr]
+        x.data_ptr(), w.ptr, w.layout, m, w.n, k, _ptr(bias), _ptr(norm), eps, y.data_ptr(), mode
+    )
+    return y
+
+
+def gate_up_silu(
+    x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+) -> Tensor:
+    if w.layout < 0:
+        return ref.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
+    m, k = x.shape
+    assert k == w.k and w.gated and x.is_contiguous()
+    y = _output(out, m, w.n // 2)
+    describe().library.ember_linear(  # type: ignore[union-attr]
+        x.data_ptr(), w.ptr, w.layout, m, w.n, k, None, _ptr(norm), eps, y.data_ptr(), GATED
+    )
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    library = describe().library
+    if library is None:
+        return ref.rms_norm(x, weight, eps, out=out)
+    m, k = x.shape
+    assert x.is_contiguous()
+    y = _output(out, m, k)
+    library.ember_rms_norm(x.data_ptr(), weight.data_ptr(), eps, m, k, y.data_ptr())
+    return y
+
+
+def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    """Rows of `table`; a tied head's packed weight serves as well as the plain table."""
+    library = describe().library
+    if library is None or (isinstance(table, PackedWeight) and table.layout < 0):
+        return ref.embed(ids, table, out=out)
+    if isinstance(table, PackedWeight):
+        assert not table.gated
+        pointer, layout, k, packed = table.ptr, table.layout, table.k, True
+    elif table.dtype in (torch.bfloat16, torch.float32):
+        assert table.is_contiguous()
+        layout = Layout.BF16 if table.dtype == torch.bfloat16 else Layout.F32
+        pointer, k, packed = table.data_ptr(), table.shape[1], False
+    else:
+        return ref.embed(ids, table, out=out)
+    y = _output(out, len(ids), k)
+    library.ember_embed(ids.data_ptr(), len(ids), pointer, layout, k, packed, y.data_ptr())
+    return y
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    library = describe().library
+    if library is None:
+        return ref.rope_and_cache(
+            qkv, positions, cos_sin, k_cache, v_cache, slots, q_heads, kv_heads, head_dim,
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+    assert positions.dtype == torch.int32 and slots.dtype == torch.int64 and qkv.is_contiguous()
+    library.ember_rope(
+        qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1], _ptr(q_norm), _ptr(k_norm), eps,
+        k_cache.data_ptr(), v_cache.data_ptr(), _wide(k_cache), k_cache.stride(0), v_cache.stride(0), slots.data_ptr(),
+        len(positions), q_heads, kv_heads, head_dim, v_cache.shape[2],
+    )  # fmt: skip
+
+
+def paged_attention(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    library = describe().library
+    if library is None:
+        return ref.paged_attention(
+            qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
+            window=window, out=out,
+        )  # fmt: skip
+    assert block_tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
+    y = _output(out, len(qkv), q_heads * head_dim)
+    library.ember_attention(
+        qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _wide(k_cache), k_cache.stride(0), v_cache.stride(0),
+        block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), context.data_ptr(), len(context),
+        scale, window, q_heads, kv_heads, head_dim, v_cache.shape[2], y.data_ptr(),
+    )  # fmt: skip
+    return y
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    library = describe().library
+    if library is None:
+        return ref.sample(logits, temperature, top_k, top_p, min_p, uniform)
+    assert top_k.dtype == torch.int32 and uniform.dtype == torch.float64 and logits.is_contiguous()
+    assert temperature.dtype == top_p.dtype == min_p.dtype == torch.float32
+    rows, n = logits.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    library.ember_sample(
+        logits.data_ptr(), rows, n, temperature.data_ptr(), top_k.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+        uniform.data_ptr(), ids.data_ptr(),
+    )  # fmt: skip
+    return ids
+
+
+def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    library = describe().library
+    if library is None:
+        return ref.log_probs(logits, ids, top_n)
+    assert logits.is_contiguous() and ids.dtype == torch.int64
+    rows, n = logits.shape
+    chosen, top = torch.empty(rows), torch.empty(rows, top_n)
+    top_ids, rank = torch.empty(rows, top_n, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    library.ember_log_probs(
+        logits.data_ptr(), rows, n, ids.data_ptr(), top_n, chosen.data_ptr(), top_ids.data_ptr(), top.data_ptr(),
+        rank.data_ptr(),
+    )  # fmt: skip
+    return chosen, top_ids, top, rank
+
+
+def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+    library = describe().library
+    if library is None:
+        return ref.apply_bitmask(logits, mask, rows)
+    assert mask.dtype == torch.int32 and rows.dtype == torch.int64 and logits.is_contiguous() and mask.is_contiguous()
+    words = mask.shape[1]
+    library.ember_bitmask(logits.data_ptr(), logits.shape[1], mask.data_ptr(), words, rows.data_ptr(), len(rows))
+
+
+def _output(out: Tensor | None, rows: int, columns: int) -> Tensor:
+    if out is None:
+        return torch.empty(rows, columns)
+    assert out.shape == (rows, columns) and out.is_contiguous() and out.dtype == torch.float32
+    return out
+
+
+def _ptr(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _wide(cache: Tensor) -> bool:
+    assert cache.dtype in (torch.bfloat16, torch.float32) and cache[0].is_contiguous()
+    return cache.dtype == torch.float32

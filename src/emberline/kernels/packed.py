@@ -1,0 +1,27 @@
+"""A linear layer's weight in the order its kernel reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor, dtype
+
+
+class Layout(IntEnum):
+    """How `PackedWeight.data` lies; the native sources use the same numbers."""
+
+    PLAIN = -1  # [n, k] float32, for torch
+    BF16 = 0  # panels of columns
+    F32 = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    data: Tensor
+    n: int
+    k: int
+    dtype: dtype  # of the weight as it came
+    layout: Layout = Layout.PLAIN
+    gated: bool = False  # each panel is half gate rows, half up rows; `n` counts both
+    ptr: int = 0  # data.data_ptr(), read once: a call costs microseconds and this would be one of them

@@ -1,0 +1,179 @@
+"""Every op in plain torch: the definition the native kernels are tested against, and the fallback without a compiler.
+
+All activations are float32. Positions and block tables are int32, slots and token ids int64. `k_cache` and `v_cache` are
+[blocks, kv_heads, block_size, head_dim]; inside a block, the K bytes lie as [head_dim][block_size], so that a block is
+already the panel that a product with queries wants. Only these ops look inside a block.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.packed import PackedWeight
+
+
+def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    n, k = weight.shape
+    return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return _into(out, x * scale * weight)
+
+
+def linear(
+    x: Tensor,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """y = norm(x) @ W^T + bias. With `add_to`, y is added to it in place and it is returned."""
+    x = x if norm is None else rms_norm(x, norm, eps)
+    y = F.linear(x, w.data, bias)
+    return _into(out, y) if add_to is None else add_to.add_(y)
+
+
+def gate_up_silu(
+    x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+) -> Tensor:
+    """silu(x Wg^T) * (x Wu^T), where `w` was packed with gated=True from the gate rows followed by the up rows."""
+    assert w.gated, "pack the gate and up rows with gated=True"
+    gate, up = linear(x, w, norm=norm, eps=eps).chunk(2, dim=-1)
+    return _into(out, F.silu(gate) * up)
+
+
+def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    rows = table.data if isinstance(table, PackedWeight) else table
+    return _into(out, rows[ids].float())
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Rotates q inside `qkv` and writes the rotated k, and v, at `slots`. A slot is block * block_size + offset; -1 writes nothing."""
+    block_size = v_cache.shape[2]
+    heads = qkv.view(len(qkv), q_heads + 2 * kv_heads, head_dim)
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
+    q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, cos_sin))
+    k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, cos_sin)
+    kept = slots >= 0
+    block, offset = slots[kept] // block_size, slots[kept] % block_size
+    _k_panels(k_cache)[block, :, :, offset] = k[kept].to(k_cache.dtype)
+    v_cache[block, :, offset] = v[kept].to(v_cache.dtype)
+
+
+def paged_attention(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new queries over its cached keys, its own included.
+
+    Sequence b owns queries [query_start[b], query_start[b+1]); its i-th query stands at position p = context[b] + i and
+    sees keys in (p - window, p], or [0, p] when window is 0.
+    """
+    tokens = len(qkv)
+    out = qkv.new_empty(tokens, q_heads * head_dim) if out is None else out
+    q = qkv.view(tokens, -1, head_dim)[:, :q_heads]
+    starts = query_start.tolist()
+    for b, before in enumerate(context.tolist()):
+        first, last = starts[b], starts[b + 1]
+        length = before + last - first
+        blocks = block_tables[b, : -(-length // v_cache.shape[2])].long()
+        k = _k_panels(k_cache)[blocks].permute(1, 0, 3, 2).reshape(kv_heads, -1, head_dim)[:, :length].float()
+        v = v_cache[blocks].permute(1, 0, 2, 3).reshape(kv_heads, -1, head_dim)[:, :length].float()
+        group = q_heads // kv_heads
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        scores = q[first:last].transpose(0, 1) @ k.transpose(1, 2) * scale
+        key, position = torch.arange(length), torch.arange(before, length)[:, None]
+        hidden = (key > position) | ((key <= position - window) if window else torch.tensor(False))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, -1)
+    return out
+
+
+def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+    """logits[rows[i], t] becomes -inf wherever bit t of mask[i] (little-endian int32 words) is 0."""
+    bits = (mask[:, :, None] >> torch.arange(32)) & 1
+    allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
+    logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    """One id per row; each row's answer depends on nothing but that row. May overwrite `logits`.
+
+    Temperature 0 takes the largest logit, the lowest id among equals. Otherwise tokens are ordered by (probability
+    descending, id ascending); top-k keeps a prefix, top-p the smallest prefix whose share of what top-k kept reaches p, min-p
+    those at least min_p times as probable as the first; `uniform` in [0, 1) then picks by inverse CDF along that order.
+    """
+    return torch.stack([_sample_row(*row) for row in zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)])
+
+
+def _sample_row(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    if temperature == 0:
+        return logits.argmax()
+    scaled, order = (logits.double() / temperature.double()).sort(descending=True, stable=True)
+    p = scaled.softmax(-1)
+    keep = int(top_k) if 0 < top_k < len(p) else len(p)
+    if top_p < 1:
+        mass = p[:keep].cumsum(0)
+        keep = min(keep, 1 + int((mass < top_p.double() * mass[-1]).sum()))
+    keep = min(keep, max(1, int((p >= min_p.double() * p[0]).sum())))
+    mass = p[:keep].cumsum(0)
+    return order[min(keep - 1, int((mass <= uniform * mass[-1]).sum()))]
+
+
+def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-probability of ids [S], the top ids [S, n], theirs [S, n], rank of ids [S]); rank 1 is the most probable."""
+    chosen = logits.gather(1, ids[:, None])
+    total = logits.double().logsumexp(-1, keepdim=True)
+    _, order = logits.sort(descending=True, stable=True)
+    top = order[:, :top_n]
+    rank = (logits > chosen).sum(-1) + 1
+    return (chosen - total).squeeze(1).float(), top, (logits.gather(1, top) - total).float(), rank
+
+
+def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin[positions.long(), None].chunk(2, dim=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def _k_panels(k_cache: Tensor) -> Tensor:
+    blocks, heads, block_size, head_dim = k_cache.shape
+    inner = k_cache.stride(0), block_size * head_dim, block_size, 1
+    return k_cache.as_strided((blocks, heads, head_dim, block_size), inner)
+
+
+def _into(out: Tensor | None, y: Tensor) -> Tensor:
+    return y if out is None else out.copy_(y)

@@ -1,0 +1,1 @@
+"""One decoder made of parts, chosen by config. `config` is torch-free; the rest is not."""

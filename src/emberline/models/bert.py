@@ -1,0 +1,173 @@
+"""Embedder: a BERT encoder that makes one unit vector of a text, as sentence-transformers checkpoints describe it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
+from emberline.core.jsonfile import read_optional
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.fields import Fields
+from emberline.models.weights import Weights
+
+IGNORABLE = r"embeddings\.position_ids|pooler\.dense\.(weight|bias)"
+CHUNK = 4096  # tokens computed at once; bounds memory
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A weight with its bias: of a linear layer, or of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    qkv: Affine
+    attended: Affine
+    attended_norm: Affine
+    up: Affine
+    down: Affine
+    norm: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Embedder:
+    tokens: Tensor
+    positions: Tensor  # the embedding of token type 0 is already added
+    norm: Affine
+    blocks: tuple[Block, ...]
+    heads: int
+    eps: float
+    pooling: str  # mean or cls
+    max_length: int  # tokens of one text, the special ones included
+    vocab: int
+    dim: int
+
+    @staticmethod
+    def load(directory: Path) -> Embedder:
+        checkpoint = Checkpoint.open(directory)
+        config = Fields(checkpoint.config, "config.json")
+        _check_supported(config)
+        vocab, dim = config.size("vocab_size", most=1 << 22), config.size("hidden_size", most=1 << 14)
+        heads, ffn = config.size("num_attention_heads", most=1024), config.size("intermediate_size", most=1 << 16)
+        if dim % heads:
+            raise config.wrong("num_attention_heads", f"a divisor of hidden_size, {dim}")
+        places = config.size("max_position_embeddings", most=1 << 16)
+        types = config.size("type_vocab_size", 2, most=1 << 10)
+        reader = _Reader(Weights(checkpoint, torch.float32))
+        segments = reader.weights.matrix("embeddings.token_type_embeddings.weight", types, dim)
+        sentence = Fields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
+        embedder = Embedder(
+            tokens=reader.weights.matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
+            positions=reader.weights.matrix("embeddings.position_embeddings.weight", places, dim) + segments[0],
+            norm=reader.norm("embeddings.LayerNorm", dim),
+            blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", most=256))),
+            heads=heads,
+            eps=config.number("layer_norm_eps", 1e-12),
+            pooling=_pooling(directory),
+            max_length=min(places, sentence.size("max_seq_length", places, most=1 << 16)),
+            vocab=vocab,
+            dim=dim,
+        )
+        reader.weights.finish(IGNORABLE)
+        return embedder
+
+    def embed(self, texts: list[list[int]]) -> Tensor:
+        """[n, dim] float32, each row of length 1. Texts are token ids with their special tokens."""
+        for i, ids in enumerate(texts):
+            self._check(i, ids)
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        out = torch.empty(len(texts), self.dim)
+        with torch.inference_mode():
+            while order:
+                chunk: list[int] = []
+                total = 0
+                while order and (not chunk or total + len(texts[order[-1]]) <= CHUNK):
+                    chunk.append(order.pop())
+                    total += len(texts[chunk[-1]])
+                out[chunk] = self._encode([texts[i] for i in chunk])
+        return out
+
+    def _check(self, i: int, ids: list[int]) -> None:
+        if not ids:
+            raise InvalidRequest(f"input {i} has no tokens", param="input")
+        if len(ids) > self.max_length:
+            raise ContextLengthExceeded(
+                f"input {i} has {len(ids)} tokens; this embedder takes {self.max_length}", param="input"
+            )
+        if min(ids) < 0 or max(ids) >= self.vocab:
+            raise InvalidRequest(f"input {i} has a token id outside [0, {self.vocab})", param="input")
+
+    def _encode(self, texts: list[list[int]]) -> Tensor:
+        """The texts lie one after the other, without padding; only attention and pooling see where each ends."""
+        lengths = [len(ids) for ids in texts]
+        ids = torch.tensor([token for text in texts for token in text])
+        places = torch.tensor([place for length in lengths for place in range(length)])
+        x = self._normed(self.tokens[ids] + self.positions[places], self.norm)
+        for block in self.blocks:
+            qkv = F.linear(x, block.qkv.weight, block.qkv.bias)
+            mixed = torch.cat([self._attend(part) for part in torch.split(qkv, lengths)])
+            x = self._normed(x + F.linear(mixed, block.attended.weight, block.attended.bias), block.attended_norm)
+            wide = F.gelu(F.linear(x, block.up.weight, block.up.bias))
+            x = self._normed(x + F.linear(wide, block.down.weight, block.down.bias), block.norm)
+        parts = torch.split(x, lengths)
+        return F.normalize(torch.stack([part[0] if self.pooling == "cls" else part.mean(0) for part in parts]))
+
+    def _attend(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv.view(len(qkv), 3, self.heads, -1).permute(1, 2, 0, 3)
+        mixed: Tensor = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        return mixed.transpose(0, 1).reshape(len(qkv), -1)
+
+    def _normed(self, x: Tensor, norm: Affine) -> Tensor:
+        return F.layer_norm(x, (self.dim,), norm.weight, norm.bias, self.eps)
+
+
+class _Reader:
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def norm(self, name: str, dim: int) -> Affine:
+        return Affine(self.weights.vector(f"{name}.weight", dim), self.weights.vector(f"{name}.bias", dim))
+
+    def linear(self, names: list[str], rows: int, columns: int) -> Affine:
+        return Affine(
+            torch.cat([self.weights.matrix(f"{name}.weight", rows, columns) for name in names]),
+            torch.cat([self.weights.vector(f"{name}.bias", rows) for name in names]),
+        )
+
+    def block(self, i: int, dim: int, ffn: int) -> Block:
+        at = f"encoder.layer.{i}"
+        return Block(
+            qkv=self.linear([f"{at}.attention.self.{part}" for part in ("query", "key", "value")], dim, dim),
+            attended=self.linear([f"{at}.attention.output.dense"], dim, dim),
+            attended_norm=self.norm(f"{at}.attention.output.LayerNorm", dim),
+            up=self.linear([f"{at}.intermediate.dense"], ffn, dim),
+            down=self.linear([f"{at}.output.dense"], dim, ffn),
+            norm=self.norm(f"{at}.output.LayerNorm", dim),
+        )
+
+
+def _check_supported(config: Fields) -> None:
+    for name, only in (("model_type", "bert"), ("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        found = config.text(name, None if name == "model_type" else only)
+        if found != only:
+            raise UnsupportedModel(
+                f"an embedder with {name} {found[:80]!r} is not supported", hint=f"supported: {only}"
+            )
+
+
+def _pooling(directory: Path) -> str:
+    """Mean unless the checkpoint says otherwise. Vectors are normalised either way: a dot product is a cosine."""
+    fields = Fields(read_optional(directory / "1_Pooling" / "config.json"), "1_Pooling/config.json")
+    modes = [name for name, value in fields.values.items() if name.startswith("pooling_mode_") and value is True]
+    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    if len(modes) > 1 or not known.keys() >= set(modes):
+        raise UnsupportedModel(f"pooling by {', '.join(modes)[:200]} is not supported", hint="supported: mean, cls")
+    return known[modes[0]] if modes else "mean"

@@ -1,0 +1,150 @@
+"""ModelConfig: what config.json says about a decoder, checked and made architecture-neutral. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.models.fields import Fields
+from emberline.models.registry import ARCHITECTURES, Architecture
+from emberline.models.ropeconfig import MOST_CONTEXT, RopeConfig
+
+# Sizes beyond these are damage or malice, not a model: nothing is allocated for them.
+MOST_HIDDEN, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_FFN, MOST_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
+
+FOREIGN = {
+    "quantization_config": "quantised weights",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "multi-head latent attention",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int, ...]  # one per layer: a query sees so many keys, its own included; 0 is all
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_embeddings: bool
+    max_context: int  # served unless asked otherwise
+    longest_context: int  # the most that may be asked for
+    bos: int | None
+    eos: tuple[int, ...]
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any]) -> ModelConfig:
+        fields = Fields(config, "config.json")
+        arch = _architecture(fields)
+
+        def rule(value: bool | str) -> bool:
+            return fields.flag(value, False) if isinstance(value, str) else value
+
+        hidden = fields.size("hidden_size", most=MOST_HIDDEN)
+        layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+        heads, kv_heads, head_dim = _heads(fields, hidden)
+        max_position = fields.size("max_position_embeddings", most=MOST_CONTEXT)
+        rope = RopeConfig.from_hf(fields, head_dim, max_position)
+        served, longest = _contexts(rope, max_position)
+        bos = fields.ids("bos_token_id")
+        return ModelConfig(
+            model_type=fields.text("model_type"),
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ffn=fields.size("intermediate_size", most=MOST_FFN),
+            vocab=fields.size("vocab_size", most=MOST_VOCAB),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            windows=_windows(fields, layers) if rule(arch.window) else (0,) * layers,
+            qkv_bias=rule(arch.qkv_bias),
+            o_bias=rule(arch.o_bias),
+            mlp_bias=rule(arch.mlp_bias),
+            qk_norm=arch.qk_norm,
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            max_context=served,
+            longest_context=longest,
+            bos=bos[0] if bos else None,
+            eos=fields.ids("eos_token_id"),
+        )
+
+
+def _architecture(fields: Fields) -> Architecture:
+    for name, what in FOREIGN.items():
+        if fields.values.get(name):
+            raise UnsupportedModel(f"config.json has {name}: {what} is not supported")
+    model_type = fields.text("model_type")
+    if model_type not in ARCHITECTURES:
+        hint = f"supported: {' '.join(ARCHITECTURES)}"
+        raise UnsupportedModel(f"config.json: model_type {model_type[:80]!r} is not supported", hint=hint)
+    classes = fields.texts("architectures")
+    if classes and not any(name.endswith("ForCausalLM") for name in classes):
+        raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel(f"config.json: hidden_act {activation[:80]!r} is not supported", hint="supported: silu")
+    return ARCHITECTURES[model_type]
+
+
+def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
+    heads = fields.size("num_attention_heads", most=MOST_HEADS)
+    kv_heads = fields.size("num_key_value_heads", heads, most=MOST_HEADS)
+    if heads % kv_heads:
+        raise ModelFileError(f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    if not fields.has("head_dim") and hidden % heads:
+        raise ModelFileError(
+            f"config.json: hidden_size {hidden} cannot be divided by {heads} heads, and there is no head_dim"
+        )
+    return heads, kv_heads, fields.size("head_dim", hidden // heads, most=MOST_HEAD_DIM)
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int, ...]:
+    if not fields.has("sliding_window"):
+        return (0,) * layers
+    window = fields.size("sliding_window", most=MOST_CONTEXT)
+    if not fields.has("layer_types"):  # Qwen keeps its first layers whole; Mistral knows no such field
+        whole = fields.size("max_window_layers", 0, least=0, most=1 << 30)
+        return tuple(0 if layer < whole else window for layer in range(layers))
+    kinds = fields.texts("layer_types")
+    if len(kinds) != layers:
+        raise fields.wrong("layer_types", f"a list of {layers}")
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModel(f"config.json: layers of the type {min(unknown)[:80]!r} are not supported")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def _contexts(rope: RopeConfig, max_position: int) -> tuple[int, int]:
+    """(served, longest). By convention max_position_embeddings stays when a linear, dynamic or yarn scaling is set.
+
+    Linear and yarn change every angle anyway, so the stretched length is served; dynamic changes none until it has to.
+    """
+    match rope.kind:
+        case "linear":
+            served = longest = int(max_position * rope.factor)
+        case "yarn":
+            served = longest = max(max_position, int(rope.original_context * rope.factor))
+        case "dynamic":
+            served, longest = max_position, int(max_position * rope.factor)
+        case _:
+            served = longest = max_position
+    if longest > MOST_CONTEXT:
+        raise ModelFileError(
+            f"config.json: rope scaling stretches the context to {longest} tokens; the most is {MOST_CONTEXT}"
+        )
+    return served, longest

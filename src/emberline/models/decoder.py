@@ -1,0 +1,75 @@
+"""Decoder: a causal language model made of parts chosen by its config. A step in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops
+from emberline.models.attention import Attention
+from emberline.models.config import ModelConfig
+from emberline.models.ffn import BiasedFeedForward, FeedForward
+from emberline.models.forward import Forward
+from emberline.models.layers import Linear
+from emberline.models.rope import cos_sin
+from emberline.models.weights import Weights
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention: Attention
+    ffn: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int, table: Tensor) -> Layer:
+        ffn = BiasedFeedForward if config.mlp_bias else FeedForward
+        return Layer(Attention.load(config, weights, layer, table), ffn.load(config, weights, layer))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    config: ModelConfig
+    context: int  # positions [0, context) can be computed
+    embedding: Tensor | ops.PackedWeight
+    layers: tuple[Layer, ...]
+    head: Linear
+    dtype: torch.dtype  # of the matrices, and of the cache unless asked otherwise
+    weight_bytes: int
+    fingerprint: str
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> Decoder:
+        table = cos_sin(config.rope, context)
+        layers = tuple(Layer.load(config, weights, layer, table) for layer in range(config.layers))
+        embedding = weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden)
+        # A file may say tied and still bring a head: the same one again, or one that says the flag is wrong.
+        tied = config.tie_embeddings and (not weights.has(HEAD) or weights.drop_copy(HEAD, embedding))
+        packed = ops.pack_linear(embedding if tied else weights.matrix(HEAD, config.vocab, config.hidden))
+        norm = weights.vector("model.norm.weight", config.hidden)
+        return Decoder(
+            config=config,
+            context=context,
+            embedding=packed if tied else embedding.clone(),
+            layers=layers,
+            head=Linear(packed, norm=norm, eps=config.norm_eps),
+            dtype=layers[0].attention.qkv.weight.dtype,
+            weight_bytes=weights.taken_bytes,
+            fingerprint=fingerprint,
+        )
+
+    def forward(self, f: Forward) -> Tensor:
+        """Logits [S, vocab] float32 of f.logit_rows. Keys and values of all T tokens are written to the cache."""
+        x = ops.embed(f.tokens, self.embedding)
+        last = self.layers[-1]
+        for layer, keys, values in zip(self.layers, f.keys.unbind(), f.values.unbind(), strict=True):
+            # Rows whose logits nobody wants are dropped as soon as their keys are cached for the last time.
+            x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
+            if not len(x):
+                return x.new_empty(0, self.config.vocab)
+            x = layer.ffn(x)
+        return self.head(x)

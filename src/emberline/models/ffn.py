@@ -1,0 +1,58 @@
+"""The gated feed-forward network, its norm and residual included. Other kinds (experts) go beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels import ops
+from emberline.models.config import ModelConfig
+from emberline.models.layers import Linear, load_linear, stacked
+from emberline.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    gate_up: ops.PackedWeight
+    norm: Tensor
+    eps: float
+    down: Linear
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int) -> FeedForward:
+        at = f"model.layers.{layer}"
+        names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
+        return FeedForward(
+            gate_up=ops.pack_linear(stacked(weights, names, config.hidden), gated=True),
+            norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
+            eps=config.norm_eps,
+            down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Adds to x in place."""
+        return self.down(ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps), add_to=x)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedFeedForward:
+    """The same with biases. Rare, so it has no kernel of its own."""
+
+    gate_up: Linear
+    down: Linear
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int) -> BiasedFeedForward:
+        at = f"model.layers.{layer}"
+        names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
+        norm = f"{at}.post_attention_layernorm"
+        return BiasedFeedForward(
+            gate_up=load_linear(weights, names, config.hidden, bias=True, norm=norm, eps=config.norm_eps),
+            down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return self.down(F.silu(gate) * up, add_to=x)

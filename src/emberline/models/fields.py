@@ -1,0 +1,75 @@
+"""Fields: a JSON object that came with a model, each value checked when it is asked for. null is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from emberline.core.errors import ModelFileError
+
+
+class Fields:
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def has(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def size(self, name: str, default: int | None = None, *, most: int, least: int = 1) -> int:
+        value = self._given(name, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self.wrong(name, f"a whole number from {least} to {most}")
+        return value
+
+    def number(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
+        value = self._given(name, default)
+        if type(value) not in (int, float) or not least <= value <= 1e18:  # nan fails too
+            raise self.wrong(name, f"a number of at least {least:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._given(name, default)
+        if type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._given(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._given(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(name, "a list of strings")
+        return tuple(value)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        value = self._given(name, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.wrong(name, f"a list of {count} numbers")
+        return tuple(Fields({name: item}, self.where).number(name) for item in value)
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A token id, a list of them, or none."""
+        value = self._given(name, [])
+        found = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in found):
+            raise self.wrong(name, "a token id or a list of them")
+        return tuple(found)
+
+    def section(self, name: str) -> Fields:
+        value = self._given(name, {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self.where}, {name}")
+
+    def wrong(self, name: str, wanted: str) -> ModelFileError:
+        found = "missing" if not self.has(name) else f"{str(self.values[name])[:80]!r}"
+        return ModelFileError(f"{self.where}: {name} is {found}; it must be {wanted}")
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value

@@ -1,0 +1,22 @@
+"""Forward: all the tensors of one step, built by engine/batch.py and by nobody else. A model's forward takes this one argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A mixed batch of B requests with T new tokens between them; request b's are rows query_start[b] .. query_start[b + 1]."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] int32
+    slots: Tensor  # [T] int64: where each token's key and value go, block * block_size + offset
+    query_start: Tensor  # [B + 1] int32
+    context: Tensor  # [B] int32: tokens in the cache before this step
+    block_tables: Tensor  # [B, most blocks] int32, padded with 0
+    logit_rows: Tensor  # [S] int64: rows of [0, T) whose logits are wanted
+    keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
+    values: Tensor

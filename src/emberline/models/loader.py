@@ -1,0 +1,59 @@
+"""load: a checkpoint directory becomes a Decoder, or a typed error that says which tensor or field is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from emberline.core.errors import InvalidRequest, ModelFileError
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
+from emberline.models.rope import inverse_frequencies
+from emberline.models.weights import Weights
+
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IGNORABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
+SAMPLE = 1024  # bytes read at each end and in the middle of a tensor
+
+
+def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -> Decoder:
+    """`auto` keeps the dtype of the file. `max_context` bounds the positions (default: the config's own limit)."""
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_hf(checkpoint.config)
+    context = max_context or config.max_context
+    if not 1 <= context <= config.longest_context:
+        raise InvalidRequest(
+            f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
+        )
+    weights = Weights(checkpoint, DTYPES[dtype])
+    decoder = Decoder.load(config, weights, context, _fingerprint(checkpoint, config, dtype, context))
+    weights.finish(IGNORABLE)
+    return decoder
+
+
+def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
+    """Equal for equal models, so that keys and values of one are never taken for another's. Samples each tensor: cheap,
+    and training a model further changes every matrix it touches everywhere."""
+    digest = hashlib.sha256(repr((replace(config, max_context=0), dtype)).encode())
+    digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
+    files: dict[Path, int] = {}
+    try:
+        for name, info in sorted(checkpoint.tensors.items()):
+            digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
+            if info.file not in files:
+                files[info.file] = os.open(info.file, os.O_RDONLY)
+            for part in (0, info.nbytes // 2, max(0, info.nbytes - SAMPLE)):
+                digest.update(os.pread(files[info.file], min(SAMPLE, info.nbytes - part), info.offset + part))
+    except OSError as e:
+        raise ModelFileError(f"cannot read {checkpoint.directory}: {e.strerror or e}") from e
+    finally:
+        for handle in files.values():
+            os.close(handle)
+    return digest.hexdigest()[:32]

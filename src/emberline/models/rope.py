@@ -1,0 +1,72 @@
+"""The table of cos and sin that positions are looked up in.
+
+One table serves every request, because cached keys cannot be turned again when a sequence grows. Two kinds depend on
+the sequence's length in transformers; here, on the context being served, as if every sequence were that long:
+  dynamic   serves its original context unless asked for more, where nothing is stretched: equal to transformers.
+  longrope  takes the short factors if the context served is at most the original one, else the long ones: equal to
+            transformers for sequences on the same side of the original context.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from emberline.models.ropeconfig import RopeConfig
+
+
+def cos_sin(rope: RopeConfig, context: int) -> Tensor:
+    """[context, dim] float32: the cosines, then the sines."""
+    angles = torch.arange(context, dtype=torch.float32)[:, None] * inverse_frequencies(rope, context)
+    return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)
+
+
+def inverse_frequencies(rope: RopeConfig, context: int) -> Tensor:
+    match rope.kind:
+        case "linear":
+            return _plain(rope.theta, rope.dim) / rope.factor
+        case "dynamic":
+            return _plain(_ntk_theta(rope, context), rope.dim)
+        case "llama3":
+            return _llama3(rope)
+        case "yarn":
+            return _yarn(rope)
+        case "longrope":
+            long = context > rope.original_context
+            return _plain(rope.theta, rope.dim) / torch.tensor(rope.long_factors if long else rope.short_factors)
+        case _:
+            return _plain(rope.theta, rope.dim)
+
+
+def _plain(theta: float, dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+
+
+def _ntk_theta(rope: RopeConfig, context: int) -> float:
+    stretch = max(context, rope.original_context) / rope.original_context
+    return float(rope.theta * (rope.factor * stretch - (rope.factor - 1)) ** (rope.dim / (rope.dim - 2)))
+
+
+def _llama3(rope: RopeConfig) -> Tensor:
+    """Slow turns are stretched, fast ones kept; in between, by how often each turns within the original context."""
+    plain = _plain(rope.theta, rope.dim)
+    turns = rope.original_context * plain / (2 * math.pi)
+    kept = ((turns - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn(rope: RopeConfig) -> Tensor:
+    def dimension(turns: float) -> float:
+        """Which pair of dimensions turns so often within the original context."""
+        return rope.dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    stretched = ramp.clamp(0, 1)
+    plain = _plain(rope.theta, rope.dim)
+    return plain / rope.factor * stretched + plain * (1 - stretched)

@@ -1,0 +1,108 @@
+"""RopeConfig: how positions become angles, with every default of the scaling kinds already worked out. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from emberline.core.errors import UnsupportedModel
+from emberline.models.fields import Fields
+
+MOST_CONTEXT = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    dim: int  # of each head, the first `dim` are rotated
+    theta: float
+    original_context: int  # what the model was trained on before it was stretched
+    kind: str = "default"
+    factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    low_freq: float = 0.0  # llama3
+    high_freq: float = 0.0
+    beta_fast: float = 0.0  # yarn
+    beta_slow: float = 0.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()
+
+    @staticmethod
+    def from_hf(config: Fields, head_dim: int, max_position: int) -> RopeConfig:
+        """transformers 5 writes all under rope_parameters; older files have rope_scaling, and rope_theta beside it."""
+        fields = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+        if any(isinstance(value, dict) for value in fields.values.values()):
+            raise UnsupportedModel(f"{fields.where}: a different rope for each kind of layer is not supported")
+        kind = fields.text("rope_type", fields.text("type", "default"))
+        if kind not in KINDS:
+            raise UnsupportedModel(f"rope scaling {kind[:40]!r} is not supported", hint=f"supported: {' '.join(KINDS)}")
+        fraction = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+        dim = int(head_dim * fraction)
+        if dim % 2 or not 2 <= dim <= head_dim:
+            raise fields.wrong("partial_rotary_factor", f"such that an even part of head_dim {head_dim} is rotated")
+        theta = fields.number("rope_theta", config.number("rope_theta", 10000.0, least=1.001), least=1.001)
+        original = fields.size("original_max_position_embeddings", max_position, most=MOST_CONTEXT)
+        original = config.size("original_max_position_embeddings", original, most=MOST_CONTEXT)
+        return KINDS[kind](RopeConfig(dim, theta, original, kind), fields, max_position)
+
+
+def _default(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    return rope
+
+
+def _linear(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    return replace(rope, factor=fields.number("factor", least=1.0))
+
+
+def _dynamic(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    if rope.dim < 4:
+        raise UnsupportedModel("dynamic rope scaling needs at least 4 rotated dimensions")
+    return replace(rope, factor=fields.number("factor", least=1.0), original_context=max_position)
+
+
+def _llama3(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    low = fields.number("low_freq_factor", least=1e-6)
+    high = fields.number("high_freq_factor")
+    if high <= low:
+        raise fields.wrong("high_freq_factor", f"greater than low_freq_factor, {low:g}")
+    return replace(rope, factor=fields.number("factor", least=1.0), low_freq=low, high_freq=high)
+
+
+def _yarn(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    factor = fields.number("factor", max_position / rope.original_context, least=1.0)
+    fast, slow = fields.number("beta_fast", 32.0, least=1e-6), fields.number("beta_slow", 1.0, least=1e-6)
+    if fast < slow:
+        raise fields.wrong("beta_fast", f"at least beta_slow, {slow:g}")
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0
+
+    whole, part = fields.number("mscale_all_dim", 0.0), fields.number("mscale", 0.0)
+    usual = temperature(part) / temperature(whole) if whole and part else temperature(1.0)
+    attention = fields.number("attention_factor", usual)
+    truncate = fields.flag("truncate", True)
+    return replace(rope, factor=factor, attention_factor=attention, beta_fast=fast, beta_slow=slow, truncate=truncate)
+
+
+def _longrope(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig:
+    if rope.original_context < 2:
+        raise fields.wrong("original_max_position_embeddings", "at least 2")
+    factor = fields.number("factor", max(1.0, max_position / rope.original_context), least=1.0)
+    usual = math.sqrt(1 + math.log(factor) / math.log(rope.original_context))
+    short, long = (fields.numbers(name, rope.dim // 2) for name in ("short_factor", "long_factor"))
+    for name, factors in (("short_factor", short), ("long_factor", long)):
+        if min(factors) <= 0:
+            raise fields.wrong(name, "positive throughout")
+    attention = fields.number("attention_factor", usual)
+    return replace(rope, factor=factor, attention_factor=attention, short_factors=short, long_factors=long)
+
+
+KINDS: dict[str, Callable[[RopeConfig, Fields, int], RopeConfig]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

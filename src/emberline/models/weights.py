@@ -1,0 +1,82 @@
+"""Weights: a checkpoint's tensors, mapped from its files. Each is taken once, by name and shape; none may be left."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Weights:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype  # of matrices; None: as they are in the file
+        self.taken_bytes = 0  # in the dtype they are used in
+        self._left = set(checkpoint.names())
+        self._files: dict[Path, mmap.mmap] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """Norms and biases are a copy in float32: they are small, and kernels add them to float32."""
+        return self._take(name, self._view(name, (size,)).to(torch.float32, copy=True))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        """A view of the file unless it must be cast: pack or copy it, so that nothing depends on the file later."""
+        return self._take(name, self._view(name, (rows, columns)).to(self.dtype))
+
+    def drop_copy(self, name: str, original: Tensor) -> bool:
+        """Whether `name` only repeats `original`; then it counts as seen."""
+        repeats = torch.equal(self._view(name, tuple(original.shape)).to(original.dtype), original)
+        if repeats:
+            self._left.remove(name)
+        return repeats
+
+    def finish(self, ignorable: str) -> None:
+        """`ignorable` is a pattern of whole names that checkpoints are known to carry without need."""
+        strangers = sorted(name for name in self._left if not re.fullmatch(ignorable, name))
+        if strangers:
+            more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+            raise ModelFileError(
+                f"{self.checkpoint.directory} has tensor {strangers[0][:120]!r}{more}, for which there is no use",
+                hint="does its config.json belong to this model?",
+            )
+
+    def _take(self, name: str, tensor: Tensor) -> Tensor:
+        assert name in self._left, f"{name} taken twice"
+        self._left.remove(name)
+        self.taken_bytes += tensor.nbytes
+        return tensor
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        info = self.checkpoint.info(name)
+        if info.shape != shape:
+            raise ModelFileError(
+                f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json asks for {shape}"
+            )
+        if info.dtype not in DTYPES:
+            hint = f"supported: {' '.join(DTYPES)}"
+            raise UnsupportedModel(f"tensor {name!r} in {info.file} has the dtype {info.dtype}", hint=hint)
+        dtype = DTYPES[info.dtype]
+        flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
+        aligned = flat if info.offset % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
+        return aligned.view(dtype).view(shape)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._files:
+            try:
+                with file.open("rb") as f:
+                    # Copy-on-write only because torch wants a writable buffer; nobody writes.
+                    self._files[file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as e:
+                raise ModelFileError(f"cannot read {file}: {e}") from e
+        return self._files[file]

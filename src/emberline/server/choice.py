@@ -1,0 +1,97 @@
+"""Choice: the outputs of one completion become deltas: text with whole characters, reasoning and tool calls told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberline.api.deltas import Delta, Finish, Reason, ReasoningDelta, TextDelta, TokenInfo
+from emberline.api.splitter import Splitter
+from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason
+from emberline.tokens.detokenizer import Detokenizer
+from emberline.tokens.tokenizer import Tokenizer
+
+
+class Choice:
+    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, splitter: Splitter | None, kept: frozenset[int]) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.reasoning_tokens = 0
+        self.finished = False
+        self.stopped_early = False  # a stop string was found: the engine does not know yet
+        self._tokenizer = tokenizer
+        self._params = params
+        self._text = Detokenizer(tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True, keep=kept)
+        self._splitter = splitter
+        self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
+
+    def take(self, output: Output) -> list[Delta]:
+        if self.finished:
+            return []  # what was under way when the stop string was found
+        if output.error is not None:
+            raise _error(output.error)
+        text = self._text.push(output.tokens)
+        taken = len(self._text.offsets) - self.num_tokens  # fewer than came if a stop string was completed on the way
+        if output.logprobs:
+            self._infos += [self._info(t, p, self._text.offsets[self.num_tokens + i]) for i, (t, p) in
+                            enumerate(zip(output.tokens[:taken], output.logprobs, strict=False))]
+        self.num_tokens += taken
+        deltas = self._split(text)
+        if self._splitter is not None and self._splitter.reasoning:
+            self.reasoning_tokens += taken
+        if self._text.stopped is not None:
+            self.stopped_early = output.finish is None
+            deltas += self._end("stop", self._text.stopped)
+        elif output.finish is not None:
+            deltas += self._split(self._text.flush())
+            deltas += self._end(_REASONS[output.finish], None)
+        return deltas
+
+    def _split(self, text: str) -> list[Delta]:
+        if self._splitter is None:
+            return self._with_infos([TextDelta(self.index, text)] if text or self._infos else [])
+        return self._with_infos(self._splitter.push(text) if text else [])
+
+    def _end(self, reason: Reason, stop: str | None) -> list[Delta]:
+        self.finished = True
+        deltas = self._with_infos(self._splitter.flush()) if self._splitter is not None else []
+        if self._infos:
+            deltas.append(TextDelta(self.index, "", self._take_infos()))
+        if reason == "stop" and self._splitter is not None and self._splitter.num_calls:
+            reason = "tool_calls"
+        return [*deltas, Finish(self.index, reason, stop)]
+
+    def _with_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """The first text that comes out carries what is known of the tokens since the last."""
+        out: list[Delta] = []
+        for delta in deltas:
+            if isinstance(delta, TextDelta | ReasoningDelta) and self._infos:
+                delta = type(delta)(delta.index, delta.text, self._take_infos())
+            out.append(delta)
+        return out
+
+    def _take_infos(self) -> list[TokenInfo]:
+        infos, self._infos = self._infos, []
+        return infos
+
+    def _info(self, token: int, logprob: TokenLogprob, offset: int) -> TokenInfo:
+        return token_info(self._tokenizer, token, logprob, offset)
+
+
+def token_info(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None, offset: int = 0) -> TokenInfo:
+    top = [TokenInfo(t, tokenizer.token_text(t), tokenizer.token_bytes(t), p) for t, p in logprob.top] if logprob else []
+    value = logprob.logprob if logprob else None
+    return TokenInfo(token, tokenizer.token_text(token), tokenizer.token_bytes(token), value, top, offset)
+
+
+_REASONS: dict[FinishReason, Reason] = {
+    FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort", FinishReason.ERROR: "abort"}
+
+
+def _error(text: str) -> EmberlineError:
+    if text == DeadlineExceeded.code:
+        return DeadlineExceeded("the request was not finished within its time limit", hint="raise --request-timeout")
+    return EngineFailed(text)

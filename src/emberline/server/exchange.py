@@ -1,0 +1,90 @@
+"""Exchange: one HTTP request and its reply, over raw ASGI. It is answered exactly once, and notices when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from emberline.api.sse import dumps
+from emberline.core.errors import BodyTooLarge
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class Exchange:
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.status: int | None = None  # set when the reply begins
+        self._receive = receive
+        self._send = send
+
+    def header(self, name: str) -> str:
+        return self.headers.get(name.encode(), b"").decode("latin-1")
+
+    async def body(self, limit: int) -> bytes:
+        declared = self.header("content-length")
+        if declared.isdigit() and int(declared) > limit:
+            raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise BodyTooLarge(f"the body has more than {limit} bytes")
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    async def reply(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
+        await self._start(status, kind, {**(headers or {}), "content-length": str(len(body))})
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        await self.reply(status, dumps(body), "application/json", headers)
+
+    async def start_events(self) -> None:
+        await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def send_events(self, events: list[bytes], *, last: bool = False) -> None:
+        """Each call is one write to the client: nothing waits for more."""
+        if events or last:
+            await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
+
+    async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work`, and stops it at once when the client goes away. The body must have been read."""
+        task = asyncio.ensure_future(work)
+        watcher = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+        finally:
+            for each in (task, watcher):
+                if not each.done():
+                    each.cancel()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await each
+        task.result()
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+        assert self.status is None, "answered twice"
+        self.status = status
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in {"content-type": kind, **headers}.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})

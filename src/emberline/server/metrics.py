@@ -1,0 +1,126 @@
+"""Metrics: what /metrics tells Prometheus, under the names that dashboards for vLLM already scrape."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from emberline.core.events import Stats, Timing
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Histogram:
+    def __init__(self, name: str, help_: str, bounds: Sequence[float]) -> None:
+        self.name, self.help, self.bounds = name, help_, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float | None) -> None:
+        if value is not None:
+            self._counts[bisect_left(self.bounds, value)] += 1
+            self._sum += value
+
+    def lines(self, labels: str) -> Iterator[str]:
+        yield f"# HELP {self.name} {self.help}"
+        yield f"# TYPE {self.name} histogram"
+        total = 0
+        for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
+            total += count
+            yield f'{self.name}_bucket{{{labels},le="{bound}"}} {total}'
+        yield f"{self.name}_sum{{{labels}}} {self._sum}"
+        yield f"{self.name}_count{{{labels}}} {total}"
+
+
+class Metrics:
+    def __init__(self, model: str) -> None:
+        escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        self._labels = f'model_name="{escaped}"'
+        self._finished: Counter[str] = Counter()
+        self._replies: Counter[tuple[str, int]] = Counter()
+        self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", SECONDS)
+        self.tpot = Histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", SECONDS)
+        self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
+        self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting for admission.", SECONDS)
+        self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", SECONDS)
+        self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the end.", SECONDS)
+        self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", SECONDS)
+        self.prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.generation = Histogram("vllm:request_generation_tokens", "Generated tokens of a completion.", TOKENS)
+        self.computed = Histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS)
+        self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
+        self.n = Histogram("vllm:request_params_n", "The n asked for.", (1, 2, 5, 10, 20, 50, 100))
+        self._cached_tokens = 0
+
+    def asked(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
+        self.prompt.observe(prompt_tokens)
+        self.n.observe(n)
+        self.max_tokens.observe(max_tokens)
+
+    def began(self, prompt_tokens: int, cached_tokens: int) -> None:
+        self._cached_tokens += cached_tokens
+        self.computed.observe(prompt_tokens - cached_tokens)
+
+    def ended(self, reason: str, timing: Timing | None, tokens: int) -> None:
+        self._finished[reason] += 1
+        self.generation.observe(tokens)
+        if timing is None:
+            return
+        self.ttft.observe(timing.ttft)
+        self.e2e.observe(timing.e2e)
+        self.queue.observe(timing.queue)
+        self.prefill.observe(timing.prefill)
+        self.decode.observe(timing.decode)
+        if timing.finished is not None and timing.admitted is not None:
+            self.inference.observe(timing.finished - timing.admitted)
+        if timing.decode is not None and tokens > 1:
+            self.tpot.observe(timing.decode / (tokens - 1))
+
+    def replied(self, path: str, status: int) -> None:
+        self._replies[path, status] += 1
+
+    def render(self, stats: Stats, *, restarts: int, ready: bool) -> str:
+        one = self._labels
+        lines: list[str] = []
+        for name, help_, gauge in (
+            ("vllm:num_requests_running", "Requests in the batch.", stats.running),
+            ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 is all.", stats.kv_usage),
+            ("emberline:kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
+            ("emberline:kv_blocks_cached", "KV blocks that hold only reusable prefixes.", stats.blocks_cached),
+            ("emberline:kv_blocks", "KV blocks in all.", stats.blocks_total),
+            ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
+        ):
+            lines += _family(name, help_, "gauge", [(one, gauge)])
+        for name, help_, counter in (
+            ("vllm:num_preemptions_total", "Requests that lost their blocks and were recomputed.", stats.preemptions),
+            ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits_total", "Prompt tokens found there.", stats.prefix_hits),
+            ("vllm:prompt_tokens_total", "Prompt tokens computed.", stats.prompt_tokens),
+            ("vllm:prompt_tokens_cached_total", "Prompt tokens taken from the cache.", self._cached_tokens),
+            ("vllm:generation_tokens_total", "Tokens generated.", stats.generated_tokens),
+            ("emberline:engine_steps_total", "Steps of the engine.", stats.step),
+            ("emberline:engine_busy_seconds_total", "Time in the runner.", stats.busy_seconds),
+            ("emberline:engine_host_seconds_total", "Time of the engine loop outside the runner.", stats.host_seconds),
+            ("emberline:engine_cpu_seconds_total", "CPU time of the engine process.", stats.cpu_seconds),
+            ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
+        ):
+            lines += _family(name, help_, "counter", [(one, counter)])
+        reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
+        lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
+        replies = [(f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())]
+        lines += _family("emberline:http_replies_total", "HTTP replies.", "counter", replies)
+        for histogram in (self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prefill, self.decode, self.inference,
+                          self.prompt, self.generation, self.computed, self.max_tokens, self.n):
+            lines += histogram.lines(one)
+        return "\n".join(lines) + "\n"
+
+
+def _family(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
+    yield f"# HELP {name} {help_}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        yield f"{name}{{{labels}}} {value}"

@@ -1,0 +1,143 @@
+"""A jinja2 environment that a hostile template cannot leave, hang or bloat.
+
+jinja2's own sandbox keeps templates away from Python's insides but lets them loop and grow for ever. Here every loop
+pass, call, filter, operator and output is paid for out of one `Fuel` per rendering, before it happens, in proportion to
+the data it touches; what cannot be priced (format widths, powers, recursive loops) is not offered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.filters import FILTERS
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
+from jinja2.utils import Namespace, pass_context
+
+from emberline.tokens.fuel import size
+from emberline.tokens.guards import GUARDS, Guarding, fuel_of
+
+MAX_INT_BITS = 256
+_STR_METHODS = """
+    capitalize casefold count endswith find index isalnum isalpha isdecimal isdigit islower isnumeric isspace isupper
+    join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
+    splitlines startswith strip swapcase title upper
+"""
+_SHALLOW_FILTERS = """
+    abs capitalize count d default first float indent int items last length list lower map reject rejectattr replace
+    reverse select selectattr title trim upper
+"""
+_DEEP_FILTERS = "dictsort join max min sort string unique"
+_DEEP_TESTS = "== eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le in"
+ATTRIBUTES: dict[type, frozenset[str]] = {
+    str: frozenset(_STR_METHODS.split()),
+    dict: frozenset(("items", "keys", "values", "get")),
+    list: frozenset(("index", "count")),
+    tuple: frozenset(("index", "count")),
+}
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
+        self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
+        self.filters = {
+            **{name: _priced(name, FILTERS[name], deep=False) for name in _SHALLOW_FILTERS.split()},
+            **{name: _priced(name, FILTERS[name], deep=True) for name in _DEEP_FILTERS.split()},
+            "tojson": _tojson,
+            "safe": lambda value: value,  # nothing is ever escaped
+            **GUARDS,
+        }
+        self.tests = {name: _priced(name, test, deep=name in _DEEP_TESTS.split()) for name, test in TESTS.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        Guarding().visit(tree)
+        return tree
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        for kind, allowed in ATTRIBUTES.items():
+            if isinstance(obj, kind):
+                return attr in allowed
+        return isinstance(obj, (LoopContext, Namespace, Macro)) and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """No special case for str.format: it is not among its methods here."""
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        owner, given = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
+        name = __obj.__name__ if isinstance(owner, str) else ""
+        fuel_of(__context).burn_text(name, owner, given)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" or (operator == "%" and isinstance(left, str)):
+            raise SecurityError(f"{operator} is not offered here")
+        times = 1
+        if operator == "*":
+            times = max([1, *(n for n in (left, right) if isinstance(n, int))])
+        fuel_of(context).burn((size(left) + size(right)) * times if _sequence(left, right) else 0)
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, int) and result.bit_length() > MAX_INT_BITS:
+            raise SecurityError("its numbers grow too large")
+        return result
+
+
+def _sequence(left: Any, right: Any) -> bool:
+    return isinstance(left, (str, list, tuple)) or isinstance(right, (str, list, tuple))
+
+
+def _priced(name: str, inner: Any, deep: bool) -> Callable[..., Any]:
+    leading = getattr(getattr(inner, "jinja_pass_arg", None), "name", "")
+
+    @pass_context
+    def priced(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        fuel, given = fuel_of(context), [*args, *kwargs.values()]
+        if name == "join":  # here the list comes first, the separator second
+            fuel.burn_text(name, given[0] if given else "", [value])
+        else:
+            fuel.burn_text(name, value, given)
+        if deep:
+            fuel.burn_deep([value, *given])
+        passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+        first = (passed[leading], value) if leading else (value,)
+        result = inner(*first, *args, **kwargs)
+        return list(result) if isinstance(result, Iterator) else result
+
+    return priced
+
+
+@pass_context
+def _tojson(
+    context: Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    fuel_of(context).burn_deep(value)
+    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
+        raise SecurityError("tojson indents by 0 to 16")
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    fuel_of(context).burn(len(text))
+    return text
+
+
+class GenerationTag(Extension):
+    """{% generation %} marks the assistant's words for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

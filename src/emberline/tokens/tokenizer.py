@@ -1,0 +1,141 @@
+"""A model's tokenizer: text to ids, ids to the exact bytes they stand for, and the ids with a meaning of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from emberline.core.jsonfile import read_optional
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Alphabet(Enum):
+    """How a vocabulary entry writes down its bytes."""
+
+    BYTE_LEVEL = "byte-level"  # GPT-2's: each byte is a printable character
+    PIECES = "pieces"  # SentencePiece's: ▁ for a space, <0xAB> for a byte
+    OPAQUE = "opaque"  # anything else (WordPiece, say): good for encoding, not for generation
+
+
+class Tokenizer:
+    def __init__(
+        self, inner: tokenizers.Tokenizer, config: dict[str, Any], eos: Iterable[int], bos: int | None
+    ) -> None:
+        inner.no_truncation()  # lengths are the engine's business
+        inner.no_padding()
+        self._inner = inner
+        self.config = config
+        self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
+        added = inner.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
+        self.eos_ids: frozenset[int] = frozenset(eos) | self._ids_of("eos_token")
+        self.bos_id: int | None = bos if bos is not None else min(self._ids_of("bos_token"), default=None)
+        self.alphabet, self.strips_space = _alphabet(inner.decoder)
+        self._byte_of = _byte_alphabet() if self.alphabet is Alphabet.BYTE_LEVEL else {}
+        self._bytes: dict[int, bytes] = {}
+
+    @staticmethod
+    def load(directory: Path) -> Tokenizer:
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise UnsupportedModel(
+                f"{directory} has no tokenizer.json", hint="convert its tokenizer with transformers first"
+            )
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # the library raises bare Exception, and its panics are not even that
+            raise ModelFileError(f"{path} is not a tokenizer: {e}") from e
+        settings = [read_optional(directory / name) for name in ("generation_config.json", "config.json")]
+        eos = [i for s in settings for i in _ids(s.get("eos_token_id"))]
+        bos = [i for s in settings for i in _ids(s.get("bos_token_id"))]
+        return Tokenizer(inner, read_optional(directory / "tokenizer_config.json"), eos, bos[0] if bos else None)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special: bool = True) -> list[list[int]]:
+        try:
+            return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=add_special)]
+        except (UnicodeEncodeError, TypeError) as e:
+            raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from e
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        if self.alphabet is Alphabet.OPAQUE:
+            return str(self._inner.decode(list(ids), skip_special_tokens=skip_special))
+        skip = self.special_ids if skip_special else ()
+        text = b"".join(self.token_bytes(i) for i in ids if i not in skip).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_space else text
+
+    def token_bytes(self, id_: int) -> bytes:
+        """What the token adds to the text; empty for ids that only pad the model's vocabulary."""
+        found = self._bytes.get(id_)
+        if found is None:
+            found = self._bytes[id_] = self._spell(id_)
+        return found
+
+    def token_text(self, id_: int) -> str:
+        return self.token_bytes(id_).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._inner.token_to_id(token)
+        return found
+
+    def special_text(self, name: str) -> str | None:
+        """bos_token, eos_token, ... as the tokenizer's config writes them."""
+        value = self.config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
+
+    def _ids_of(self, name: str) -> frozenset[int]:
+        text = self.special_text(name)
+        id_ = self.token_id(text) if text is not None else None
+        return frozenset() if id_ is None else frozenset((id_,))
+
+    def _spell(self, id_: int) -> bytes:
+        token = self._inner.id_to_token(id_) if 0 <= id_ < 1 << 31 else None
+        if token is None:
+            return b""
+        if self.alphabet is Alphabet.BYTE_LEVEL:
+            plain = id_ in self._added or any(c not in self._byte_of for c in token)
+            return token.encode() if plain else bytes(self._byte_of[c] for c in token)
+        if self.alphabet is Alphabet.PIECES:
+            byte = BYTE_TOKEN.fullmatch(token)
+            return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+        return str(self._inner.decode([id_], skip_special_tokens=False)).encode()
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if type(v) is int]
+
+
+def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:
+    """The alphabet, and whether decoding drops the one space that SentencePiece put before the text."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = state.get("decoders", [state])
+    kinds = {step.get("type"): step for step in steps}
+    if "ByteLevel" in kinds:
+        return Alphabet.BYTE_LEVEL, False
+    if "Metaspace" in kinds:
+        return Alphabet.PIECES, kinds["Metaspace"].get("prepend_scheme") != "never"
+    if kinds.get("Replace", {}).get("pattern") == {"String": "▁"}:
+        return Alphabet.PIECES, kinds.get("Strip", {}).get("start", 0) > 0
+    return Alphabet.OPAQUE, False
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Bytes that print as themselves in Latin-1 do; the others take the characters from 256 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

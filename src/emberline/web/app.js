@@ -1,0 +1,199 @@
+/** The playground: wires the conversation, its transcript, the settings and the load together. */
+
+import { Conversation } from "./conversation.js";
+import { element } from "./dom.js";
+import { Generation } from "./generation.js";
+import { Load } from "./load.js";
+import { Settings } from "./settings.js";
+import { Transcript } from "./transcript.js";
+import { models } from "./wire.js";
+
+const $ = (id) => document.getElementById(id);
+
+class Playground {
+  constructor() {
+    this.conversation = new Conversation(localStorage);
+    this.settings = new Settings($("settings"), localStorage, sessionStorage);
+    this.transcript = new Transcript($("transcript"), $("scroll"), $("latest"), { regenerate: () => this.regenerate() });
+    this.load = new Load($("charts"), $("facts"), () => this.settings.key, (stats, detail) => this.showState(stats, detail));
+    this.generation = null;
+    this.restarts = null;
+    this.wire();
+    this.refresh();
+    this.load.run();
+  }
+
+  wire() {
+    $("composer").onsubmit = (event) => {
+      event.preventDefault();
+      this.send($("prompt").value);
+    };
+    $("prompt").oninput = () => this.fit();
+    $("prompt").onkeydown = (event) => this.typed(event);
+    $("stop").onclick = () => this.generation?.stop();
+    $("clear").onclick = () => this.clear();
+    $("settings").key.onchange = () => this.offerModels();
+    for (const starter of document.querySelectorAll(".starters button")) starter.onclick = () => this.send(starter.textContent);
+    addEventListener("pagehide", () => this.conversation.save());
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.generation?.stop();
+      if (event.key === "/" && !event.target.matches("input, textarea, select")) {
+        event.preventDefault();
+        $("prompt").focus();
+      }
+    });
+  }
+
+  typed(event) {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      $("composer").requestSubmit();
+    }
+    if (event.key === "ArrowUp" && !$("prompt").value) {
+      const asked = this.conversation.turns.findLast((turn) => turn.role === "user");
+      if (!asked) return;
+      event.preventDefault();
+      $("prompt").value = asked.content;
+      this.fit();
+    }
+  }
+
+  send(text) {
+    if (this.generation || !text.trim()) return;
+    const body = this.body();
+    if (!body) return;
+    $("prompt").value = "";
+    this.fit();
+    this.generate(body, this.conversation.ask(text));
+  }
+
+  regenerate() {
+    if (this.generation) return;
+    const body = this.body();
+    if (body) this.generate(body, this.conversation.answer());
+  }
+
+  body() {
+    const body = this.settings.request();
+    if (!body) {
+      openPanel(true);
+      this.settings.complain();
+    }
+    return body;
+  }
+
+  async generate(body, answer) {
+    this.generation = new Generation(answer, { ...body, messages: this.conversation.messages(this.settings.system) }, this.settings.key);
+    this.conversation.save();
+    this.refresh();
+    this.transcript.follow(true);
+    let drawing = 0; // one redraw a frame, however fast the tokens come
+    const draw = () => {
+      drawing = 0;
+      this.transcript.update(answer);
+    };
+    await this.generation.run(() => (drawing ||= requestAnimationFrame(draw)));
+    this.generation = null;
+    this.transcript.update(answer);
+    this.refresh();
+    if (!this.conversation.save()) toast("This conversation no longer fits into the browser's storage.");
+    if (answer.error?.status === 401) openPanel(true);
+  }
+
+  clear() {
+    this.generation?.stop();
+    const before = this.conversation.replace([]);
+    this.refresh();
+    $("prompt").focus();
+    if (before.length) toast("Conversation cleared.", "Undo", () => this.restore(before));
+  }
+
+  restore(turns) {
+    this.generation?.stop();
+    this.conversation.replace(turns);
+    this.refresh();
+  }
+
+  refresh() {
+    const busy = this.generation !== null;
+    $("welcome").hidden = this.conversation.turns.length > 0;
+    $("send").hidden = busy;
+    $("stop").hidden = !busy;
+    $("log").ariaBusy = String(busy); // read out when whole, not token by token
+    document.documentElement.dataset.busy = busy;
+    this.transcript.show(this.conversation.turns);
+  }
+
+  fit() {
+    $("prompt").style.height = "auto";
+    $("prompt").style.height = `${$("prompt").scrollHeight}px`;
+  }
+
+  async offerModels() {
+    const names = await models(this.settings.key).catch(() => []);
+    this.settings.offer(names);
+    $("model-name").textContent = this.settings.model;
+    $("settings").model.onchange = () => ($("model-name").textContent = this.settings.model);
+  }
+
+  showState(stats, detail) {
+    const state = stats?.engine_state ?? (detail.status === 401 ? "locked" : "offline");
+    if ($("engine").dataset.state !== state) {
+      $("engine").dataset.state = state;
+      $("engine").textContent = state;
+      if (stats) this.offerModels(); // the server came, or came back, perhaps with another model
+    }
+    if (!stats) return heat(0);
+    if (this.restarts !== null && stats.engine_restarts > this.restarts) toast("The engine was restarted. Open answers ended with an error.");
+    this.restarts = stats.engine_restarts;
+    heat(stats.running ? 0.35 + 0.65 * Math.min(1, Math.log10(1 + (detail.generated ?? 0)) / 3) : 0);
+  }
+}
+
+/** How brightly the line under the header glows: the engine's own speed, in decades of tokens a second. */
+const heat = (value) => document.documentElement.style.setProperty("--heat", value.toFixed(2));
+
+function toast(message, label, action) {
+  const close = () => ($("toast").hidden = true);
+  const button = label && element("button", { type: "button", className: "link", onclick: () => (action(), close()) }, label);
+  $("toast").replaceChildren(...[message, button].filter(Boolean));
+  $("toast").hidden = false;
+  clearTimeout(toast.timer);
+  toast.timer = setTimeout(close, 6000);
+}
+
+const narrow = matchMedia("(max-width: 60rem)");
+
+function openPanel(open) {
+  document.documentElement.dataset.panel = open ? "open" : "closed";
+  $("panel").inert = !open;
+  $("panel-toggle").ariaExpanded = String(open);
+}
+
+function wirePanel() {
+  const isOpen = () => document.documentElement.dataset.panel === "open";
+  openPanel(!narrow.matches);
+  narrow.onchange = () => openPanel(!narrow.matches);
+  $("panel-toggle").onclick = () => openPanel(!isOpen());
+  document.addEventListener("keydown", (event) => event.key === "Escape" && narrow.matches && openPanel(false));
+  $("scroll").addEventListener("click", () => narrow.matches && openPanel(false));
+}
+
+function wireTheme() {
+  const names = { "light dark": "as the system", light: "light", dark: "dark" };
+  const apply = (theme) => {
+    document.documentElement.style.colorScheme = theme;
+    $("theme").title = $("theme").ariaLabel = `Colour theme: ${names[theme]}`;
+    localStorage.setItem("emberline.theme", theme);
+  };
+  const stored = localStorage.getItem("emberline.theme");
+  apply(stored in names ? stored : "light dark");
+  $("theme").onclick = () => {
+    const themes = Object.keys(names);
+    apply(themes[(themes.indexOf(localStorage.getItem("emberline.theme")) + 1) % themes.length]);
+  };
+}
+
+wireTheme();
+wirePanel();
+new Playground();

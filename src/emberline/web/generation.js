@@ -1,0 +1,72 @@
+/** Generation: fills one answer from a stream of chunks, and measures it as this browser sees it. */
+
+import { chat, WireError } from "./wire.js";
+
+export class Generation {
+  constructor(answer, body, key) {
+    this.answer = answer;
+    this.body = body;
+    this.key = key;
+    this.abort = new AbortController();
+    this.pieces = 0; // chunks with text; a token each, nearly always, and all we know until the usage comes
+  }
+
+  stop() {
+    this.abort.abort();
+  }
+
+  async run(onchange) {
+    const { answer } = this;
+    this.started = performance.now();
+    try {
+      for await (const chunk of chat(this.body, this.key, this.abort.signal)) {
+        this.take(chunk);
+        onchange();
+      }
+      answer.ending = answer.finish === "length" ? "length" : "complete";
+    } catch (error) {
+      answer.ending = this.abort.signal.aborted ? "stopped" : "failed";
+      if (answer.ending === "failed") answer.error = (error instanceof WireError ? error : new WireError("The page failed", String(error))).toJSON();
+    }
+    onchange();
+  }
+
+  take({ choices, usage }) {
+    const choice = choices?.[0];
+    if (choice?.finish_reason) this.answer.finish = choice.finish_reason;
+    if (choice?.delta && this.append(choice.delta)) {
+      this.pieces += 1;
+      this.latest = performance.now();
+      this.first ??= this.latest;
+    }
+    this.measure(usage);
+  }
+
+  append(delta) {
+    const { answer } = this;
+    answer.content += delta.content ?? "";
+    answer.reasoning += delta.reasoning_content ?? "";
+    for (const call of delta.tool_calls ?? []) {
+      const tool = (answer.tools[call.index] ??= { name: "", arguments: "" });
+      tool.name += call.function?.name ?? "";
+      tool.arguments += call.function?.arguments ?? "";
+    }
+    return Boolean(delta.content || delta.reasoning_content || delta.tool_calls?.length);
+  }
+
+  measure(usage) {
+    if (this.first === undefined) return;
+    const { metrics } = this.answer;
+    const tokens = usage?.completion_tokens ?? this.pieces;
+    const decoding = (this.latest - this.first) / 1000;
+    metrics.ttft = (this.first - this.started) / 1000;
+    metrics.rate = tokens > 1 && decoding > 0 ? (tokens - 1) / decoding : null;
+    metrics.completion = tokens;
+    metrics.seconds = (this.latest - this.started) / 1000;
+    metrics.exact = usage != null;
+    if (usage) {
+      metrics.prompt = usage.prompt_tokens;
+      metrics.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+    }
+  }
+}

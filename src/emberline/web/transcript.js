@@ -1,0 +1,147 @@
+/** Transcript: the conversation as the page shows it, one list item a turn. */
+
+import { copyButton, element, iconButton } from "./dom.js";
+import { render } from "./markdown.js";
+
+const ENDINGS = { stopped: "stopped here", length: "reached max tokens", failed: "incomplete" };
+
+export class Transcript {
+  /** `actions`: regenerate() */
+  constructor(root, scroller, latest, actions) {
+    Object.assign(this, { root, scroller, latest, actions });
+    this.views = new Map(); // turn -> its view
+    this.pinned = true; // follows the end until the reader scrolls away
+    scroller.addEventListener("scroll", () => this.watch(), { passive: true });
+    latest.onclick = () => this.follow(true);
+    new ResizeObserver(() => this.follow()).observe(scroller);
+  }
+
+  /** Shows exactly these turns. */
+  show(turns) {
+    for (const [turn, view] of this.views) {
+      if (turns.includes(turn)) continue;
+      view.node.remove();
+      this.views.delete(turn);
+    }
+    for (const turn of turns) if (!this.views.has(turn)) this.add(turn);
+    this.root.querySelector(".last")?.classList.remove("last");
+    this.root.lastElementChild?.classList.add("last");
+    this.follow();
+  }
+
+  add(turn) {
+    const view = turn.role === "user" ? new QuestionView(turn) : new AnswerView(turn, this.actions);
+    this.views.set(turn, view);
+    this.root.append(view.node);
+  }
+
+  update(turn) {
+    this.views.get(turn)?.update();
+    this.follow();
+  }
+
+  follow(force = false) {
+    if (force) this.pinned = true;
+    if (this.pinned) this.scroller.scrollTop = this.scroller.scrollHeight;
+    this.watch();
+  }
+
+  watch() {
+    const { scrollTop, scrollHeight, clientHeight } = this.scroller;
+    this.pinned = scrollHeight - scrollTop - clientHeight < 48;
+    this.latest.hidden = this.pinned;
+  }
+}
+
+class QuestionView {
+  constructor(turn) {
+    this.node = element("li", { className: "turn user" }, element("p", {}, spoken("You: "), turn.content));
+  }
+}
+
+class AnswerView {
+  constructor(turn, actions) {
+    this.turn = turn;
+    this.actions = actions;
+    this.thoughts = element("p");
+    this.thinking = element("details", { className: "thinking", hidden: true }, element("summary", {}, "Reasoning"), this.thoughts);
+    this.text = element("div", { className: "text" });
+    this.mark = element("span", { className: "ending", hidden: true });
+    this.metrics = element("dl", { className: "metrics" });
+    this.notice = element("div", { className: "notice", role: "alert", hidden: true });
+    this.buttons = element(
+      "div",
+      { className: "actions" },
+      copyButton(() => turn.content, "Copy the answer"),
+      iconButton("again", "Regenerate the answer", () => actions.regenerate()),
+    );
+    this.foot = element("div", { className: "foot" }, this.mark, this.metrics, this.buttons);
+    this.node = element("li", { className: "turn answer" }, spoken("The model: "), this.thinking, this.text, this.notice, this.foot);
+    this.update();
+  }
+
+  update() {
+    const { turn } = this;
+    this.node.dataset.ending = turn.ending;
+    this.thinking.hidden = !turn.reasoning;
+    this.thinking.open ||= turn.ending === "open" && Boolean(turn.reasoning) && !turn.content;
+    this.thoughts.textContent = turn.reasoning;
+    render(this.text, turn.content + turn.tools.map(toolText).join(""));
+    this.mark.hidden = !(turn.ending in ENDINGS) || !turn.content;
+    this.mark.textContent = ENDINGS[turn.ending] ?? "";
+    this.buttons.hidden = turn.ending === "open";
+    this.foot.hidden = turn.ending !== "open" && !turn.content && turn.error !== null; // the notice says it all
+    this.metrics.replaceChildren(...metricNodes(turn.metrics));
+    this.warn(turn.error);
+  }
+
+  warn(error) {
+    if (!error || !this.notice.hidden) return;
+    const retry = element("button", { type: "button", className: "retry", onclick: () => this.actions.regenerate() }, "Try again");
+    const wait = error.retryAfter ? element("p", { className: "wait" }) : null;
+    const title = element("strong", {}, error.status ? `${error.title} (${error.status})` : error.title);
+    this.notice.append(...[title, element("p", {}, error.message), wait, retry].filter(Boolean));
+    this.notice.hidden = false;
+    if (wait) countdown(wait, error.retryAfter);
+  }
+}
+
+function countdown(node, seconds) {
+  const until = performance.now() + seconds * 1000;
+  const tick = () => {
+    const left = Math.ceil((until - performance.now()) / 1000);
+    node.textContent = left > 0 ? `The server asks to wait ${left} s.` : "It should have room by now.";
+    if (left > 0 && node.isConnected) setTimeout(tick, 250);
+  };
+  setTimeout(tick); // once it is in the page
+}
+
+/** For those who hear the page: who is speaking. */
+const spoken = (text) => element("span", { className: "sr" }, text);
+
+const toolText = (tool) => `\n\n\`\`\`\`json\n${tool.name}(${tool.arguments})\n\`\`\`\`\n`;
+
+function metricNodes({ ttft, rate, prompt, cached, completion, seconds, exact }) {
+  if (ttft === undefined) return [];
+  const about = exact ? "" : "≈ ";
+  const nodes = [
+    metric("ttft", "TTFT", duration(ttft), "time to first token, as this browser saw it"),
+    rate && metric("rate", "speed", `${about}${number(rate)} tok/s`, "tokens a second after the first one"),
+    metric("completion", "tokens", `${about}${completion}`, exact ? "tokens generated" : "counted as they arrive; exact at the end"),
+  ];
+  if (prompt !== undefined) {
+    const share = element("span", { className: "share" });
+    share.style.setProperty("--share", cached / prompt);
+    nodes.push(metric("prompt", "prompt", String(prompt), "tokens the model was given"));
+    nodes.push(metric("cached", "cached", String(cached), "prompt tokens found in the prefix cache, not computed again", share));
+  }
+  nodes.push(metric("seconds", "total", duration(seconds), "from sending to the last token"));
+  return nodes.filter(Boolean);
+}
+
+function metric(name, label, value, title, extra) {
+  return element("div", { title }, element("dt", {}, label), element("dd", { data: { metric: name } }, value, extra));
+}
+
+const number = (value) => value.toFixed(value < 100 ? 1 : 0);
+const duration = (seconds) => (seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(2)} s`);

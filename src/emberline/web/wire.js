@@ -1,0 +1,89 @@
+/** The server's HTTP interface as the page uses it. Everything that can go wrong becomes a WireError. */
+
+export class WireError extends Error {
+  constructor(title, message, { status = 0, retryAfter = null, param = null } = {}) {
+    super(message);
+    Object.assign(this, { title, status, retryAfter, param });
+  }
+
+  toJSON() {
+    return { title: this.title, message: this.message, status: this.status, retryAfter: this.retryAfter };
+  }
+}
+
+const TITLES = {
+  context_length_exceeded: "The conversation is longer than the model's context",
+  deadline_exceeded: "The answer took too long",
+  engine_failed: "The engine failed",
+  engine_unavailable: "The engine is not ready",
+  model_not_found: "The server does not have this model",
+  400: "The server refused the request",
+  401: "This server wants an API key",
+  413: "The conversation is too long to send",
+  429: "The server is busy",
+};
+
+export const models = async (key) => (await getJSON("v1/models", key)).data.map((model) => model.id);
+export const stats = (key) => getJSON("stats", key);
+
+/** The chunks of one streamed chat completion. Leaving the loop, or the signal, closes the connection, which ends the work. */
+export async function* chat(body, key, signal) {
+  const request = { ...body, stream: true, stream_options: { include_usage: true } };
+  const response = await send("v1/chat/completions", key, { method: "POST", body: JSON.stringify(request), signal });
+  for await (const data of events(response.body, signal)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw failure(chunk.error);
+    yield chunk;
+  }
+  throw lost();
+}
+
+async function getJSON(path, key) {
+  return (await send(path, key, { cache: "no-store", signal: AbortSignal.timeout(5000) })).json();
+}
+
+async function send(path, key, options) {
+  const headers = { "Content-Type": "application/json" };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { headers, ...options });
+  } catch (error) {
+    if (options.signal?.aborted) throw error;
+    throw new WireError("The server does not answer", "Is it running? Start it with: emberline serve");
+  }
+  if (response.ok) return response;
+  const { error } = await response.json().catch(() => ({}));
+  throw failure(error ?? { message: response.statusText }, response.status, response.headers.get("Retry-After"));
+}
+
+async function* events(stream, signal) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (pending + value).split(/\r?\n\r?\n/);
+      pending = parts.pop();
+      for (const part of parts) {
+        const lines = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } catch (error) {
+    if (signal.aborted) throw error;
+    throw lost();
+  } finally {
+    reader.cancel().catch(() => {}); // it may be broken already; there is nobody left to tell
+  }
+}
+
+function failure(error, status = 0, retryAfter = null) {
+  const field = error.param ? `: ${error.param}` : "";
+  const details = { status, param: error.param, retryAfter: retryAfter === null ? null : Number(retryAfter) || null };
+  return new WireError(`${TITLES[error.code] ?? TITLES[status] ?? "The server failed"}${field}`, error.message ?? "No reason given.", details);
+}
+
+const lost = () => new WireError("The connection was lost", "What had arrived is kept above; it is not the whole answer.");

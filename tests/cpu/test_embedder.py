@@ -1,0 +1,105 @@
+"""The embedder against transformers' BertModel with the pooling done by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelFileError, UnsupportedModel
+from emberline.models import bert
+from emberline.models.bert import Embedder
+
+transformers = pytest.importorskip("transformers")
+TEXTS = [[1, 5, 9, 2], [1, 2], [1, *range(3, 40), 2], [1, 5, 9, 2], [1, 7, 7, 7, 2]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=50,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+        )
+        return transformers.BertModel(config).eval()
+
+
+@pytest.fixture
+def directory(model: Any, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def oracle(model: Any, pooling: str) -> Tensor:
+    with torch.inference_mode():
+        states = [model(torch.tensor([ids])).last_hidden_state[0] for ids in TEXTS]
+    return torch.nn.functional.normalize(torch.stack([s[0] if pooling == "cls" else s.mean(0) for s in states]))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("chunk", [1, 10, 4096])
+def test_equals_transformers(
+    model: Any, directory: Path, pooling: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bert, "CHUNK", chunk)
+    mode = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}[pooling]
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps({mode: True, "pooling_mode_max_tokens": False}))
+    vectors = Embedder.load(directory).embed(TEXTS)
+    torch.testing.assert_close(vectors, oracle(model, pooling), atol=2e-6, rtol=1e-5)
+
+
+def test_no_texts(directory: Path) -> None:
+    assert Embedder.load(directory).embed([]).shape == (0, 32)
+
+
+def test_length_limit_is_the_smaller_one(directory: Path) -> None:
+    assert Embedder.load(directory).max_length == 64
+    (directory / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
+    embedder = Embedder.load(directory)
+    assert embedder.max_length == 20
+    with pytest.raises(ContextLengthExceeded, match="21 tokens"):
+        embedder.embed([[1] * 20, [1] * 21])
+
+
+@pytest.mark.parametrize("ids", [[], [-1], [50]])
+def test_bad_ids(directory: Path, ids: list[int]) -> None:
+    with pytest.raises(InvalidRequest, match="input 1"):
+        Embedder.load(directory).embed([[1], ids])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"model_type": "roberta"}, UnsupportedModel),
+        ({"hidden_act": "relu"}, UnsupportedModel),
+        ({"position_embedding_type": "relative_key"}, UnsupportedModel),
+        ({"num_attention_heads": 5}, ModelFileError),
+        ({"hidden_size": "32"}, ModelFileError),
+        ({"num_hidden_layers": 4}, ModelFileError),
+        ({"num_hidden_layers": 2}, ModelFileError),
+        ({"intermediate_size": 49}, ModelFileError),
+    ],
+)
+def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exception]) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(error):
+        Embedder.load(directory)
+
+
+def test_other_pooling_is_refused(directory: Path) -> None:
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(UnsupportedModel, match="pooling_mode_max_tokens"):
+        Embedder.load(directory)

@@ -1,0 +1,223 @@
+"""Checkpoints that are odd, incomplete, damaged or hostile: loaded right, or refused by a typed error that says why."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from emberline.core.errors import InvalidRequest, ModelError, ModelFileError, UnsupportedModel
+from emberline.kernels import ops
+from emberline.models.decoder import Decoder
+from emberline.models.forward import Forward
+from emberline.models.loader import load
+
+Tensors = dict[str, Tensor]
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def logits(model: Decoder) -> Tensor:
+    """Of the last of six tokens."""
+    c, ids = model.config, [3, 1, 4, 1, 5, 9]
+    keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
+    at = torch.arange(len(ids))
+    one = torch.tensor([0], dtype=torch.int32)
+    start = torch.tensor([0, len(ids)], dtype=torch.int32)
+    return model.forward(
+        Forward(torch.tensor(ids), at.int(), at, start, one, one[None], torch.tensor([5]), keys, values)
+    )
+
+
+def test_shards(tmp_path: Path) -> None:
+    one, three = load(tiny.write(tmp_path / "1")), load(tiny.write(tmp_path / "3", shards=3))
+    assert torch.equal(logits(one), logits(three))
+    assert one.fingerprint == three.fingerprint
+
+
+def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
+    for name in ("llama", "llama-tied-mha"):
+        model = load(tiny.write(tmp_path / name, name))
+        before = logits(model)
+        file = tmp_path / name / "model.safetensors"
+        with file.open("r+b") as f:
+            f.write(bytes(file.stat().st_size))
+        assert torch.equal(logits(model), before)
+
+
+def test_weight_bytes(tmp_path: Path) -> None:
+    for name in ("llama", "llama-tied-mha"):
+        tensors = tiny.tensors(tiny.CONFIGS[name])
+        assert load(tiny.write(tmp_path / name, name)).weight_bytes == sum(t.nbytes for t in tensors.values())
+    narrow = sum(t.numel() * (2 if t.dim() == 2 else 4) for t in tensors.values())
+    assert load(tmp_path / name, "bfloat16").weight_bytes == narrow
+
+
+def test_auto_keeps_the_dtype_of_the_file(tmp_path: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        directory = tiny.write(tmp_path / str(dtype), dtype=dtype)
+        assert load(directory).dtype == dtype
+        assert load(directory, "float32").dtype == torch.float32
+
+
+def test_tensors_at_odd_offsets(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path)
+    before = logits(load(directory))
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    file.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+    assert torch.equal(logits(load(directory)), before)
+
+
+def with_tensors(directory: Path, name: str, change: Callable[[Tensors], Any]) -> Path:
+    tensors = tiny.tensors(tiny.CONFIGS[name])
+    change(tensors)
+    return tiny.write_tensors(directory, tiny.CONFIGS[name], tensors)
+
+
+def test_ignorable_tensors(tmp_path: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "model.rotary_emb.inv_freq": torch.ones(4)}
+    plain = load(tiny.write(tmp_path / "a"))
+    more = load(with_tensors(tmp_path / "b", "llama", lambda t: t.update(extra)))
+    assert torch.equal(logits(plain), logits(more))
+
+
+def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
+    """The same again is dropped; another one is believed, as transformers does."""
+    tied = load(tiny.write(tmp_path / "a", "llama-tied-mha"))
+    embedding = "model.embed_tokens.weight"
+    same = with_tensors(tmp_path / "b", "llama-tied-mha", lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    other = with_tensors(tmp_path / "c", "llama-tied-mha", lambda t: t.update({"lm_head.weight": t[embedding] * 2}))
+    assert torch.equal(logits(load(same)), logits(tied))
+    assert load(same).weight_bytes == tied.weight_bytes
+    torch.testing.assert_close(logits(load(other)), logits(tied) * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q), Q),
+        (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda t: t.update({Q: t[Q][:-1].clone()}), r"has the shape \(47, 48\); config.json asks for \(48, 48\)"),
+        (lambda t: t.update({Q: t[Q].flatten()}), r"has the shape \(2304,\)"),
+        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][None].clone()}), "model.norm.weight"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(80, 48)}), "model.layers.3.mlp.up_proj"),
+        (lambda t: t.update({Q.replace("weight", "bias"): torch.ones(48)}), "q_proj.bias"),
+    ],
+)
+def test_wrong_tensors(change: Callable[[Tensors], Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        load(with_tensors(tmp_path, "llama", change))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
+def test_wrong_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=Q):
+        load(with_tensors(tmp_path, "llama", lambda t: t.update({Q: t[Q].to(dtype)})))
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path)
+    with pytest.raises(InvalidRequest, match="int4"):
+        load(directory, "int4")
+    for context in (-1, 65):
+        with pytest.raises(InvalidRequest, match="1 to 64"):
+            load(directory, max_context=context)
+    assert load(directory, max_context=16).context == 16
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    """Equal for equal models only: whatever changes keys and values must change it."""
+    base = tiny.CONFIGS["llama"]
+    same = [load(tiny.write(tmp_path / str(i))) for i in range(2)]
+    assert same[0].fingerprint == same[1].fingerprint
+    assert load(tmp_path / "0", max_context=20).fingerprint == same[0].fingerprint
+    others = [
+        load(tiny.write(tmp_path / "seed", seed=1)),
+        load(tiny.write(tmp_path / "theta", {**base, "rope_theta": 2000.0})),
+        load(tiny.write(tmp_path / "eps", {**base, "rms_norm_eps": 1e-6})),
+        load(tmp_path / "0", "bfloat16"),
+        load(tiny.write(tmp_path / "dynamic", "llama-dynamic")),
+        load(tmp_path / "dynamic", max_context=100),
+    ]
+    assert len({model.fingerprint for model in (same[0], *others)}) == 1 + len(others)
+
+
+def test_fingerprint_sees_both_ends_of_every_tensor(tmp_path: Path) -> None:
+    seen = {load(tiny.write(tmp_path / "base")).fingerprint}
+    for name in load_file(tmp_path / "base" / "model.safetensors"):
+        for place in (0, -1):
+
+            def nudge(tensors: Tensors, name: str = name, place: int = place) -> None:
+                tensors[name].view(-1)[place] += 0.5
+
+            seen.add(load(with_tensors(tmp_path / f"{name}{place}", "llama", nudge)).fingerprint)
+    assert len(seen) == 1 + 2 * len(tiny.tensors(tiny.CONFIGS["llama"]))
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 255)), max_size=4),
+    st.none() | st.integers(0, 5000) | st.integers(-200, -1),
+)
+def test_damage_gives_a_model_or_a_typed_error(tmp_path: Path, changes: list[tuple[int, int]], cut: int | None) -> None:
+    """Bytes of the header (the first 4.6 kB) and of the data behind it are changed, then the end is cut off."""
+    source, directory = tmp_path / "good", tmp_path / "bad"
+    if not source.exists():
+        tiny.write(source)
+        shutil.copytree(source, directory)
+    data = bytearray((source / "model.safetensors").read_bytes())
+    for at, value in changes:
+        data[at] = value
+    (directory / "model.safetensors").write_bytes(data[:cut])
+    try:
+        model = load(directory)
+    except ModelError as e:
+        assert e.message
+    else:
+        assert cut is None
+        assert logits(model).shape == (1, 131)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 1000},
+        {"vocab_size": 4_000_000},
+        {"hidden_size": 60_000, "head_dim": 8},
+        {"num_attention_heads": 2048, "num_key_value_heads": 2048},
+        {"head_dim": 1024},
+        {"intermediate_size": 1_000_000},
+    ],
+    ids=str,
+)
+def test_sizes_that_the_file_does_not_have(changes: dict[str, Any], tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path)
+    (directory / "config.json").write_text(json.dumps({**tiny.CONFIGS["llama"], **changes}))
+    with pytest.raises(ModelFileError):
+        load(directory)
+
+
+def test_packs_each_matrix_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products a layer and the head: q, k and v are one, and so are gate and up."""
+    packed: list[tuple[int, ...]] = []
+    pack = ops.pack_linear
+
+    def counted(weight: Tensor, **options: Any) -> ops.PackedWeight:
+        packed.append(tuple(weight.shape))
+        return pack(weight, **options)
+
+    monkeypatch.setattr(ops, "pack_linear", counted)
+    load(tiny.write(tmp_path))
+    assert packed == [(80, 48), (48, 48), (160, 48), (48, 80)] * 3 + [(131, 48)]

@@ -1,0 +1,184 @@
+"""Every architecture against transformers, in float32, through a paged cache with shuffled blocks and mixed batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops, ref
+from emberline.models.decoder import Decoder
+from emberline.models.forward import Forward
+from emberline.models.loader import load
+
+transformers = pytest.importorskip("transformers")
+BLOCK, BLOCKS = 8, 40
+BOUND = 2e-5  # of the largest logit
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "torch":
+        for name in ops.__all__:
+            if hasattr(ref, name):
+                monkeypatch.setattr(ops, name, getattr(ref, name))
+    elif ops.describe()["backend"] == "torch":
+        pytest.skip(f"no native kernels: {ops.describe()['reason']}")
+    yield request.param
+
+
+class Cache:
+    """A paged cache, its blocks handed out in random order, and the sequences that grow in it."""
+
+    def __init__(self, model: Decoder, tokens: list[list[int]], seed: int = 0) -> None:
+        c = model.config
+        self.model, self.tokens, self.done = model, tokens, [0] * len(tokens)
+        self.keys = torch.full((c.layers, BLOCKS, c.kv_heads, BLOCK, c.head_dim), float("nan"))
+        self.values = self.keys.clone()
+        free = random.Random(seed).sample(range(BLOCKS), BLOCKS)
+        self.tables = [[free.pop() for _ in range(-(-len(ids) // BLOCK))] for ids in tokens]
+
+    def step(self, counts: list[int], rows: list[int] | None = None) -> Tensor:
+        """Computes counts[b] more tokens of sequence b; logits of all of them, or of `rows`."""
+        batch = [b for b, count in enumerate(counts) if count]
+        spans = [(b, range(self.done[b], self.done[b] + counts[b])) for b in batch]
+        places = [(b, p) for b, span in spans for p in span]
+        most = max(len(self.tables[b]) for b in batch)
+        starts = [0]
+        for _, span in spans:
+            starts.append(starts[-1] + len(span))
+        f = Forward(
+            tokens=torch.tensor([self.tokens[b][p] for b, p in places]),
+            positions=torch.tensor([p for _, p in places], dtype=torch.int32),
+            slots=torch.tensor([self.tables[b][p // BLOCK] * BLOCK + p % BLOCK for b, p in places]),
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context=torch.tensor([self.done[b] for b in batch], dtype=torch.int32),
+            block_tables=torch.tensor([(self.tables[b] + [0] * most)[:most] for b in batch], dtype=torch.int32),
+            logit_rows=torch.tensor(range(len(places)) if rows is None else rows, dtype=torch.int64),
+            keys=self.keys,
+            values=self.values,
+        )
+        for b in batch:
+            self.done[b] += counts[b]
+        return self.model.forward(f)
+
+    def run(self, seed: int) -> list[Tensor]:
+        """All logits of every sequence, in random chunks and company; some steps are pure decode."""
+        chooser = random.Random(seed)
+        out: list[list[Tensor]] = [[] for _ in self.tokens]
+        while left := [len(ids) - done for ids, done in zip(self.tokens, self.done, strict=True)]:
+            if not any(left):
+                break
+            largest = chooser.choice([1, 1, 5, 17])
+            counts = [min(n, chooser.randint(0, largest)) for n in left]
+            if any(counts):
+                for parts, logits in zip(out, self.step(counts).split(counts), strict=True):
+                    parts.append(logits)
+        return [torch.cat(parts) for parts in out]
+
+
+def prompts(*lengths: int, vocab: int = 131) -> list[list[int]]:
+    chooser = random.Random(1)
+    return [[chooser.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def oracle(directory: Path, tokens: list[list[int]]) -> list[Tensor]:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    with torch.inference_mode():
+        return [model(torch.tensor([ids])).logits[0] for ids in tokens]
+
+
+def assert_close(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.shape == b.shape and a.dtype == torch.float32
+        error = float((a - b).abs().max() / b.abs().max())
+        assert error < BOUND, error
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_logits_equal_transformers(name: str, backend: str, tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, name)
+    tokens = prompts(37, 21, 20, 50)
+    theirs = oracle(directory, tokens)
+    model = load(directory)
+    whole = [Cache(model, [ids]).step([len(ids)]) for ids in tokens]
+    assert_close(whole, theirs)
+    for seed in range(2):
+        mixed = Cache(model, tokens, seed).run(seed)
+        assert_close(mixed, theirs)
+        if backend == "native":
+            assert all(torch.equal(a, b) for a, b in zip(mixed, whole, strict=True)), "depends on chunks or company"
+
+
+def test_only_the_rows_asked_for(backend: str, tmp_path: Path) -> None:
+    model = load(tiny.write(tmp_path))
+    tokens = prompts(12, 9)
+    every = Cache(model, tokens).step([12, 9])
+    some = Cache(model, tokens).step([12, 9], rows=[20, 3, 11])
+    torch.testing.assert_close(some, every[[20, 3, 11]])
+    cache = Cache(model, tokens)
+    assert cache.step([11, 8], rows=[]).shape == (0, 131)
+    torch.testing.assert_close(
+        cache.step([1, 1]), every[[11, 20]], msg="a step without logits must still fill the cache"
+    )
+
+
+def stretched(directory: Path, context: int, length: int) -> None:
+    tokens = prompts(length)
+    model = load(directory, max_context=context)
+    assert model.context == context
+    assert_close([Cache(model, tokens).step([length])], oracle(directory, tokens))
+
+
+def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
+    stretched(tiny.write(tmp_path, "llama-dynamic"), context=100, length=100)
+
+
+def test_longrope_within_its_original_context(tmp_path: Path) -> None:
+    stretched(tiny.write(tmp_path, "llama-longrope"), context=16, length=16)
+
+
+def test_partial_rotation(tmp_path: Path) -> None:
+    """None of ours rotates part of a head in transformers; Phi-3 does, and is Llama with stacked tensors."""
+    numbers: dict[str, Any] = {**tiny.BASE, "pad_token_id": 0, "partial_rotary_factor": 0.5}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        phi = transformers.Phi3ForCausalLM(transformers.Phi3Config(**numbers, attn_implementation="eager"))
+    named: dict[str, Tensor] = {}
+    for name, tensor in phi.state_dict().items():
+        stacks = {"self_attn.qkv_proj": (48, 16, 16), "mlp.gate_up_proj": (80, 80)}
+        parts = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+        parts["mlp.gate_up_proj"] = ("mlp.gate_proj", "mlp.up_proj")
+        stack = next((stack for stack in stacks if stack in name), None)
+        if stack is None:
+            named[name] = tensor.contiguous()
+            continue
+        for part, rows in zip(parts[stack], tensor.split(stacks[stack]), strict=True):
+            named[name.replace(stack, part)] = rows.contiguous()
+    directory = tiny.write_tensors(tmp_path, tiny.config("llama", partial_rotary_factor=0.5), named)
+    tokens = prompts(30)
+    with torch.inference_mode():
+        theirs = phi(torch.tensor(tokens)).logits[0]
+    assert_close([Cache(load(directory), tokens).step([30])], [theirs])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_weights_are_only_rounded(dtype: str, backend: str, tmp_path: Path) -> None:
+    """Activations stay float32, so a cast model is the float32 model of the rounded matrices."""
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    narrow = getattr(torch, dtype)
+    rounded = {name: t.to(narrow).float() if t.dim() == 2 else t for name, t in tensors.items()}
+    exact = load(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], rounded))
+    model = load(tiny.write_tensors(tmp_path / "b", tiny.CONFIGS["llama"], tensors), dtype)
+    assert (exact.dtype, model.dtype) == (torch.float32, narrow)
+    tokens = prompts(20)
+    assert_close([Cache(model, tokens).step([20])], [Cache(exact, tokens).step([20])])

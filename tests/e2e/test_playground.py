@@ -1,0 +1,347 @@
+"""The playground in a real browser: the ordinary ways against the real server, the rare endings against a fake one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Chromium, executable
+from fake_server import HOSTILE, FakeServer
+
+ROOT = Path(__file__).parents[2]
+WEB = ROOT / "src" / "emberline" / "web"
+SHOTS = ROOT / "tests" / ".artifacts"
+PICTURE = ROOT / "docs" / "playground.png"  # to renew it, delete it and run this file
+IDLE = "document.querySelector('#stop').hidden"
+LAST = ".turn.last"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if executable() is None:
+        assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
+        pytest.skip("no chromium here; scripts/test installs it where it may")
+    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def page(browser: Chromium) -> Iterator[Chromium]:
+    """The browser, quiet before and after: nothing in the console but what the network panel says of refusals."""
+    browser.resize(1280, 860)
+    browser.prefer("light")
+    browser.complaints.clear()
+    yield browser
+    assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
+
+
+@pytest.fixture
+def fake(page: Chromium) -> Iterator[FakeServer]:
+    with FakeServer(WEB, token_seconds=0.001) as server:
+        visit(page, server.url)
+        yield server
+
+
+def visit(page: Chromium, url: str) -> None:
+    page.open(url)
+    page.js("localStorage.clear(); sessionStorage.clear(); document.querySelector('#clear').click()")
+    page.open(url)
+    page.wait("document.querySelector('#engine').dataset.state === 'ready'")
+    page.wait("document.querySelector('#model-name').textContent")
+
+
+def ask(page: Chromium, question: str) -> None:
+    page.wait(IDLE)
+    page.type("#prompt", question)
+    page.press("Enter")
+    page.wait(f"document.querySelector('.turn:nth-last-child(2)')?.innerText.includes({json.dumps(question)})")
+
+
+def answer(page: Chromium) -> str:
+    page.wait(IDLE, 120)
+    return page.text(f"{LAST} .text")
+
+
+def metric(page: Chromium, name: str) -> float:
+    text = page.text(f"{LAST} [data-metric={name}]")
+    found = re.search(r"\d+(\.\d+)?", text)
+    assert found, f"no {name} shown: {text!r}"
+    return float(found.group())
+
+
+def ending(page: Chromium) -> str:
+    return str(page.js(f"document.querySelector('{LAST}').dataset.ending"))
+
+
+def set_range(page: Chromium, name: str, value: float) -> None:
+    page.js(
+        f"(i => {{ i.value = {value}; i.dispatchEvent(new Event('input', {{bubbles: true}})) }})"
+        f"(document.querySelector('#settings [name={name}]'))"
+    )
+
+
+def stats(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/stats", timeout=10) as reply:
+        found: dict[str, Any] = json.load(reply)
+        return found
+
+
+# The real server
+
+
+def test_two_turns_with_their_costs_and_the_charts(page: Chromium, server: str) -> None:
+    visit(page, server)
+    assert page.complaints == []
+    set_range(page, "temperature", 0)
+    page.type("#settings [name=max_tokens]", "120")
+    page.type("#settings [name=system]", "You are a friendly teacher who answers in a few plain sentences.")
+
+    ask(page, "What is the capital of France?")
+    lengths = set()
+    while not page.js(IDLE):
+        lengths.add(len(page.text(f"{LAST} .text")))
+        time.sleep(0.01)
+    assert len(lengths) > 2, f"the answer came at once, not as a stream: {lengths}"
+    assert "Paris" in answer(page)
+    assert metric(page, "ttft") > 0
+    assert metric(page, "rate") > 0
+    assert metric(page, "prompt") > 16
+
+    ask(page, "Write a Python function that adds two numbers.")
+    assert len(answer(page)) > 0
+    assert 0 < metric(page, "cached") < metric(page, "prompt")
+    assert metric(page, "completion") > 1
+
+    page.wait("[...document.querySelectorAll('.chart .line')].some(p => p.getTotalLength() > 20)")
+    drawn = page.js("[...document.querySelectorAll('.chart')].map(c => c.querySelector('.line').getTotalLength() > 0)")
+    assert drawn == [True] * 5
+    assert page.complaints == []
+    shot(page, "playground-light")
+    page.prefer("dark")
+    shot(page, "playground-dark")
+
+
+def test_settings_have_an_effect(page: Chromium, server: str) -> None:
+    visit(page, server)
+    set_range(page, "temperature", 1.5)
+    page.type("#settings [name=max_tokens]", "12")
+    page.type("#settings [name=seed]", "7")
+    ask(page, "Tell me a story about the sea.")
+    first = answer(page)
+    assert metric(page, "completion") == 12
+    assert ending(page) == "length"
+    page.click(f"{LAST} [aria-label^=Regenerate]")
+    page.wait(f"document.querySelector('{LAST}').dataset.ending === 'open'")
+    assert answer(page) == first, "one seed, one answer"
+    page.type("#settings [name=seed]", "8")
+    page.click(f"{LAST} [aria-label^=Regenerate]")
+    page.wait(f"document.querySelector('{LAST}').dataset.ending === 'open'")
+    assert answer(page) != first
+    page.type("#settings [name=max_tokens]", "60")
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    page.type("#settings [name=schema]", json.dumps(schema))
+    ask(page, "Give me a number.")
+    assert list(json.loads(answer(page))) == ["n"]
+
+
+def test_stop_ends_the_work(page: Chromium, server: str) -> None:
+    visit(page, server)
+    page.type("#settings [name=max_tokens]", "4000")
+    page.type("#settings [name=schema]", '{"type": "array", "items": {"type": "integer"}, "minItems": 1500}')
+    ask(page, "Count for a long time.")
+    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 5")
+    page.click("#stop")
+    assert len(answer(page)) > 5
+    assert ending(page) == "stopped"
+    assert "stopped here" in page.text(LAST)
+    page.until(lambda: stats(server)["running"] == 0, "the server to be idle")
+
+
+def test_a_refusal_is_shown(page: Chromium, server: str) -> None:
+    visit(page, server)
+    page.type("#settings [name=schema]", '{"type": "no such type"}')
+    ask(page, "Hello?")
+    page.wait(IDLE)
+    notice = page.text(f"{LAST} .notice")
+    assert "(400)" in notice
+    assert "Try again" in notice
+
+
+# The fake server: endings that are hard to come by
+
+
+@pytest.mark.parametrize(
+    ("question", "told"),
+    [
+        ("fail-400", ["refused the request: temperature (400)", "it must be in [0, 2]"]),
+        ("fail-401", ["wants an API key (401)"]),
+        ("fail-429", ["busy (429)", "the queue is full", "wait 7 s"]),
+        ("fail-503", ["not ready (503)", "the engine is restarting"]),
+    ],
+)
+def test_refusals(page: Chromium, fake: FakeServer, question: str, told: list[str]) -> None:
+    ask(page, question)
+    page.wait(f"document.querySelector('{LAST} .notice p')")
+    for words in told:
+        page.wait(f"document.querySelector('{LAST} .notice').innerText.includes({json.dumps(words)})")
+    page.click(f"{LAST} .retry")
+    page.until(lambda: len(fake.requests) == 2, "a second try")
+    assert fake.requests[0] == fake.requests[1]
+
+
+@pytest.mark.parametrize(
+    ("question", "told"), [("fail-drop", "connection was lost"), ("fail-engine", "The engine failed")]
+)
+def test_a_broken_answer_stays_and_is_marked(page: Chromium, fake: FakeServer, question: str, told: str) -> None:
+    ask(page, question)
+    assert answer(page).startswith("The prefix cache keeps")
+    assert ending(page) == "failed"
+    assert told in page.text(f"{LAST} .notice")
+    assert "incomplete" in page.text(LAST)
+    page.open(fake.url)
+    assert "incomplete" in page.text(LAST), "also after a reload"
+
+
+def test_a_server_that_went_away(page: Chromium) -> None:
+    with FakeServer(WEB) as fake:
+        visit(page, fake.url)
+    page.wait("document.querySelector('#engine').dataset.state === 'offline'")
+    ask(page, "anyone?")
+    page.wait(f"document.querySelector('{LAST} .notice p')")
+    assert "emberline serve" in page.text(f"{LAST} .notice")
+
+
+def test_what_a_model_writes_stays_text(page: Chromium, fake: FakeServer) -> None:
+    ask(page, "hostile")
+    shown = answer(page)
+    assert "<script>window.hacked=1</script><img src=x" in shown
+    assert "<svg onload=window.hacked=1>" in shown
+    assert page.js(f"document.querySelectorAll('{LAST} .text :is(script, img, svg[onload], a, b)').length") == 0
+    assert page.js("window.hacked") is None
+    ask(page, f"echoed by me: {HOSTILE}")
+    assert page.js("window.hacked") is None
+    refused = "(() => { try { document.body.innerHTML = '<b>'; return false } catch { return true } })()"
+    assert page.js(refused), "the policy in index.html makes innerHTML throw"
+
+
+def test_markdown_and_copy(page: Chromium, fake: FakeServer) -> None:
+    ask(page, "think about it")
+    answer(page)
+    assert page.text(f"{LAST} .text strong") == "finished blocks"
+    assert page.text(f"{LAST} .text em") == "new"
+    assert page.js(f"document.querySelectorAll('{LAST} .text li').length") == 2
+    assert "def lookup" in page.text(f"{LAST} .code pre")
+    assert page.text(f"{LAST} .code .t-comment") == "# blocks found, in order"
+    assert "prefix cache." in page.js(f"document.querySelector('{LAST} .thinking p').textContent")
+    page.js("navigator.clipboard.writeText = text => { window.copied = text; return Promise.resolve() }")
+    page.click(f"{LAST} .code-bar button")
+    assert page.wait("window.copied").startswith("def lookup")
+    page.click(f"{LAST} .actions button")
+    assert page.wait("window.copied.startsWith('The prefix')")
+
+
+def test_the_request_says_what_the_settings_say(page: Chromium, fake: FakeServer) -> None:
+    ask(page, "one")
+    answer(page)
+    assert "top_k" not in fake.requests[0] and "seed" not in fake.requests[0]
+    for name, text in {"system": "Be kind.", "top_k": "40", "max_tokens": "33", "seed": "5", "key": "secret"}.items():
+        page.type(f"#settings [name={name}]", text)
+    set_range(page, "temperature", 1.25)
+    set_range(page, "top_p", 0.5)
+    ask(page, "two")
+    answer(page)
+    sent = fake.requests[1]
+    expected = {"model": "fake", "temperature": 1.25, "top_p": 0.5, "top_k": 40, "max_tokens": 33, "seed": 5}
+    assert {name: sent[name] for name in expected} == expected
+    assert [m["role"] for m in sent["messages"]] == ["system", "user", "assistant", "user"]
+    assert "secret" not in page.js("JSON.stringify(localStorage)"), "a key is not kept beyond the tab"
+    page.type("#settings [name=schema]", "{not json")
+    page.type("#prompt", "three")
+    page.press("Enter")
+    assert "not valid JSON" in page.text("#schema-error")
+    assert len(fake.requests) == 2, "nothing is sent while a field is wrong"
+    page.type("#settings [name=schema]", '{"type": "string"}')
+    ask(page, "three")
+    answer(page)
+    assert fake.requests[2]["response_format"]["json_schema"]["schema"] == {"type": "string"}
+    page.click("#settings [type=reset]")
+    ask(page, "four")
+    answer(page)
+    assert "seed" not in fake.requests[3] and fake.requests[3]["temperature"] == 0.7
+
+
+def test_the_keyboard_and_the_memory(page: Chromium, fake: FakeServer) -> None:
+    fake.token_seconds = 0.02
+    ask(page, "forever")
+    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 20")
+    page.press("Escape")
+    page.wait(IDLE)
+    assert ending(page) == "stopped"
+    page.until(lambda: fake.gone == 1, "the server to notice")
+    page.js("document.activeElement.blur()")
+    page.press("/")
+    assert page.js("document.activeElement.id") == "prompt"
+    page.press("ArrowUp")
+    assert page.js("document.querySelector('#prompt').value") == "forever"
+    kept = page.text(f"{LAST} .text")
+    page.open(fake.url)
+    assert page.text(f"{LAST} .text") == kept, "the conversation outlives the page"
+    page.click("#clear")
+    assert page.js("document.querySelectorAll('.turn').length") == 0
+    page.click("#toast button")
+    assert page.text(f"{LAST} .text") == kept, "clearing can be undone"
+
+
+def test_the_reader_may_scroll_away_from_a_growing_answer(page: Chromium, fake: FakeServer) -> None:
+    fake.token_seconds = 0.002
+    ask(page, "forever")
+    page.wait("document.querySelector('#scroll').scrollHeight > 1600")
+    page.js("document.querySelector('#scroll').scrollTop = 100")
+    page.wait("!document.querySelector('#latest').hidden")
+    grown = page.js("document.querySelector('#scroll').scrollHeight")
+    page.wait(f"document.querySelector('#scroll').scrollHeight > {grown} + 100")
+    assert page.js("document.querySelector('#scroll').scrollTop") == 100
+    page.click("#latest")
+    page.wait("document.querySelector('#latest').hidden")
+    page.press("Escape")
+
+
+def test_narrow_screens_and_themes(page: Chromium, fake: FakeServer) -> None:
+    ask(page, "one")
+    answer(page)
+    page.resize(360, 700)
+    page.wait("document.documentElement.dataset.panel === 'closed'")
+    assert page.js("document.documentElement.scrollWidth") <= 360, "nothing sticks out sideways"
+    shot(page, "narrow")
+    page.click("#panel-toggle")
+    page.wait("document.querySelector('#panel').getBoundingClientRect().left < 40")
+    shot(page, "narrow-panel")
+    page.press("Escape")
+    page.wait("document.querySelector('#panel').inert")
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.js(paper)
+    page.prefer("dark")
+    assert page.js(paper) != light, "the system's theme is followed"
+    page.click("#theme")
+    assert page.js(paper) == light, "until one is chosen"
+
+
+def shot(page: Chromium, name: str) -> None:
+    time.sleep(0.5)  # let transitions end
+    page.screenshot(SHOTS / f"{name}.png")
+    if name == "playground-dark" and not PICTURE.exists():
+        PICTURE.parent.mkdir(exist_ok=True)
+        shutil.copyfile(SHOTS / f"{name}.png", PICTURE)

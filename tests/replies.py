@@ -1,0 +1,94 @@
+"""Replies without an engine: random ones, and the vendors' clients wired to our parsers and renderers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx2
+from hypothesis import strategies as st
+
+from emberline.api import sse
+from emberline.api.call import ChatCall
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    ReasoningDelta,
+    Renderer,
+    Started,
+    TextDelta,
+    TokenInfo,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+
+TEXT = st.text(max_size=12)
+PIECES = st.lists(TEXT, min_size=1, max_size=4)
+ARGUMENTS = st.dictionaries(TEXT, st.integers() | TEXT | st.none() | st.lists(st.booleans(), max_size=2), max_size=3)
+
+
+def token(text: str, logprob: float = -0.5, top: Sequence[TokenInfo] = ()) -> TokenInfo:
+    return TokenInfo(len(text), text, text.encode(), logprob, top)
+
+
+@st.composite
+def replies(draw: st.DrawFn) -> list[Delta]:
+    """One choice, of any segments in any order, each in any pieces."""
+    deltas: list[Delta] = []
+    calls = 0
+    for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=5)):
+        if kind == "text":
+            deltas += [TextDelta(0, piece, [token(piece)]) for piece in draw(PIECES)]
+        elif kind == "reasoning":
+            deltas += [ReasoningDelta(0, piece) for piece in draw(PIECES)]
+        else:
+            deltas.append(ToolCallStart(0, calls, f"call_{calls}", "tool"))
+            deltas += [ToolCallArguments(0, calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
+            calls += 1
+    prompt, cached, written = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
+    return [Started(prompt + cached, cached), *deltas, _finish(draw, calls), Usage(prompt + cached, written, cached, written // 2)]
+
+
+def _cut(draw: st.DrawFn, text: str) -> list[str]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def _finish(draw: st.DrawFn, calls: int) -> Finish:
+    endings = [Finish(0, "tool_calls")] if calls else [Finish(0, "stop"), Finish(0, "stop", "END"), Finish(0, "length")]
+    return draw(st.sampled_from(endings))
+
+
+def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:
+    return b"".join([*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()])
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """The payloads of named events, each named as its type."""
+    payloads = []
+    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n", 1)
+        payloads.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {payloads[-1]['type']}"
+    return payloads
+
+
+class Answering:
+    """A server without a socket: parses each request, and answers with the deltas."""
+
+    def __init__(self, parse: Callable[[bytes], ChatCall], renderer: Callable[..., Renderer], id: str) -> None:
+        self.calls: list[ChatCall] = []
+        self.deltas: Sequence[Delta] = ()
+        self.http = httpx2.Client(transport=httpx2.MockTransport(self._answer))
+        self._parse, self._renderer, self._id = parse, renderer, id
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        call = self._parse(request.content)
+        self.calls.append(call)
+        renderer = self._renderer(call, self._id, 1700000000, "fp_1")
+        stream = play(renderer, self.deltas)
+        if call.stream:
+            return httpx2.Response(200, content=stream, headers={"content-type": "text/event-stream"})
+        return httpx2.Response(200, content=sse.dumps(renderer.body()), headers={"content-type": "application/json"})

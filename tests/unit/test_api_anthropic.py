@@ -1,0 +1,264 @@
+"""What a request of Anthropic's protocol means: good bodies to calls, bad ones to a 400 naming the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from emberline.api.anthropic import Call, CountTokensRequest, MessagesRequest, parse, parse_count, token_count
+from emberline.api.anthropic_stream import signature
+from emberline.api.call import Tool, ToolChoice
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar
+
+USER = {"role": "user", "content": "hi"}
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+WEATHER = {"name": "weather", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+
+
+def ask(**fields: Any) -> Call:
+    return parse(json.dumps({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}).encode())
+
+
+def refused(body: dict[str, Any] | bytes) -> str | None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    return caught.value.param
+
+
+def test_the_least_request() -> None:
+    call = ask()
+    assert (call.caller.model, call.messages, call.stream) == ("m", [USER], False)
+    assert (call.params.max_tokens, call.params.temperature, call.params.top_k) == (2048, 1.0, 0)
+    assert (call.generation_prompt, call.continue_last, call.show_thinking) == (True, False, True)
+    assert call.template_args == {}
+
+
+def test_null_is_as_good_as_absent() -> None:
+    required = ("model", "messages", "max_tokens")
+    assert ask(**{name: None for name in MessagesRequest.__struct_fields__ if name not in required}) == ask()
+
+
+PARAMS = [
+    ("temperature", 0, "temperature", 0.0),
+    ("top_p", 0.5, "top_p", 0.5),
+    ("top_k", 7, "top_k", 7),
+    ("max_tokens", 9, "max_tokens", 9),
+    ("stop_sequences", ["a", "b"], "stop", ("a", "b")),
+    (
+        "output_config",
+        {"format": {"type": "json_schema", "schema": {"maximum": 10**30}}},
+        "grammar",
+        Grammar("json_schema", '{"maximum":%d}' % 10**30),
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "param", "meant"), PARAMS)
+def test_sampling_fields(field: str, value: Any, param: str, meant: Any) -> None:
+    assert getattr(ask(**{field: value}).params, param) == meant
+
+
+CALLS = [
+    ({"stream": True}, "stream", True),
+    ({"thinking": {"type": "disabled"}}, "template_args", {"enable_thinking": False}),
+    ({"thinking": {"type": "adaptive"}}, "template_args", {"enable_thinking": True}),
+    (
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "template_args",
+        {"enable_thinking": True, "thinking_budget": 1024},
+    ),
+    ({"thinking": {"type": "adaptive", "display": "omitted"}}, "show_thinking", False),
+    ({"thinking": {"type": "adaptive", "display": "summarized"}}, "show_thinking", True),
+    ({"output_config": {"effort": "low"}}, "template_args", {"reasoning_effort": "low"}),
+    ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
+    ({"tools": [WEATHER], "tool_choice": {"type": "auto"}}, "tool_choice", ToolChoice("auto")),
+    ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "tool_choice", ToolChoice("required")),
+    ({"tools": [WEATHER], "tool_choice": {"type": "none"}}, "tool_choice", ToolChoice("none")),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "weather"}},
+        "tool_choice",
+        ToolChoice("named", "weather"),
+    ),
+    ({"tools": [WEATHER], "tool_choice": {"type": "any"}}, "parallel_tool_calls", True),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        "parallel_tool_calls",
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
+    assert getattr(ask(**fields), name) == meant
+
+
+def test_who_asks() -> None:
+    call = ask(metadata={"user_id": "u"}, cache_salt="s", service_tier="auto", speed="standard")
+    assert (call.caller.user, call.caller.salt) == ("u", "s")
+
+
+def test_tools() -> None:
+    described = {**WEATHER, "type": "custom", "description": "d", "strict": True, "defer_loading": False, **CACHED}
+    assert ask(tools=[WEATHER]).tools == [Tool("weather", "", {"type": "object"})]
+    assert ask(tools=[described]).tools == [Tool("weather", "d", {"type": "object"}, strict=True)]
+
+
+def said(*messages: Any, system: Any = None) -> list[dict[str, Any]]:
+    return list(ask(messages=list(messages), system=system).messages)
+
+
+def test_system() -> None:
+    assert said(USER, system="s") == [{"role": "system", "content": "s"}, USER]
+    assert said(USER, system=[{"type": "text", "text": "a", **CACHED}, {"type": "text", "text": "b"}]) == [
+        {"role": "system", "content": "a\nb"},
+        USER,
+    ]
+
+
+def test_neighbours_of_one_role_become_one_message() -> None:
+    blocks = {"role": "user", "content": [{"type": "text", "text": "b", "citations": None}, {"type": "text", "text": "c"}]}
+    assert said({"role": "user", "content": "a"}, blocks) == [{"role": "user", "content": "a\nb\nc"}]
+
+
+def test_tool_use_and_its_result() -> None:
+    thinking = {"type": "thinking", "thinking": "hm", "signature": signature("hm")}
+    text = {"type": "text", "text": "I look."}
+    after = {"type": "text", "text": "so?"}
+    assert said(USER, {"role": "assistant", "content": [thinking, text, CALL]}, {"role": "user", "content": [RESULT, after]}) == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "toolu_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "toolu_1", "name": "weather"},
+        {"role": "user", "content": "so?"},
+    ]
+
+
+RESULTS = [
+    ({}, "rain"),
+    ({"is_error": False}, "rain"),
+    ({"is_error": True}, "Error: rain"),
+    ({"content": None}, ""),
+    ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), RESULTS)
+def test_tool_results(fields: dict[str, Any], text: str) -> None:
+    result = {**RESULT, **fields}
+    assert said({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})[-1]["content"] == text
+
+
+def test_a_last_message_of_the_assistant_is_continued() -> None:
+    call = ask(messages=[USER, {"role": "assistant", "content": "The answer is ("}])
+    assert (call.continue_last, call.generation_prompt) == (True, False)
+    assert call.messages[-1] == {"role": "assistant", "content": "The answer is ("}
+    empty = ask(messages=[USER, {"role": "assistant", "content": []}])  # a reply that said nothing, given back
+    assert (empty.continue_last, empty.generation_prompt, empty.messages) == (False, True, [USER])
+
+
+def test_count_tokens() -> None:
+    fields = {"model": "m", "messages": [USER], "system": "s", "tools": [WEATHER], "thinking": {"type": "disabled"}}
+    counted, asked = parse_count(json.dumps(fields).encode()), ask(**fields)
+    for name in ("messages", "tools", "tool_choice", "template_args", "generation_prompt"):
+        assert getattr(counted, name) == getattr(asked, name)
+    assert "max_tokens" not in CountTokensRequest.__struct_fields__
+    assert token_count(7) == {"input_tokens": 7}
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+BAD = [
+    ({"model": None}, "model"),
+    ({"model": ""}, "model"),
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "9"}, "max_tokens"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{**USER, "name": "n"}]}, "messages[0].name"),
+    ({"messages": [USER, {"role": "assistant", "content": [CALL]}]}, "messages"),
+    (block(type="image", source={"type": "url", "url": "x"}), "messages[0].content[0].type"),
+    (block(type="document", source={}), "messages[0].content[0].type"),
+    (block(type="redacted_thinking", data="x"), "messages[0].content[0].type"),
+    (block(**CALL), "messages[0].content[0].type"),
+    (block(**RESULT), "messages[0].content[0].tool_use_id"),
+    (block(type="text"), "messages[0].content[0].text"),
+    (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
+    (block(type="text", text="a", cache_control={"type": "forever"}), "messages[0].content[0].cache_control.type"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "a", "signature": "theirs"}]}]},
+        "messages[0].content[0].signature",
+    ),
+    ({"system": 5}, "system"),
+    ({"system": [{"type": "image"}]}, "system[0].type"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"stop_sequences": [""]}, "stop_sequences[0]"),
+    ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+    ({"stream": "yes"}, "stream"),
+    ({"metadata": {"user": "u"}}, "metadata.user"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"speed": "fast"}, "speed"),
+    ({"container": "c"}, "container"),
+    ({"inference_geo": "eu"}, "inference_geo"),
+    ({"diagnostics": {}}, "diagnostics"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"context_management": {"edits": []}}, "context_management"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+    ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+    ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "thinking.budget_tokens"),
+    ({"output_config": {"effort": "little"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [{**WEATHER, "input_examples": [{}]}]}, "tools[0].input_examples"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "time"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": "auto"}, "tool_choice"),
+    ({"typo": 1}, "typo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert refused({"model": "m", "max_tokens": 2048, "messages": [USER], **fields}) == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"model":"\xff"}', b"[" * 100_000, b'{"a":' * 100_000])
+def test_no_body_at_all(body: bytes) -> None:
+    assert refused(body) is None
+
+
+def test_deep_schemas_are_refused() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"properties": deep}
+    assert refused({"model": "m", "max_tokens": 1, "messages": [USER], "tools": [{"name": "a", "input_schema": deep}]}) is None
+
+
+def test_many_small_blocks_cost_what_they_weigh() -> None:
+    blocks = [{"type": "text", "text": "x"}] * 50_000
+    [message] = said({"role": "user", "content": blocks})
+    assert len(message["content"]) == 99_999

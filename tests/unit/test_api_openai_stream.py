@@ -1,0 +1,291 @@
+"""Replies of chat and text completions: goldens of the bytes, and the plain reply as the fold of the stream."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import goldens
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from emberline.api import openai_chat, openai_completions, sse
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    PromptDelta,
+    ReasoningDelta,
+    Renderer,
+    Started,
+    TextDelta,
+    TokenInfo,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from emberline.core.errors import EngineFailed
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "weather"}}
+
+
+def chat(**fields: Any) -> openai_chat.Renderer:
+    body = json.dumps({"model": "m", "messages": [USER], **fields}).encode()
+    return openai_chat.Renderer(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
+
+
+def complete(**fields: Any) -> openai_completions.Renderer:
+    body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
+    return openai_completions.Renderer(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
+
+
+def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:
+    events = [*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()]
+    return b"".join(events)
+
+
+def chunks(stream: bytes) -> Iterator[dict[str, Any]]:
+    events = stream.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    for event in events[:-2]:
+        assert event.startswith(b"data: ")
+        yield json.loads(event[6:])
+
+
+def fold(stream: bytes) -> dict[str, Any]:
+    """As the vendor's client accumulates it."""
+    state: Any = ChatCompletionStreamState()
+    for chunk in chunks(stream):
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    return state.current_completion_snapshot.model_dump()  # type: ignore[no-any-return]
+
+
+def essence(completion: dict[str, Any]) -> dict[str, Any]:
+    """What both must agree on: a fold has no stop_reason and numbers its tool calls."""
+    made = {key: completion[key] for key in ("id", "created", "model", "system_fingerprint", "service_tier", "usage")}
+    made["choices"] = [
+        {
+            "index": choice["index"],
+            "finish_reason": choice["finish_reason"],
+            "content": choice["message"]["content"],
+            "reasoning": choice["message"].get("reasoning_content"),
+            "function_call": choice["message"].get("function_call"),
+            "tool_calls": [
+                (call["id"], call["function"]["name"], call["function"]["arguments"])
+                for call in choice["message"].get("tool_calls") or []
+            ],
+            "logprobs": [token["token"] for token in (choice["logprobs"] or {}).get("content") or []],
+        }
+        for choice in completion["choices"]
+    ]
+    return made
+
+
+def token(text: str, logprob: float | None = -0.5, offset: int = 0, top: Sequence[TokenInfo] = ()) -> TokenInfo:
+    return TokenInfo(len(text), text, text.encode(), logprob, top, offset)
+
+
+TALK: list[Delta] = [
+    Started(5, 2),
+    ReasoningDelta(0, "hm"),
+    TextDelta(0, "Hé", [token("Hé", -0.25, top=[token("Hé", -0.25), token("Hi", -math.inf)])]),
+    TextDelta(0, "llo", [token("llo", -0.5, 2)]),
+    Finish(0, "stop", "END"),
+    Usage(5, 4, 2, 1),
+]
+CALLING: list[Delta] = [
+    Started(5),
+    ToolCallStart(0, 0, "call_a", "weather"),
+    ToolCallArguments(0, 0, '{"city":'),
+    ToolCallArguments(0, 0, '"Oslo"}'),
+    ToolCallStart(0, 1, "call_b", "weather"),
+    ToolCallArguments(0, 1, "{}"),
+    Finish(0, "tool_calls"),
+    Usage(5, 9),
+]
+LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+def test_golden_chat_stream() -> None:
+    goldens.check("openai_chat_stream.sse", play(chat(**USAGE, **LOGPROBS), TALK))
+
+
+def test_golden_chat_body() -> None:
+    renderer = chat(**LOGPROBS, metadata={"k": "v"})
+    assert play(renderer, TALK) == sse.DONE
+    goldens.check("openai_chat_body.json", sse.dumps(renderer.body()))
+
+
+def test_golden_chat_tools() -> None:
+    goldens.check("openai_chat_tools_stream.sse", play(chat(stream=True, tools=[TOOL]), CALLING))
+    renderer = chat(tools=[TOOL])
+    play(renderer, CALLING)
+    goldens.check("openai_chat_tools_body.json", sse.dumps(renderer.body()))
+
+
+def test_legacy_functions_reply_in_kind() -> None:
+    renderer = chat(stream=True, functions=[{"name": "weather"}])
+    got = list(chunks(play(renderer, CALLING[:4] + CALLING[6:])))
+    assert got[0]["choices"][0]["delta"] == {"role": "assistant", "function_call": {"name": "weather", "arguments": ""}}
+    assert got[-1]["choices"][0]["finish_reason"] == "function_call"
+    [choice] = renderer.body()["choices"]
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    assert "tool_calls" not in choice["message"]
+
+
+def test_usage_is_null_until_the_last_chunk() -> None:
+    got = list(chunks(play(chat(**USAGE), TALK)))
+    assert [chunk["usage"] for chunk in got[:-1]] == [None] * (len(got) - 1)
+    assert got[-1]["choices"] == []
+    assert got[-1]["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    }
+    assert all("usage" not in chunk for chunk in chunks(play(chat(stream=True), TALK)))
+
+
+def test_choices_first_appear_in_order() -> None:
+    deltas = [TextDelta(2, "c"), TextDelta(0, "a"), Finish(2, "stop"), Finish(0, "length"), Finish(1, "stop"), Usage(1, 2)]
+    stream = play(chat(stream=True, n=3), deltas)
+    assert [choice["content"] for choice in essence(fold(stream))["choices"]] == ["a", "", "c"]
+
+
+def test_the_tier_says_how_it_was_served() -> None:
+    for asked, served in ((None, "default"), ("priority", "default"), ("flex", "flex")):
+        renderer = chat(service_tier=asked)
+        play(renderer, TALK)
+        assert renderer.body()["service_tier"] == served
+
+
+def test_prompt_logprobs() -> None:
+    renderer = chat(prompt_logprobs=1)
+    prompt = [token("a", None), token("bb", -2.0, 1, [token("ccc", -0.1)])]
+    play(renderer, [Started(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), Usage(2, 0)])
+    best = {"logprob": -0.1, "rank": 1, "decoded_token": "ccc"}
+    assert renderer.body()["prompt_logprobs"] == [None, {"3": best, "2": {"logprob": -2.0, "rank": None, "decoded_token": "bb"}}]
+
+
+def test_a_broken_stream_ends_with_its_error() -> None:
+    for renderer in (chat(stream=True), complete(stream=True)):
+        renderer.push(TextDelta(0, "a"))
+        [event, done] = renderer.fail(EngineFailed("the engine died"))
+        assert json.loads(event[6:])["error"]["code"] == "engine_failed"
+        assert done == sse.DONE
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> tuple[int, list[Delta]]:
+    n = draw(st.integers(1, 3))
+    queues = []
+    for index in range(n):
+        said: list[Delta] = [ReasoningDelta(index, text) for text in draw(st.lists(TEXTS.filter(bool), max_size=3))]
+        said += [TextDelta(index, text, [token(text)]) for text in draw(st.lists(TEXTS, max_size=4))]
+        for slot in range(draw(st.integers(0, 2))):
+            said.append(ToolCallStart(index, slot, f"call_{index}{slot}", "weather"))
+            said += [ToolCallArguments(index, slot, text) for text in draw(st.lists(TEXTS, max_size=3))]
+        queues.append([*said, Finish(index, draw(st.sampled_from(["stop", "length", "tool_calls"])))])
+    mixed: list[Delta] = []
+    while any(queues):
+        mixed.append(draw(st.sampled_from([queue for queue in queues if queue])).pop(0))
+    return n, [Started(3, 1), *mixed, Usage(3, 7, 1, 2)]
+
+
+@settings(deadline=None)
+@given(talks(), st.booleans())
+def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]], legacy: bool) -> None:
+    n, deltas = talk
+    tools: dict[str, Any] = {"functions": [TOOL["function"]]} if legacy else {"tools": [TOOL]}
+    if legacy:
+        deltas = [delta for delta in deltas if getattr(delta, "slot", 0) == 0]
+    plain, streamed = chat(n=n, **LOGPROBS, **tools), chat(n=n, **LOGPROBS, **tools, **USAGE)
+    play(plain, deltas)
+    typed = ChatCompletion.model_validate(plain.body()).model_dump()
+    stream = play(streamed, deltas)
+    folded = fold(stream)
+    folded["usage"] = next(chunk["usage"] for chunk in chunks(stream) if chunk["usage"])
+    typed["usage"] = plain.body()["usage"]
+    assert essence(folded) == essence(typed)
+    assert streamed.body() == plain.body()
+
+
+COMPLETION: list[Delta] = [
+    Started(2),
+    PromptDelta(0, "ab", [token("a", None), token("b", -1.0, 1, [token("x", -0.2), token("b", -1.0)])]),
+    TextDelta(0, " c", [token(" c", -0.1, 2, [token(" c", -0.1)])]),
+    TextDelta(0, "d", [token("d", -3.0, 4, [token("e", -0.3)])]),
+    Finish(0, "length"),
+    Usage(2, 2),
+]
+
+
+def test_golden_completion() -> None:
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 2}
+    goldens.check("openai_completion_stream.sse", play(complete(**fields, **USAGE), COMPLETION))
+    renderer = complete(**fields)
+    play(renderer, COMPLETION)
+    goldens.check("openai_completion_body.json", sse.dumps(renderer.body()))
+
+
+def test_the_client_takes_a_completion() -> None:
+    renderer = complete(logprobs=1)
+    play(renderer, COMPLETION)
+    typed = Completion.model_validate(renderer.body())
+    assert typed.choices[0].text == " cd"
+
+
+def test_a_completion_is_the_fold_of_its_stream() -> None:
+    renderer = complete(echo=True, logprobs=1, **USAGE)
+    got = list(chunks(play(renderer, COMPLETION)))
+    [choice] = renderer.body()["choices"]
+    pieces = [chunk["choices"][0] for chunk in got if chunk["choices"]]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"] == "ab cd"
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        joined = [item for piece in pieces if piece["logprobs"] for item in piece["logprobs"][name]]
+        assert joined == choice["logprobs"][name]
+    assert got[-1]["usage"] == renderer.body()["usage"]
+
+
+def test_max_tokens_zero_shows_the_echo_alone() -> None:
+    renderer = complete(echo=True, logprobs=1, max_tokens=0)
+    play(renderer, [*COMPLETION[:3], Finish(0, "stop"), Usage(2, 1)])
+    [choice] = renderer.body()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0]
+    assert choice["logprobs"]["top_logprobs"] == [None, {"x": -0.2, "b": -1.0}]
+    assert renderer.body()["usage"]["completion_tokens"] == 0
+
+
+def test_prompts_times_n_choices() -> None:
+    renderer = complete(prompt=["a", "b"], n=2)
+    deltas: list[Delta] = [TextDelta(index, str(index)) for index in (3, 1, 0, 2)]
+    play(renderer, [Started(2), *deltas, *(Finish(index, "stop") for index in range(4)), Usage(2, 4)])
+    assert [choice["text"] for choice in renderer.body()["choices"]] == ["0", "1", "2", "3"]
+
+
+def test_no_echo_no_prompt() -> None:
+    renderer = complete(prompt_logprobs=1)
+    play(renderer, COMPLETION)
+    [choice] = renderer.body()["choices"]
+    assert choice["text"] == " cd"
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1]["1"]["decoded_token"] == "b"
+
+
+@pytest.mark.parametrize("renderer", [chat(), complete()])
+def test_a_plain_reply_sends_no_chunks(renderer: Renderer) -> None:
+    assert play(renderer, [Started(1), TextDelta(0, "a"), Finish(0, "stop"), Usage(1, 1)]) == sse.DONE

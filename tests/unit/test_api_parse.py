@@ -1,0 +1,125 @@
+"""The shared decoder: every fault is a 400 that names its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.api import anthropic, openai_chat, openai_completions, openai_embeddings, responses, tokenize
+from emberline.api.parse import MAX_DEPTH, Wire, decode, decode_object, encode_text
+from emberline.core.errors import InvalidRequest
+
+
+class Inner(Wire):
+    text: str
+
+
+class Outer(Wire):
+    name: str
+    items: list[Inner] = []
+    bias: dict[int, float] | None = None
+    anything: Any = None
+    refused: None = None
+
+
+def nested(depth: int) -> bytes:
+    return b'{"name":"a","anything":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"", None),
+        (b"{", None),
+        (b"null", None),
+        (b"[]", None),
+        (b'{"name":"\xff"}', None),
+        (b'{"name":"\\ud800"}', None),
+        (b'{"name":NaN}', None),
+        (b'{"name":"a"} x', None),
+        (b"{}", "name"),
+        (b'{"name":1}', "name"),
+        (b'{"name":"a","mystery":1}', "mystery"),
+        (b'{"name":"a","a`b":1}', "a`b"),
+        (b'{"name":"a","items":[{"text":"x"},{"text":3}]}', "items[1].text"),
+        (b'{"name":"a","items":[{}]}', "items[0].text"),
+        (b'{"name":"a","items":[{"text":"x","more":1}]}', "items[0].more"),
+        (b'{"name":"a","items":[7]}', "items[0]"),
+        (b'{"name":"a","bias":{"x":1}}', "bias"),
+        (b'{"name":"a","bias":{"1":"x"}}', "bias[...]"),
+        (b'{"name":"a","bias":{"1":1e999}}', "bias[...]"),
+        (b'{"name":"a","refused":{}}', "refused"),
+        (nested(100_000), None),
+        (nested(MAX_DEPTH + 1), None),
+    ],
+)
+def test_faults_name_their_field(body: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode(body, Outer)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_depth_counts_nesting_and_nothing_else() -> None:
+    decode(nested(MAX_DEPTH), Outer)
+    decode(b'{"name":"a","anything":[' + b"[]," * 5000 + b"0]}", Outer)
+    decode(b'{"name":"a","anything":"' + b'[{\\"' * 5000 + b'"}', Outer)
+
+
+def test_a_long_name_is_not_echoed_whole() -> None:
+    for body in (b'{"name":"a","%b":1}' % (b"x" * 100_000), b'{"name":"a","items":[{"text":%b}]}' % (b"9" * 100_000)):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(body, Outer)
+        assert len(str(caught.value)) < 1000
+
+
+def test_objects_inside_text() -> None:
+    assert decode_object('{"a":[1]}', "x") == {"a": [1]}
+    for text in ("", "[]", '"a"', "{", "[" * 5000, '{"a":' * 100 + "1" + "}" * 100):
+        with pytest.raises(InvalidRequest) as caught:
+            decode_object(text, "tool_calls[0].arguments")
+        assert caught.value.param == "tool_calls[0].arguments"
+
+
+def test_large_integers_survive() -> None:
+    huge = {"maximum": 10**30}
+    assert decode_object(encode_text(huge), "x") == huge
+
+
+PARSERS = [
+    openai_chat.parse,
+    openai_completions.parse,
+    openai_embeddings.parse,
+    responses.parse,
+    anthropic.parse,
+    anthropic.parse_count,
+    tokenize.parse,
+    tokenize.parse_detokenize,
+]
+FIELDS = ["model", "messages", "prompt", "input", "tools", "tool_choice", "role", "content", "type", "text", "tokens"]
+FIELDS += ["response_format", "json_schema", "stop", "logit_bias", "function", "name", "arguments", "stream_options"]
+WORDS = st.sampled_from(["user", "assistant", "tool", "system", "text", "function", "message", "json_schema", "auto", "m"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS) | st.text(), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(PARSERS), JSON | st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=8))
+def test_any_json_parses_or_is_refused(parse: Any, value: Any) -> None:
+    try:
+        parse(encode_text(value).encode())
+    except InvalidRequest:
+        pass
+
+
+@settings(deadline=None)
+@given(st.sampled_from(PARSERS), st.binary())
+def test_any_bytes_parse_or_are_refused(parse: Any, body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse(body)

@@ -1,0 +1,95 @@
+"""The conservation law of blocks, and what sharing means."""
+
+from __future__ import annotations
+
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority, Request
+from emberline.kv.manager import KVManager
+
+
+def request(name: str, tokens: list[int], salt: str = "") -> Request:
+    return Request(
+        id=name,
+        parent=name,
+        index=0,
+        prompt_len=len(tokens),
+        tokens=list(tokens),
+        params=SamplingParams(),
+        seed=0,
+        limit=10_000,
+        priority=Priority.INTERACTIVE,
+        salt=salt,
+        arrival=0.0,
+        deadline=1e9,
+    )
+
+
+def finish(kv: KVManager, r: Request) -> None:
+    r.computed = r.known
+    kv.commit(r)
+    kv.free(r)
+
+
+def test_equal_prefixes_share_blocks_and_unequal_ones_do_not() -> None:
+    kv = KVManager(total_blocks=16, block_size=8, layout="t")
+    a, b, c = request("a", list(range(20))), request("b", list(range(20))), request("c", [99, *range(1, 20)])
+    assert kv.admit(a)
+    a.computed = a.known
+    kv.commit(a)
+    assert kv.admit(b) and b.cached == 16 and kv.table(b)[:2] == kv.table(a)[:2]
+    assert kv.admit(c) and c.cached == 0
+    kv.check()
+
+
+def test_the_last_token_is_always_computed() -> None:
+    kv = KVManager(16, 8, "t")
+    a, b = request("a", list(range(16))), request("b", list(range(16)))
+    kv.admit(a)
+    finish(kv, a)
+    assert kv.admit(b) and b.cached == 8
+
+
+def test_tenants_never_share() -> None:
+    kv = KVManager(16, 8, "t")
+    a, b, c = request("a", list(range(20)), "x"), request("b", list(range(20)), "y"), request("c", list(range(20)), "x")
+    kv.admit(a)
+    finish(kv, a)
+    assert kv.admit(b) and b.cached == 0
+    assert kv.admit(c) and c.cached == 16
+
+
+def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
+    kv = KVManager(4, 8, "t")
+    a, b = request("a", list(range(17))), request("b", [7] * 9)
+    kv.admit(a)
+    finish(kv, a)  # leaves two indexed blocks idle, one free
+    assert (kv.num_free, kv.num_cached) == (2, 2)
+    assert kv.admit(b)  # takes the two free ones
+    finish(kv, b)
+    c = request("c", [5] * 17)  # needs three: one free, then the oldest idle, a's second block, goes before its first
+    assert kv.admit(c)
+    kv.free(c)
+    again = request("again", list(range(17)))
+    assert kv.admit(again) and again.cached in (0, 8)
+    kv.check()
+
+
+def test_nothing_changes_when_admission_fails() -> None:
+    kv = KVManager(4, 8, "t")
+    a, b = request("a", list(range(20))), request("b", list(range(30)))
+    assert kv.admit(a)
+    before = (kv.num_free, kv.num_cached, kv.queries)
+    assert not kv.admit(b)
+    assert (kv.num_free, kv.num_cached, kv.queries) == before
+    kv.check()
+
+
+def test_without_prefix_cache_only_siblings_share() -> None:
+    kv = KVManager(16, 8, "t", prefix_cache=False)
+    a, b, sibling = request("a", list(range(20))), request("b", list(range(20))), request("a2", list(range(20)))
+    sibling.parent = "a"
+    kv.admit(a)
+    a.computed = a.known
+    kv.commit(a)
+    assert kv.admit(b) and b.cached == 0
+    assert kv.admit(sibling) and sibling.cached == 16

@@ -1,0 +1,151 @@
+"""Imports point down, without cycles; what must run without torch does; an optional dependency has one importer."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+PACKAGE = SRC / "emberline"
+
+# room -> the rooms it may import from, besides itself. "kv.cache" style entries are single modules.
+ALLOWED: dict[str, set[str]] = {
+    "core": set(),
+    "tokens": {"core"},
+    "hub": {"core"},
+    "kernels": set(),
+    "models": {"core", "kernels", "hub.checkpoint"},
+    "kv": {"core", "tokens.blockhash", "kernels"},
+    "api": {"core", "tokens"},
+    "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source"},
+    "server": {"core", "tokens", "hub", "api", "engine", "models.config"},
+    "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv"},
+    "cli": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "server", "bench"},
+}
+
+TORCH_FREE = [
+    "core",
+    "tokens",
+    "hub",
+    "api",
+    "server",
+    "cli",
+    "models.config",
+    "kv.pool",
+    "kv.prefix",
+    "kv.manager",
+    "engine.scheduler",
+    "engine.admission",
+    "engine.fake",
+    "engine.engine",
+    "engine.stream",
+    "engine.messages",
+    "engine.grammar",
+]
+
+# optional dependency -> its adapter; bench measures anything beside us
+ONE_IMPORTER = {
+    "huggingface_hub": "hub/huggingface.py",
+    "llguidance": "engine/grammar.py",
+    "gguf": "",
+    "transformers": "",
+}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            found += (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "emberline" else [node.module]
+            )
+    return found
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for path in modules():
+        room = room_of(path)
+        if not room:
+            continue
+        for name in imports(path):
+            if not name.startswith("emberline."):
+                continue
+            target = name.removeprefix("emberline.")
+            if target.split(".")[0] == room:
+                continue
+            if not any(target == ok or target.startswith(ok + ".") for ok in ALLOWED[room]):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, wrong
+
+
+def test_no_cycles_between_modules() -> None:
+    names = {".".join(p.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"): p for p in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text())
+        edges: set[str] = set()
+        for node in tree.body:  # module level only: a lazy import cannot close a cycle at import time
+            if isinstance(node, ast.ImportFrom) and node.module in names:
+                edges |= {
+                    f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in names else node.module for a in node.names
+                }
+        graph[name] = edges - {name}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail, name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("room", TORCH_FREE)
+def test_runs_without_torch(room: str) -> None:
+    base = PACKAGE.joinpath(*room.split("."))
+    files = sorted(base.rglob("*.py")) if base.is_dir() else [base.with_suffix(".py")]
+    names = [
+        ".".join(f.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+        for f in files
+        if f.name != "__main__.py"
+    ]
+    code = f"""
+import importlib, sys
+sys.modules['torch'] = None
+sys.path.insert(0, {str(SRC)!r})
+for name in {names!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_optional_dependencies_have_one_home() -> None:
+    wrong = []
+    for path in modules():
+        where = str(path.relative_to(PACKAGE))
+        for name in imports(path):
+            home = ONE_IMPORTER.get(name.split(".")[0])
+            if home is not None and where != home and not where.startswith("bench/"):
+                wrong.append(f"{where} imports {name}")
+    assert not wrong, wrong

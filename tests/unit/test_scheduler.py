@@ -1,0 +1,267 @@
+"""Same tokens, conservation and endings, for any order of arrivals, steps and aborts, on the production scheduler."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import FinishReason, Priority, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeRunner
+
+
+def engine(
+    blocks: int = 64,
+    *,
+    budget: int = 64,
+    running: int = 16,
+    waiting: int = 1024,
+    eos: frozenset[int] = frozenset(),
+    **config: object,
+) -> Engine:
+    settings_ = SchedulerConfig(
+        block_size=8, max_batch_tokens=budget, max_running=running, max_waiting=waiting, **config
+    )  # type: ignore[arg-type]
+    return Engine(settings_, FakeRunner(blocks, 8, eos=eos), ManualClock())
+
+
+def submission(
+    name: str,
+    length: int = 20,
+    *,
+    start: int = 0,
+    priority: Priority = Priority.INTERACTIVE,
+    timeout: float = 1e9,
+    **params: object,
+) -> Submission:
+    return Submission(
+        name, [(start + i) % 1000 for i in range(length)], SamplingParams(**params), priority, timeout=timeout
+    )  # type: ignore[arg-type]
+
+
+def run(e: Engine, limit: int = 10_000) -> list[Output]:
+    outputs: list[Output] = []
+    for _ in range(limit):
+        outputs += e.step()
+        e.kv.check()
+        if e.idle:
+            break
+    assert e.idle, "the engine did not finish"
+    return outputs
+
+
+def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
+    folded: dict[tuple[str, int], list[int]] = {}
+    for o in outputs:
+        folded.setdefault((o.id, o.index), []).extend(o.tokens)
+    return folded
+
+
+def assert_all_free(e: Engine) -> None:
+    assert e.kv.num_free + e.kv.num_cached == e.kv.total
+
+
+WORK = st.lists(
+    st.tuples(
+        st.integers(1, 60), st.integers(0, 3), st.integers(1, 20), st.integers(1, 3), st.sampled_from(list(Priority))
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=WORK,
+    blocks=st.integers(14, 40),
+    budget=st.integers(4, 64),
+    running=st.integers(1, 4),
+    prefix=st.booleans(),
+    gaps=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+)
+def test_tokens_do_not_depend_on_batching_chunking_sharing_or_preemption(
+    work: list, blocks: int, budget: int, running: int, prefix: bool, gaps: list[int]
+) -> None:
+    def submissions() -> list[Submission]:
+        return [
+            submission(f"r{i}", length, start=start, max_tokens=out, n=n, seed=i, priority=p)
+            for i, (length, start, out, n, p) in enumerate(work)
+        ]
+
+    expected: dict[tuple[str, int], list[int]] = {}
+    for s in submissions():
+        alone = engine(blocks=400, budget=1000)
+        alone.add(s)
+        expected.update(texts(run(alone)))
+    together = engine(blocks, budget=max(budget, running), running=running, prefix_cache=prefix)
+    outputs: list[Output] = []
+    for s, gap in zip(submissions(), gaps, strict=False):
+        together.add(s)
+        for _ in range(gap):
+            outputs += together.step()
+            together.kv.check()
+    outputs += run(together)
+    assert texts(outputs) == expected
+    assert Counter((o.id, o.index) for o in outputs if o.finish) == Counter(expected.keys())
+    assert_all_free(together)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), st.integers(1, 70), st.integers(1, 30), st.integers(1, 3)),
+            st.tuples(st.just("step"), st.integers(1, 4), st.just(0), st.just(0)),
+            st.tuples(st.just("abort"), st.integers(0, 20), st.just(0), st.just(0)),
+            st.tuples(st.just("wait"), st.integers(1, 50), st.just(0), st.just(0)),
+        ),
+        max_size=40,
+    ),
+    blocks=st.integers(12, 30),
+)
+def test_every_request_ends_exactly_once_and_no_block_leaks(actions: list, blocks: int) -> None:
+    e = engine(blocks, budget=16, running=4)
+    clock = e.clock
+    assert isinstance(clock, ManualClock)
+    outputs: list[Output] = []
+    expected: set[tuple[str, int]] = set()
+    for verb, a, b, n in actions:
+        if verb == "add":
+            name = f"r{len(expected)}-{n}"
+            e.add(submission(name, a, max_tokens=b, n=n, timeout=40.0))
+            expected |= {(name, i) for i in range(n)}
+        elif verb == "step":
+            for _ in range(a):
+                outputs += e.step()
+        elif verb == "abort" and expected:
+            e.abort(sorted(expected)[a % len(expected)][0])
+        elif verb == "wait":
+            clock.advance(a)
+        e.kv.check()
+    outputs += run(e) if not e.idle else e.step()
+    ends = Counter((o.id, o.index) for o in outputs if o.finish)
+    assert ends == Counter(expected)
+    assert_all_free(e)
+    ended: set[tuple[str, int]] = set()
+    for o in outputs:
+        assert (o.id, o.index) not in ended, "something came after the end"
+        if o.finish:
+            ended.add((o.id, o.index))
+
+
+def test_a_mixed_batch_carries_chunks_and_single_tokens() -> None:
+    e = engine(budget=16)
+    e.add(submission("decoding", 4, max_tokens=50))
+    e.step()
+    e.add(submission("long", 100, start=500, max_tokens=2))
+    plan = e.scheduler.schedule()
+    assert plan is not None and sorted(len(w.tokens) for w in plan.work) == [1, 15]
+
+
+def test_interactive_goes_first_and_batch_is_not_starved() -> None:
+    e = engine(running=1, ageing_seconds=10.0)
+    clock = e.clock
+    assert isinstance(clock, ManualClock)
+    e.add(submission("batch", 8, priority=Priority.BATCH, max_tokens=1))
+    clock.advance(5)
+    e.add(submission("chat", 8, max_tokens=1))
+    clock.advance(6)
+    e.add(submission("late chat", 8, max_tokens=1))
+    order = [o.id for o in run(e) if o.finish]
+    assert order == ["chat", "batch", "late chat"]
+
+
+def test_preemption_prefers_batch_and_whoever_loses_least() -> None:
+    e = engine(blocks=12, budget=200)
+    e.add(submission("first", 30, max_tokens=60))
+    e.add(submission("bulk", 24, start=300, priority=Priority.BATCH, max_tokens=60))
+    e.add(submission("small", 8, start=600, max_tokens=60))
+    outputs: list[Output] = []
+    while e.scheduler.preemptions == 0:
+        outputs += e.step()
+    waiting = [r.parent for r in e.scheduler.waiting]
+    assert waiting == ["bulk"]
+    outputs += run(e)
+    assert {o.id for o in outputs if o.finish is FinishReason.LENGTH} == {"first", "bulk", "small"}
+
+
+def test_siblings_share_the_prompt() -> None:
+    e = engine(budget=200)
+    e.add(submission("n", 40, max_tokens=4, n=3, seed=7))
+    e.step()
+    e.step()
+    tables = [list(e.kv.table(r)) for r in e.scheduler.running]
+    assert len(tables) == 3 and tables[0][:4] == tables[1][:4] == tables[2][:4]
+    outputs = run(e)
+    assert e.scheduler.prompt_tokens <= 40 + 2 * 8
+    assert len({tuple(t) for t in texts(outputs).values()}) == 3, "each completion has its own seed"
+
+
+def test_abort_frees_at_once() -> None:
+    e = engine()
+    e.add(submission("a", 40, max_tokens=50))
+    e.step()
+    assert e.kv.num_free < e.kv.total
+    e.abort("a")
+    assert_all_free(e)
+    assert [o.finish for o in e.step() if o.finish] == [FinishReason.ABORT]
+
+
+def test_deadline_ends_a_request_wherever_it_is() -> None:
+    e = engine(running=1)
+    clock = e.clock
+    assert isinstance(clock, ManualClock)
+    e.add(submission("running", 8, max_tokens=500, timeout=5))
+    e.add(submission("waiting", 8, max_tokens=5, timeout=5))
+    e.step()
+    clock.advance(6)
+    ended = {o.id: o.error for o in e.step() if o.finish}
+    assert ended == {"running": "deadline_exceeded", "waiting": "deadline_exceeded"}
+
+
+def test_stop_ids_eos_and_limits() -> None:
+    probe = engine()
+    probe.add(submission("a", 8, max_tokens=3, temperature=0.0))
+    first, second, _ = texts(run(probe))[("a", 0)]
+    stops = engine()
+    stops.add(submission("a", 8, max_tokens=9, temperature=0.0, stop_token_ids=(second,)))
+    last = run(stops)[-1]
+    assert (last.finish, last.stop_token) == (FinishReason.STOP, second)
+    with_eos = engine(eos=frozenset({first}))
+    with_eos.add(submission("a", 8, max_tokens=9, temperature=0.0))
+    with_eos.add(submission("b", 8, max_tokens=3, temperature=0.0, ignore_eos=True))
+    got = texts(run(with_eos))
+    assert got[("a", 0)] == [first] and len(got[("b", 0)]) == 3
+
+
+def test_prompt_logprobs_cover_the_prompt_once() -> None:
+    e = engine(budget=16)
+    e.add(submission("warm", 40, max_tokens=1))
+    run(e)
+    e.add(submission("scored", 40, max_tokens=3, prompt_logprobs=0))
+    scored = [o for o in run(e) if o.prompt_logprobs is not None]
+    assert len(scored) == 1
+    assert [p.logprob for p in scored[0].prompt_logprobs or []] == [-float(i) for i in range(1, 40)]
+
+
+def test_what_cannot_be_served_is_refused_at_the_door() -> None:
+    e = engine(blocks=4, waiting=1)
+    with pytest.raises(ContextLengthExceeded):
+        e.add(submission("long", 32))
+    with pytest.raises(InvalidRequest):
+        e.add(Submission("empty", [], SamplingParams()))
+    with pytest.raises(InvalidRequest):
+        e.add(Submission("range", [5000], SamplingParams()))
+    with pytest.raises(InvalidRequest):
+        e.add(submission("bias", 4, logit_bias={1000: 1.0}))
+    e.add(submission("a", 4))
+    with pytest.raises(Overloaded):
+        e.add(submission("b", 4))
