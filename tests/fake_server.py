@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}}]})
         for i, piece in enumerate(pieces):
             if i == 12 and "fail-drop" in words:
-                self.close_connection = True
+                time.sleep(0.3)  # what arrives together with the end of a connection may be lost with it
                 return
             if i == 12 and "fail-engine" in words:
                 self._event({"error": {"message": "the engine died; it is being restarted", "code": "engine_failed"}})
@@ -138,6 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.seen = history + len(pieces)
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
+
+    def end_headers(self) -> None:
+        self.send_header("Connection", "close")  # a server that has gone must not live on in kept connections
+        super().end_headers()
 
     def _count(self, **increments: int) -> None:
         for name, amount in increments.items():

@@ -48,7 +48,12 @@ def replies(draw: st.DrawFn) -> list[Delta]:
             deltas += [ToolCallArguments(0, calls, piece) for piece in _cut(draw, json.dumps(draw(ARGUMENTS)))]
             calls += 1
     prompt, cached, written = draw(st.integers(0, 99)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
-    return [Started(prompt + cached, cached), *deltas, _finish(draw, calls), Usage(prompt + cached, written, cached, written // 2)]
+    return [
+        Started(prompt + cached, cached),
+        *deltas,
+        _finish(draw, calls),
+        Usage(prompt + cached, written, cached, written // 2),
+    ]
 
 
 def _cut(draw: st.DrawFn, text: str) -> list[str]:
@@ -62,7 +67,9 @@ def _finish(draw: st.DrawFn, calls: int) -> Finish:
 
 
 def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:
-    return b"".join([*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()])
+    return b"".join(
+        [*renderer.start(), *(event for delta in deltas for event in renderer.push(delta)), *renderer.end()]
+    )
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:

@@ -80,8 +80,9 @@ class Chromium:
         return reply["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 30.0) -> Any:
-        """Until the JavaScript condition is truthy; its value."""
-        return self.until(lambda: self.js(condition), condition, seconds)
+        """Until the JavaScript condition is truthy; its value, or True where that is a node."""
+        value = f"(value => value instanceof Node || value)({condition})"
+        return self.until(lambda: self.js(value), condition, seconds)
 
     def until(self, condition: Callable[[], Any], name: str, seconds: float = 30.0) -> Any:
         deadline = time.monotonic() + seconds

@@ -234,7 +234,9 @@ def test_what_a_model_writes_stays_text(page: Chromium, fake: FakeServer) -> Non
     ask(page, f"echoed by me: {HOSTILE}")
     assert page.js("window.hacked") is None
     refused = "(() => { try { document.body.innerHTML = '<b>'; return false } catch { return true } })()"
+    assert page.complaints == []
     assert page.js(refused), "the policy in index.html makes innerHTML throw"
+    page.complaints.clear()
 
 
 def test_markdown_and_copy(page: Chromium, fake: FakeServer) -> None:
@@ -306,6 +308,7 @@ def test_the_keyboard_and_the_memory(page: Chromium, fake: FakeServer) -> None:
 
 
 def test_the_reader_may_scroll_away_from_a_growing_answer(page: Chromium, fake: FakeServer) -> None:
+    page.type("#settings [name=max_tokens]", "")
     fake.token_seconds = 0.002
     ask(page, "forever")
     page.wait("document.querySelector('#scroll').scrollHeight > 1600")

@@ -15,13 +15,7 @@ from pathlib import Path
 import pytest
 from fake_server import ANSWER, FakeServer
 
-PROGRAM = """
-import argparse, sys
-from emberline.cli import chat
-parser = argparse.ArgumentParser()
-chat.add_arguments(parser)
-sys.exit(chat.run(parser.parse_args()))
-"""
+COMMAND = [sys.executable, "-m", "emberline.cli", "chat"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "TERM": "dumb"}
 PATIENCE = 20.0
 
@@ -31,10 +25,13 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self.screen, terminal = pty.openpty()
-        command = [sys.executable, "-c", PROGRAM, *arguments]
         # A session of its own with this terminal in charge of it, so that Ctrl-C becomes a signal.
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", "--wait", *command], stdin=terminal, stdout=terminal, stderr=terminal, env=ENVIRONMENT
+            ["setsid", "--ctty", "--wait", *COMMAND, *arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=ENVIRONMENT,
         )
         os.close(terminal)
         self.output = ""
@@ -67,8 +64,9 @@ def fake() -> Iterator[FakeServer]:
 
 
 def pipe(question: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    return subprocess.run(command, input=question, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT)
+    return subprocess.run(
+        [*COMMAND, *arguments], input=question, capture_output=True, text=True, timeout=PATIENCE, env=ENVIRONMENT
+    )
 
 
 def test_a_conversation_with_its_costs(fake: FakeServer) -> None:
@@ -111,6 +109,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_program(fake: FakeServer) -> None:
     chat.expect("> ")
     chat.type("\x03")  # at the prompt it only clears the line
     chat.expect("/exit or Ctrl-D")
+    fake.token_seconds = 0.0
     chat.type("hello\n")
     chat.expect("TTFT")
     chat.type("\x04")

@@ -44,7 +44,7 @@ TORCH_FREE = [
     "engine.engine",
     "engine.stream",
     "engine.messages",
-    "engine.grammar",
+    "engine.grammar", "engine.embedder",
 ]
 
 # optional dependency -> its adapter; bench measures anything beside us

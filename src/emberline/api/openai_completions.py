@@ -10,6 +10,9 @@ Choice `prompt * n + k` is the k-th continuation of that prompt; with echo, each
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from emberline.api.call import CompletionCall
 from emberline.api.openai_completions_stream import Renderer
@@ -17,6 +20,7 @@ from emberline.api.openai_inputs import MAX_INPUTS, Inputs, each_input
 from emberline.api.openai_sampling import Count, LogprobCount, SamplingFields
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
+from emberline.core.params import MAX_COMPLETIONS
 
 __all__ = ["Call", "CompletionRequest", "Renderer", "parse"]
 
@@ -28,7 +32,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_tokens: Count | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-    best_of: int | None = None  # as n, or nothing
+    best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None  # as n, or nothing
     suffix: None = None
 
 

@@ -16,7 +16,12 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
 
 
-class TextPart(Wire, tag_field="type", tag="text"):
+class TextPart(Wire):
+    type: Literal["text"]  # not a tag: alone in its list, a tag could be left out
+    text: str
+
+
+class AssistantTextPart(Wire, tag_field="type", tag="text"):
     text: str
 
 
@@ -25,7 +30,7 @@ class RefusalPart(Wire, tag_field="type", tag="refusal"):
 
 
 Content = str | Annotated[list[TextPart], Meta(min_length=1)]
-AssistantContent = str | Annotated[list[TextPart | RefusalPart], Meta(min_length=1)]
+AssistantContent = str | Annotated[list[AssistantTextPart | RefusalPart], Meta(min_length=1)]
 
 
 class CalledFunction(Wire):
@@ -138,7 +143,7 @@ def _legacy_id(name: str) -> str:
     return f"call_{name}"
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
+def _text(content: str | Sequence[TextPart | AssistantTextPart | RefusalPart]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -35,9 +35,14 @@ class ToolRef(Wire, tag_field="type", tag="function"):
     function: FunctionRef
 
 
+class AllowedTool(Wire):
+    type: Literal["function"]
+    function: FunctionRef
+
+
 class AllowedTools(Wire):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ToolRef], Meta(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(Wire, tag_field="type", tag="allowed_tools"):

@@ -100,7 +100,7 @@ def unfinished(input: str | list[Item]) -> bool:
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as opaque text, for clients that give back no content. It hides nothing: the content is in the clear."""
+    """Reasoning as opaque text, for clients that give back no content. It hides nothing: the content is in clear."""
     return base64.b64encode(reasoning.encode()).decode()
 
 

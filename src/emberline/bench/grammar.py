@@ -1,12 +1,13 @@
 """llguidance beside xgrammar: what constrained decoding costs per grammar and per token, and what hostile input does.
 
-    python -m emberline.bench.grammar --json benchmarks/results/grammar-choice.json
+python -m emberline.bench.grammar --json benchmarks/results/grammar-choice.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -110,18 +111,20 @@ def figures(library: str, measured: dict[str, Any]) -> dict[str, tuple[float, st
         "mask_max": (max(fills), "us"),
         "masks": (len(fills), "tokens"),
         "ordinary_failed": (wrong, "cases"),
-        **{f"hostile_{how}": (endings.count(how), "cases") for how in ("refused", "compiled", "slow", "crashed", "hung")},
+        **{
+            f"hostile_{how}": (endings.count(how), "cases")
+            for how in ("refused", "compiled", "slow", "crashed", "hung")
+        },
     }
 
 
 def hardware() -> dict[str, Any]:
-    import os
-
-    return {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform()}
+    load = os.getloadavg()[0]
+    return {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform(), "load_at_end": load}
 
 
 def commit() -> str:
-    shown = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    shown = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return shown.stdout.strip() or "none"
 
 
@@ -133,7 +136,8 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
         for name, (value, unit) in table[chosen].items()
     }
     detail = {
-        case.name: {library: ending(measured[library]["hostile"][case.name]) for library in LIBRARIES} for case in HOSTILE
+        case.name: {library: ending(measured[library]["hostile"][case.name]) for library in LIBRARIES}
+        for case in HOSTILE
     }
     failed = {
         library: {n: a for n, a in measured[library]["ordinary"].items() if "compile_s" not in a or "refused_at" in a}
@@ -145,7 +149,14 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
         "commit": commit(),
         "hardware": hardware(),
         "software": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
-        "config": {"model": model, "value_is": chosen, "peer_is": peer, "deadline_s": DEADLINE_S, "hostile": detail, "failed": failed},
+        "config": {
+            "model": model,
+            "value_is": chosen,
+            "peer_is": peer,
+            "deadline_s": DEADLINE_S,
+            "hostile": detail,
+            "failed": failed,
+        },
         "results": results,
     }
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from emberline.core.params import Grammar
+from emberline.core.params import Grammar, GrammarKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +31,77 @@ _TREE = {
     "$defs": {"node": _object(value=_INT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})},
     "$ref": "#/$defs/node",
 }
-_TREE_SAMPLE = {"value": 1, "children": [{"value": 2, "children": [{"value": 3, "children": []}]}, {"value": 4, "children": []}]}
+_TREE_SAMPLE = {
+    "value": 1,
+    "children": [{"value": 2, "children": [{"value": 3, "children": []}]}, {"value": 4, "children": []}],
+}
 _COUNTRIES = [f"country number {i}" for i in range(200)]
-_SHAPES = [_object(kind={"const": "circle"}, radius={"type": "number"}), _object(kind={"const": "box"}, sides={"type": "array", "items": _INT})]
-_ARITHMETIC = 'root ::= term (("+" | "-") term)*\nterm ::= factor (("*" | "/") factor)*\nfactor ::= [0-9]+ | "(" root ")"\n'
-_QUERY = 'root ::= "SELECT " name (", " name)* " FROM " name (" WHERE " name " = " value)?\nname ::= [a-z_]+\nvalue ::= [0-9]+ | "\'" [^\']* "\'"\n'
-_PROSE = "A long answer, with \"quotes\", an accent or two (café, naïve), and 中文, so that most tokens lie inside a string."
+_SHAPES = [
+    _object(kind={"const": "circle"}, radius={"type": "number"}),
+    _object(kind={"const": "box"}, sides={"type": "array", "items": _INT}),
+]
+_ARITHMETIC = (
+    'root ::= term (("+" | "-") term)*\nterm ::= factor (("*" | "/") factor)*\nfactor ::= [0-9]+ | "(" root ")"\n'
+)
+_QUERY = (
+    'root ::= "SELECT " name (", " name)* " FROM " name (" WHERE " name " = " value)?\n'
+    "name ::= [a-z_]+\nvalue ::= [0-9]+ | \"'\" [^']* \"'\"\n"
+)
+_PROSE = (
+    'A long answer, with "quotes", an accent or two (café, naïve), and 中文, so that most tokens lie inside a string.'
+)
 
 ORDINARY: tuple[Case, ...] = (
     Case("any_object", Grammar("json_object"), json.dumps({"a": [1, 2.5, None, True], "b": {"c": "d"}})),
-    _schema("flat", _object(name=_TEXT, age=_INT, member={"type": "boolean"}), {"name": "Ada Lovelace", "age": 36, "member": True}),
+    _schema(
+        "flat",
+        _object(name=_TEXT, age=_INT, member={"type": "boolean"}),
+        {"name": "Ada Lovelace", "age": 36, "member": True},
+    ),
     _schema("long_string", _object(answer=_TEXT), {"answer": _PROSE * 3}),
-    _schema("nested", _object(person=_object(name=_TEXT, home=_ADDRESS)), {"person": {"name": "Jo", "home": {"street": "Elm 3", "city": "Bonn", "zip": "53111"}}}),
+    _schema(
+        "nested",
+        _object(person=_object(name=_TEXT, home=_ADDRESS)),
+        {"person": {"name": "Jo", "home": {"street": "Elm 3", "city": "Bonn", "zip": "53111"}}},
+    ),
     _schema("enum_small", _object(unit={"enum": ["celsius", "fahrenheit", "kelvin"]}), {"unit": "kelvin"}),
     _schema("enum_200", _object(country={"enum": _COUNTRIES}), {"country": _COUNTRIES[137]}),
     _schema("recursive", _TREE, _TREE_SAMPLE),
-    _schema("union", {"type": "array", "items": {"anyOf": _SHAPES}}, [{"kind": "circle", "radius": 1.5}, {"kind": "box", "sides": [1, 2, 3]}]),
+    _schema(
+        "union",
+        {"type": "array", "items": {"anyOf": _SHAPES}},
+        [{"kind": "circle", "radius": 1.5}, {"kind": "box", "sides": [1, 2, 3]}],
+    ),
     _schema("array_1000", {"type": "array", "items": _INT, "maxItems": 1000}, list(range(100))),
-    _schema("array_exact", {"type": "array", "items": _TEXT, "minItems": 12, "maxItems": 12}, [f"item {i}" for i in range(12)]),
+    _schema(
+        "array_exact",
+        {"type": "array", "items": _TEXT, "minItems": 12, "maxItems": 12},
+        [f"item {i}" for i in range(12)],
+    ),
     _schema("string_bounds", _object(code={"type": "string", "minLength": 3, "maxLength": 400}), {"code": "x1 " * 60}),
-    _schema("pattern", _object(mail={"type": "string", "pattern": r"^[a-z0-9.]+@[a-z0-9]+\.[a-z]{2,6}$"}), {"mail": "ada.lovelace@example.org"}),
+    _schema(
+        "pattern",
+        _object(mail={"type": "string", "pattern": r"^[a-z0-9.]+@[a-z0-9]+\.[a-z]{2,6}$"}),
+        {"mail": "ada.lovelace@example.org"},
+    ),
     _schema("number_range", _object(p={"type": "integer", "minimum": -17, "maximum": 4200}), {"p": 4199}),
     _schema("date", _object(on={"type": "string", "format": "date"}), {"on": "2024-02-29"}),
-    _schema("open_map", {"type": "object", "additionalProperties": {"type": "number"}}, {"alpha": 1, "beta": 2.5, "gamma": -3e4}),
-    _schema("optional_30", {"type": "object", "properties": {f"field_{i}": _TEXT for i in range(30)}, "additionalProperties": False}, {"field_3": "a", "field_17": "b", "field_29": "c"}),
+    _schema(
+        "open_map",
+        {"type": "object", "additionalProperties": {"type": "number"}},
+        {"alpha": 1, "beta": 2.5, "gamma": -3e4},
+    ),
+    _schema(
+        "optional_30",
+        {"type": "object", "properties": {f"field_{i}": _TEXT for i in range(30)}, "additionalProperties": False},
+        {"field_3": "a", "field_17": "b", "field_29": "c"},
+    ),
     Case("regex_phone", Grammar("regex", r"\+[0-9]{1,3} [0-9]{3} [0-9]{3,8}"), "+49 228 1234567"),
-    Case("regex_words", Grammar("regex", r"([A-Z][a-z]+ ){2,20}[A-Z][a-z]+\."), "The Quick Brown Fox Jumps Over The Lazy Dog."),
+    Case(
+        "regex_words",
+        Grammar("regex", r"([A-Z][a-z]+ ){2,20}[A-Z][a-z]+\."),
+        "The Quick Brown Fox Jumps Over The Lazy Dog.",
+    ),
     Case("choice", Grammar("choice", json.dumps(["yes", "no", "I do not know"])), "I do not know"),
     Case("arithmetic", Grammar("grammar", _ARITHMETIC), "12*(3+4)-56/(7+(8*9))"),
     Case("query", Grammar("grammar", _QUERY), "SELECT name, age FROM people WHERE city = 'Bonn'"),
@@ -92,10 +137,17 @@ _HOSTILE_SCHEMAS: dict[str, str] = {
     "doubling_all_of": _doubling(30, "allOf"),
     "doubling_any_of": _doubling(30, "anyOf"),
     "crossed_40": _crossed(40),
-    "one_megabyte": json.dumps({"type": "object", "properties": {f"property_{i}": {"type": "string", "maxLength": i + 1} for i in range(20_000)}}),
+    "one_megabyte": json.dumps(
+        {
+            "type": "object",
+            "properties": {f"property_{i}": {"type": "string", "maxLength": i + 1} for i in range(20_000)},
+        }
+    ),
     "enum_60000": json.dumps({"enum": [f"value {i}" for i in range(60_000)]}),
     "any_of_5000": json.dumps({"anyOf": [_object(**{f"k{i}": _TEXT}) for i in range(5000)]}),
-    "patterns_intersected": json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuv"]}),
+    "patterns_intersected": json.dumps(
+        {"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrstuv"]}
+    ),
     "multiple_of_1000003": '{"type":"integer","multipleOf":1000003}',
     "unsupported_not": '{"not":{"type":"string"}}',
     "unsupported_unique": '{"type":"array","uniqueItems":true}',
@@ -122,17 +174,18 @@ _HOSTILE_GRAMMARS: dict[str, str] = {
     "only_itself": "root ::= root",
     "undefined": "root ::= nothing",
     "deep_parens": "root ::= " + "(" * 900 + '"a"' + ")" * 900,
-    "chain_20000": "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1} | "b" r{i + 1}' for i in range(20_000)) + '\nr20000 ::= "z"',
+    "chain_20000": "root ::= r0\n"
+    + "\n".join(f'r{i} ::= "a" r{i + 1} | "b" r{i + 1}' for i in range(20_000))
+    + '\nr20000 ::= "z"',
     "repeat_1e9": 'root ::= ("a" | "b"){1000000000}',
     "garbage": "\x00\xff}{!!",
 }
 
+_HOSTILE: dict[GrammarKind, dict[str, str]] = {
+    "json_schema": _HOSTILE_SCHEMAS,
+    "regex": _HOSTILE_REGEXES,
+    "grammar": _HOSTILE_GRAMMARS,
+}
 HOSTILE: tuple[Case, ...] = tuple(
-    Case(f"{prefix}_{name}", Grammar(kind, text), "")
-    for prefix, kind, table in (
-        ("schema", "json_schema", _HOSTILE_SCHEMAS),
-        ("regex", "regex", _HOSTILE_REGEXES),
-        ("grammar", "grammar", _HOSTILE_GRAMMARS),
-    )
-    for name, text in table.items()
+    Case(f"{kind}_{name}", Grammar(kind, text), "") for kind, table in _HOSTILE.items() for name, text in table.items()
 )

@@ -91,7 +91,9 @@ class XGrammar:
             case "regex":
                 return self.compiler.compile_regex(grammar.text)
             case "choice":
-                return self.compiler.compile_grammar("root ::= " + " | ".join(map(json.dumps, json.loads(grammar.text))))
+                return self.compiler.compile_grammar(
+                    "root ::= " + " | ".join(map(json.dumps, json.loads(grammar.text)))
+                )
             case "grammar":
                 return self.compiler.compile_grammar(grammar.text)
 

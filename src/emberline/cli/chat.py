@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
 
-HELP = "talk to a running server"
 DEFAULT_URL = "http://127.0.0.1:8000"
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 COMMANDS = """\
@@ -41,18 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    try:
-        endpoint = Endpoint(args.url, args.api_key)
-        chat = Chat(endpoint, args.model or endpoint.first_model(), args.system, sampling, Screen(sys.stdout.isatty()))
-        if sys.stdin.isatty():
-            chat.converse()
-        elif question := sys.stdin.read().strip():
-            chat.ask(question)
-    except EmberlineError as error:
-        print(f"emberline chat: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    endpoint = Endpoint(args.url, args.api_key)
+    chat = Chat(endpoint, args.model or endpoint.first_model(), args.system, sampling, Screen(sys.stdout.isatty()))
+    if sys.stdin.isatty():
+        chat.converse()
+    elif question := sys.stdin.read().strip():
+        chat.ask(question)
     return 0
 
 

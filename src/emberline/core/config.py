@@ -69,5 +69,4 @@ class ServerConfig:
     stall_timeout: float = 120.0  # an engine with open requests and no sign of life for so long is restarted
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
+    tool_style: str = "auto"  # auto: as the chat template shows

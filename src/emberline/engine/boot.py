@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from emberline.core.config import EngineConfig, SchedulerConfig, core_count
+from emberline.core.config import EngineConfig, SchedulerConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.engine.engine import Engine
 from emberline.engine.grammar import GrammarCompiler
@@ -36,7 +36,7 @@ def boot(config: EngineConfig) -> Loaded:
     began = time.perf_counter()
     threads = config.threads or core_count()
     torch.set_num_threads(threads)
-    ops.set_threads(threads)
+    backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
     kernels = time.perf_counter()
     model = load(Path(config.model), config.dtype, config.max_context)
     loaded = time.perf_counter()
@@ -69,7 +69,7 @@ def boot(config: EngineConfig) -> Loaded:
         kv_tokens=cache.num_blocks * config.block_size,
         weight_bytes=model.weight_bytes,
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
-        kernels=" ".join(v for v in ops.describe().values() if v),
+        kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
     )
 

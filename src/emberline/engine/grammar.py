@@ -104,10 +104,12 @@ class GrammarCompiler:
 
     def _build(self, grammar: Grammar, param: str) -> Matcher:
         if len(grammar.text) > MAX_TEXT:
-            raise InvalidRequest(f"the {grammar.kind} has {len(grammar.text)} characters; at most {MAX_TEXT} are taken", param=param)
+            raise _refusal(
+                grammar.kind, f"it has {len(grammar.text)} characters, and at most {MAX_TEXT} are taken", param
+            )
         try:
             spec = _SPECS[grammar.kind](grammar.text)
-        except Exception as error:
+        except Exception as error:  # the library's translator raises bare ones
             raise _refusal(grammar.kind, str(error), param) from error
         inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
         if inner.is_error():
@@ -115,7 +117,8 @@ class GrammarCompiler:
         matcher = Matcher(inner, self.mask_words)
         matcher.allowed()  # finds out whether anything matches at all
         if matcher.error is not None:
-            raise _refusal(grammar.kind, "no text can match it" if "NoExtension" in matcher.error else matcher.error, param)
+            nothing = "NoExtension" in matcher.error
+            raise _refusal(grammar.kind, "no text can match it" if nothing else matcher.error, param)
         return matcher
 
 
@@ -141,7 +144,7 @@ def _grammar(text: str) -> str:
     composed = _json(text)
     parts = composed.get("grammars") if isinstance(composed, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ValueError('a grammar in JSON is {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
+        raise ValueError('in JSON it must be {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
     return json.dumps({"grammars": [_part(part) for part in parts]})
 
 

@@ -108,7 +108,8 @@ def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     from emberline.engine.grammar import GrammarCompiler
 
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_ids)
-    for limit, amount in ((resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
+    limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
+    for limit, amount in limits.items():
         resource.setrlimit(limit, (amount, resource.getrlimit(limit)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is for the server
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """LLM: the engine in your own process, for scripts and batches of prompts.
 
-    from emberline import LLM, SamplingParams
-    print(LLM("smollm2").generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+from emberline import LLM, SamplingParams
+print(LLM("smollm2").generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class LLM:
             name = f"llm-{self._count}"
             self.engine.add(Submission(name, ids, params, timeout=float("inf")))
             for n in range(params.n):
-                text = Detokenizer(self.tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True)
+                text = Detokenizer(
+                    self.tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True
+                )
                 jobs[name, n] = Completion(i, n), text
         bar = _Bar(len(jobs), enabled=progress and sys.stderr.isatty())
         while not self.engine.idle:
@@ -78,7 +80,9 @@ class LLM:
         bar.close()
         return [completion for completion, _ in jobs.values()]
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template: Any) -> Completion:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template: Any
+    ) -> Completion:
         text = self.template.render(list(messages), **template)
         return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
 

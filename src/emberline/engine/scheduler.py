@@ -75,9 +75,9 @@ class Scheduler:
             if self._make_room(request, request.computed + count, planned):
                 planned[request.id] = count
                 budget = self.config.max_batch_tokens - sum(planned.values())
-        while budget > 0 and (request := self._admit_next()) is not None:
-            planned[request.id] = min(request.remaining, budget)
-            budget -= planned[request.id]
+        while budget > 0 and (admitted := self._admit_next()) is not None:
+            planned[admitted.id] = min(admitted.remaining, budget)
+            budget -= planned[admitted.id]
         if not planned and not self._ended:
             return None
         self._step += 1

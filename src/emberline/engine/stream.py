@@ -9,7 +9,7 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from enum import Enum
 
 from emberline.core.clock import Clock, SystemClock
@@ -65,6 +65,10 @@ class AsyncEngine:
     def num_open(self) -> int:
         return len(self._open)
 
+    def now(self) -> float:
+        """On the clock that Timing is told in."""
+        return self._clock.now()
+
     @property
     def silent_seconds(self) -> float:
         return self._clock.now() - self.last_sign
@@ -84,7 +88,7 @@ class AsyncEngine:
                 await self._keeper
         self._end_all(EngineUnavailable("the server is shutting down"))
 
-    async def submit(self, submission: Submission) -> AsyncIterator[Output]:
+    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
         """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it."""
         if self.state is not State.READY:
             raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")

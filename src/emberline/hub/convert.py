@@ -50,12 +50,15 @@ def _publish(work: Path, target: Path) -> None:
 def _write(file: GGUF, work: Path) -> None:
     tokenizer, tokenizer_config = tokenizer_files(file.metadata)
     tensors = _renamed(file)
-    _dump(work / "config.json", model_config(file, _torch_dtype(tensors)))
+    config = model_config(file, _torch_dtype(tensors))
+    if len(file.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
+        raise ModelFileError(f"{file.path} has more tokens than rows in its embedding")
+    _dump(work / "config.json", config)
     _dump(work / "generation_config.json", generation_config(file.metadata))
     _dump(work / "tokenizer_config.json", tokenizer_config)
     (work / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     specs = {name: (_dtype(t), t.shape) for name, t in tensors.items()}
-    write_tensors(work / "model.safetensors", specs, _chunks(file, tensors))
+    write_tensors(work / "model.safetensors", specs, _chunks(file, tensors, config))
 
 
 def _renamed(file: GGUF) -> dict[str, GGUFTensor]:
@@ -78,17 +81,12 @@ def _torch_dtype(tensors: dict[str, GGUFTensor]) -> str:
     return "bfloat16" if "BF16" in dtypes else "float16" if "F16" in dtypes else "float32"
 
 
-def _chunks(file: GGUF, tensors: dict[str, GGUFTensor]) -> Iterator[bytes]:
-    arch, heads = file.metadata["general.architecture"], _head_counts(file)
+def _chunks(file: GGUF, tensors: dict[str, GGUFTensor], config: dict[str, Any]) -> Iterator[bytes]:
+    permuted: dict[str, int] = {}
+    if file.metadata["general.architecture"] == "llama":
+        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in tensors.values():
-        part = tensor.name.split(".")[-2]
-        permuted = heads[part] if arch == "llama" and part in heads else None
-        yield from _tensor_bytes(file, tensor, permuted)
-
-
-def _head_counts(file: GGUF) -> dict[str, int]:
-    config = model_config(file, "")
-    return {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        yield from _tensor_bytes(file, tensor, permuted.get(tensor.name.split(".")[-2]))
 
 
 def _tensor_bytes(file: GGUF, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ import mmap
 import struct
 import sys
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,7 +82,8 @@ class GGUF:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._map.close()
+        with suppress(BufferError):  # a traceback still holds a view; the map goes when it does
+            self._map.close()
 
 
 class _Header:

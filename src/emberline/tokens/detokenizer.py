@@ -20,12 +20,14 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         include_stop: bool = False,
         continuing: bool = False,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
-        """`continuing`: the text goes on from a prompt, so a SentencePiece model's first space is really a space."""
+        """`continuing`: the text goes on from a prompt, so a SentencePiece model's first space is really a space.
+        `keep`: special tokens that are shown even if the others are skipped."""
         if tokenizer.alphabet is Alphabet.OPAQUE:
             raise UnsupportedModel("this model's tokenizer cannot be decoded token by token")
         self._token_bytes = tokenizer.token_bytes
-        self._skip = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._stops, self._include_stop = tuple(s for s in stop if s), include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and not continuing

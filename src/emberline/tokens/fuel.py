@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-FUEL = 64_000_000  # about a second of work
+FUEL = 32_000_000  # about half a second of work
 STEP = 64  # what one step costs beside its data
 
 

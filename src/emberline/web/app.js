@@ -94,8 +94,8 @@ class Playground {
     };
     await this.generation.run(() => (drawing ||= requestAnimationFrame(draw)));
     this.generation = null;
-    this.transcript.update(answer);
     this.refresh();
+    this.transcript.update(answer);
     if (!this.conversation.save()) toast("This conversation no longer fits into the browser's storage.");
     if (answer.error?.status === 401) openPanel(true);
   }

@@ -59,13 +59,14 @@ async function send(path, key, options) {
 }
 
 async function* events(stream, signal) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = stream.getReader(); // not piped through a decoder: a pipe that breaks drops what is still in it
+  const decoder = new TextDecoder();
   let pending = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      const parts = (pending + value).split(/\r?\n\r?\n/);
+      const parts = (pending + decoder.decode(value, { stream: true })).split(/\r?\n\r?\n/);
       pending = parts.pop();
       for (const part of parts) {
         const lines = part.split(/\r?\n/).filter((line) => line.startsWith("data:"));

@@ -65,21 +65,25 @@ const float* scaled_queries(const Attention& op, const Unit& unit) {
     return to;
 }
 
-// Widens the tile's keys to [dim][kTile] and its values to [kTile][padded], block by block of the cache.
+template <class B>
+inline void widen_run(const B* __restrict from, int count, float* __restrict to) {  // count is a multiple of 8
+    for (int i = 0; i < count; i += 8)
+        for (int j = 0; j < 8; j++) to[i + j] = widen(from[i + j]);
+}
+
+// Widens the tile's keys to [dim][kTile] and its values to [kTile][padded], block by block of the cache. The last block is
+// taken whole, with what it holds beyond `count`: attend_rows hides those keys and never multiplies those values.
 template <class B>
 void gather(const Attention& op, const Unit& unit, int start, int count, float* keys, float* values) {
     const int* table = op.tables + long(unit.sequence) * op.table_stride;
-    int size = op.block_size, dim = op.dim, padded = op.padded();
-    for (int done = 0, run; done < count; done += run) {
+    int size = op.block_size, dim = op.dim, padded = op.padded(), run = std::min(size, kTile);
+    for (int done = 0; done < count; done += run) {
         int offset = (start + done) % size;
-        run = std::min(size - offset, count - done);
         long block = table[(start + done) / size], head = long(unit.head) * size * dim;
         const B* k = static_cast<const B*>(op.keys) + block * op.key_stride + head + offset;
         const B* v = static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * dim;
-        for (int d = 0; d < dim; d++)
-            for (int j = 0; j < run; j++) keys[d * kTile + done + j] = widen(k[d * size + j]);
-        for (int j = 0; j < run; j++)
-            for (int d = 0; d < dim; d++) values[(done + j) * padded + d] = widen(v[j * dim + d]);
+        for (int d = 0; d < dim; d++) widen_run(k + d * size, run, keys + d * kTile + done);
+        for (int j = 0; j < run; j++) widen_run(v + j * dim, dim, values + (done + j) * padded);
     }
 }
 
@@ -87,15 +91,13 @@ void gather(const Attention& op, const Unit& unit, int start, int count, float* 
 inline void soften(float* score, int from, int to, float& top, float& sum) {
     for (int j = 0; j < from; j++) score[j] = kHidden;
     for (int j = std::max(to, 0); j < kTile; j++) score[j] = kHidden;
-    float lane[16];
-    std::copy_n(score, 16, lane);
-    for (int j = 16; j < kTile; j += 16)
-        for (int i = 0; i < 16; i++) lane[i] = score[j + i] > lane[i] ? score[j + i] : lane[i];
-    float most = *std::max_element(lane, lane + 16);
-    top = most;
-    if (most == kHidden) most = 0.0f;
-    for (int j = 0; j < kTile; j++) score[j] = fast_exp(score[j] - most);
-    sum = lane_sum(kTile, [score](int j) { return score[j]; });
+    Vec most = load(score), all = zero();
+    for (int j = kLanes; j < kTile; j += kLanes) most = max(most, load(score + j));
+    top = largest(most);
+    float shift = top == kHidden ? 0.0f : top;
+    for (int j = 0; j < kTile; j++) score[j] = exp_negative(score[j] - shift);
+    for (int j = 0; j < kTile; j += kLanes) all = add(all, load(score + j));
+    sum = total(all);
 }
 
 // One block of rows against one tile.
@@ -136,7 +138,7 @@ void fold(const Partial& tile, Partial& all, int rows, int padded) {
     for (int r = 0; r < rows; r++) {
         if (tile.top[r] == kHidden) continue;
         float top = std::max(all.top[r], tile.top[r]);
-        float old = fast_exp(all.top[r] - top), now = fast_exp(tile.top[r] - top);
+        float old = exp_negative(all.top[r] - top), now = exp_negative(tile.top[r] - top);
         all.top[r] = top;
         all.sum[r] = fma(all.sum[r], old, tile.sum[r] * now);
         float *to = all.value + long(r) * padded, *from = tile.value + long(r) * padded;

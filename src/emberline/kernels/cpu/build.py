@@ -41,18 +41,22 @@ def _compile(command: list[str], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
-        try:
-            done = subprocess.run([*command, *sources, "-o", str(made)], capture_output=True, timeout=BUILD_SECONDS)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{command[0]} did not finish: {error}") from error
-        if done.returncode:
-            raise BuildError(f"{command[0]} failed: {done.stderr.decode(errors='replace')[-2000:]}")
+        _run([*command, *sources, "-o", str(made)])
         os.replace(made, path)  # whole or not at all: another process may be building the same
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        return subprocess.run(command, capture_output=True, check=True, timeout=BUILD_SECONDS).stdout
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{command[0]} failed: {error.stderr.decode(errors='replace')[-2000:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} did not finish: {error}") from error
 
 
 def _key(command: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
-    digest.update(subprocess.run([command[0], "--version"], capture_output=True, check=True).stdout)
+    digest.update(_run([command[0], "--version"]))
     digest.update(_cpu_features())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())

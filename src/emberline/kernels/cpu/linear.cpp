@@ -8,7 +8,7 @@
 namespace ember {
 namespace {
 
-constexpr int kChunk = 640;                  // k of one widened piece of a panel: it and its inputs stay in L1
+constexpr int kChunk = 5 * kSpan;            // k of one widened piece of a panel: it and its inputs stay in L1
 constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
 constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
 
@@ -105,12 +105,11 @@ void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inpu
     const B* b = weights + panel * op.k * kPanel;
     int first = blocks.start(from), rows = blocks.start(to) - first;
     float* sums = scratch(kSums, long(rows) * kPanel);
-    int chunks = (op.k + kChunk - 1) / kChunk, chunk = (op.k + chunks - 1) / chunks;
     if (to - from == 1) {
         run_tile(rows, Product<B>{in.rows + first * in.stride, in.stride, b, kPanel, op.k, sums, kPanel});
     } else {
-        for (int at = 0; at < op.k; at += chunk) {
-            int length = std::min(chunk, op.k - at);
+        for (int at = 0; at < op.k; at += kChunk) {
+            int length = std::min(kChunk, op.k - at);
             const float* wide = widened(b + long(at) * kPanel, long(length) * kPanel);
             for (int block = from; block < to; block++) {
                 int row = blocks.start(block);

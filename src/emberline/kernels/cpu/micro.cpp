@@ -13,15 +13,14 @@ inline __attribute__((always_inline)) void load_weights(const B* b, Vec (&out)[V
     for (int v = 0; v < V; v += 2) load_pair(b + v * kLanes, out[v], out[v + 1]);
 }
 
-// R rows by V vectors: a is R rows of k inputs `lda` apart, b is k rows of a panel `ldb` apart, c is R rows of sums `ldc`
-// apart, which start from zero when `fresh`. Four inputs of a row are loaded at once and multiplied lane by lane.
+// R rows by V vectors: four inputs of a row are loaded at once and multiplied lane by lane. One span, at most.
 template <int R, int V, class B>
-void tile(const float* a, long lda, const B* b, long ldb, int k, float* c, long ldc, bool fresh) {
+inline void span(const float* a, long lda, const B* b, long ldb, int k, float* c, long ldc, bool fresh) {
     Vec sum[R][V], weight[V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sum[r][v] = fresh ? zero() : load(c + r * ldc + v * kLanes);
+        for (int v = 0; v < V; v++) sum[r][v] = zero();
     int i = 0;
     for (; i + 4 <= k; i += 4, a += 4, b += 4 * ldb) {
         if constexpr (R == 1)
@@ -48,15 +47,26 @@ void tile(const float* a, long lda, const B* b, long ldb, int k, float* c, long 
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) store(c + r * ldc + v * kLanes, sum[r][v]);
+        for (int v = 0; v < V; v++) {
+            float* to = c + r * ldc + v * kLanes;
+            store(to, fresh ? sum[r][v] : add(load(to), sum[r][v]));
+        }
+}
+
+template <int R, int V, class B>
+void tile(const Product<B>& p, int column) {
+    for (int at = 0; at < p.k; at += kSpan) {
+        int k = p.k - at < kSpan ? p.k - at : kSpan;
+        span<R, V>(p.a + at, p.lda, p.b + at * p.ldb + column, p.ldb, k, p.c + column, p.ldc, p.fresh && at == 0);
+    }
 }
 
 template <class B, int... R>
 void run_tile(int rows, const Product<B>& p, std::integer_sequence<int, R...>) {
-    using Tile = void (*)(const float*, long, const B*, long, int, float*, long, bool);
+    using Tile = void (*)(const Product<B>&, int);
     constexpr Tile all[] = {tile<R + 1, (R < kShortRows ? kVecs : kTallVecs), B>...};
     int columns = (rows <= kShortRows ? kVecs : kTallVecs) * kLanes;
-    for (int at = 0; at < kPanel; at += columns) all[rows - 1](p.a, p.lda, p.b + at, p.ldb, p.k, p.c + at, p.ldc, p.fresh);
+    for (int column = 0; column < kPanel; column += columns) all[rows - 1](p, column);
 }
 
 }  // namespace

@@ -1,23 +1,25 @@
 // The register tile: R rows of inputs times one panel of weights. Every product in the house, attention included, is this.
 //
-// Each output is one chain of fused multiply-adds over k = 0, 1, 2, ...; cutting k into chunks continues the chain from
-// memory. So an output's bits depend on its own row and column only: not on R, the batch, the chunks or the threads.
+// Each output adds up spans of kSpan products in order, and a span is one chain of fused multiply-adds. So an output's bits
+// depend on its own row and column only: not on R, the batch, the threads, or how k was cut, if at multiples of kSpan.
+// Short spans also keep the error down: it grows with the longest chain.
 #pragma once
-
 #include "isa.h"
 
 namespace ember {
 
+constexpr int kSpan = 128;
+
 template <class B>
-struct Product {  // the operands of run_tile, with their strides
-    const float* a;
+struct Product {
+    const float* a;  // rows of k inputs, lda apart
     long lda;
-    const B* b;
+    const B* b;  // k rows of a panel, ldb apart
     long ldb;
     int k;
-    float* c;
+    float* c;  // rows of sums, ldc apart
     long ldc;
-    bool fresh = true;
+    bool fresh = true;  // c starts from zero; otherwise this continues it
 };
 
 // `rows` inputs times one panel: few rows take it at full width, many in narrower tiles that fill the registers better.

@@ -19,6 +19,10 @@ using Quad = float32x4_t;  // four consecutive inputs, each multiplied by lane
 inline Vec zero() { return vdupq_n_f32(0.0f); }
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline void store(float* p, Vec v) { vst1q_f32(p, v); }
+inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
+inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline float total(Vec v) { return vaddvq_f32(v); }
+inline float largest(Vec v) { return vmaxvq_f32(v); }
 inline Quad load_quad(const float* p) { return vld1q_f32(p); }
 inline Vec fma_lane(Vec sum, Vec b, Quad a, int lane) { return vfmaq_n_f32(sum, b, a[lane]); }
 inline Vec fma_scalar(Vec sum, Vec b, float a) { return vfmaq_n_f32(sum, b, a); }

@@ -46,7 +46,7 @@ public:
         begin();
         take();
         for (int spins = 0; busy_.load(std::memory_order_acquire); spins++)
-            if (spins < 100000) pause();
+            if (spins < 4000) pause();
             else std::this_thread::yield();
     }
 

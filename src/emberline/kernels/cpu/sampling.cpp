@@ -38,7 +38,7 @@ public:
 
 private:
     void next_band() {
-        float low = ++band_ > kBands ? -1.0f : fast_exp(-float(band_));
+        float low = ++band_ > kBands ? -1.0f : exp_negative(-float(band_));
         size_t start = sorted_.size();
         for (int i = 0; i < n_; i++)
             if (weight_[i] < high_ && weight_[i] >= low) sorted_.push_back(i);
@@ -48,7 +48,7 @@ private:
         high_ = low;
     }
 
-    static constexpr int kBands = 87;  // fast_exp is 0 beyond
+    static constexpr int kBands = 87;  // exp_negative is 0 beyond
     const float* weight_;
     int n_, band_ = 0;
     float high_ = 2.0f;
@@ -69,7 +69,7 @@ double total(const float* weight, int n) {
 
 // Leaves in `x` each token's probability relative to the largest, so the first token weighs exactly 1.
 void weigh(float* x, int n, float most, float temperature) {
-    for (int i = 0; i < n; i++) x[i] = fast_exp((x[i] - most) / temperature);
+    for (int i = 0; i < n; i++) x[i] = exp_negative((x[i] - most) / temperature);
 }
 
 long pick(float* x, int n, const Choice& choice) {
@@ -106,7 +106,7 @@ struct LogProbs {
 void describe(const float* x, int n, long id, long row, const LogProbs& to) {
     float most = x[argmax(x, n)];
     double sum = 0.0;
-    for (int i = 0; i < n; i++) sum += fast_exp(x[i] - most);
+    for (int i = 0; i < n; i++) sum += exp_negative(x[i] - most);
     double log_sum = std::log(sum) + most;
     long higher = 0;
     for (int i = 0; i < n; i++) higher += x[i] > x[id];

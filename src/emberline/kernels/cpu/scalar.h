@@ -39,10 +39,11 @@ inline float fma(float a, float b, float c) {
 #endif
 }
 
-// e^x within 2 ulp; 0 below the smallest normal result. x = n ln2 + r with |r| <= ln2/2, then a polynomial in r.
-inline float fast_exp(float x) {
+// e^x for x <= 0, within 2 ulp; 0 below e^-87. x = n ln2 + r with |r| <= ln2/2, then a polynomial in r.
+inline float exp_negative(float x) {
     constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-    float clamped = x > 88.0f ? 88.0f : (x < -87.0f ? -87.0f : x);
+    constexpr float kLeast = -87.0f;
+    float clamped = x < kLeast ? kLeast : x;
     float shifted = fma(clamped, 1.44269504f, kShift);
     float n = shifted - kShift;
     float r = fma(n, -0.693145752f, clamped);
@@ -59,10 +60,14 @@ inline float fast_exp(float x) {
     bits += exponent << 23;
     float y;
     std::memcpy(&y, &bits, 4);
-    return x < -87.0f ? 0.0f : y;
+    return x < kLeast ? 0.0f : y;
 }
 
-inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+// Both branches of the sigmoid from e^-|x|, which cannot overflow.
+inline float silu(float x) {
+    float e = exp_negative(x < 0.0f ? x : -x);
+    return (x < 0.0f ? x * e : x) / (1.0f + e);
+}
 
 // Sums in sixteen lanes and then pairwise: one order for every caller, and one that vectorises.
 template <class Term>

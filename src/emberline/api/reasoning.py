@@ -1,0 +1,65 @@
+"""Reasoning: the text a model writes to itself before it answers, between two markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from emberline.api.lark import literal, pattern
+from emberline.core.params import Grammar
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningStyle:
+    begin: str = "<think>"
+    end: str = "</think>"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.begin, self.end)
+
+    def opened_by(self, prompt: str) -> bool:
+        """Templates of some models write the first marker themselves: the output then starts inside."""
+        return prompt.rstrip().endswith(self.begin)
+
+
+THINK = ReasoningStyle()
+MAGISTRAL = ReasoningStyle("[THINK]", "[/THINK]")
+
+
+def style_for(template: str) -> ReasoningStyle | None:
+    return next((style for style in (THINK, MAGISTRAL) if style.end in template), None)
+
+
+def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Mapping[str, int]) -> Grammar:
+    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are special tokens."""
+    if style.end in special:
+        thought = f"TEXT {literal(style.end, special)}"
+        lead = f"lead: {thought}" if opened else f"lead: ({literal(style.begin, special)} {thought})?"
+    else:
+        inside = f"(.|\\n)*{re.escape(style.end)}"
+        thought = f"thought[lazy]: {pattern(inside if opened else re.escape(style.begin) + inside)}"
+        lead = f"lead: thought{'' if opened else '?'}\n{thought}"
+    top = f"start: lead GAP @body\n{lead}\nGAP: /[ \\n]{{0,4}}/\nTEXT: /(.|\\n)*/\n"
+    first, *rest = _parts(grammar)
+    return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": top}, {**first, "name": "body"}, *rest]}))
+
+
+def _parts(grammar: Grammar) -> list[dict[str, Any]]:
+    match grammar.kind:
+        case "json_object":
+            return [{"json_schema": {"type": "object"}}]
+        case "json_schema":
+            return [{"json_schema": json.loads(grammar.text)}]
+        case "regex":
+            return [{"lark_grammar": f"start: {pattern(grammar.text)}"}]
+        case "choice":
+            return [{"lark_grammar": "start: " + " | ".join(literal(choice) for choice in json.loads(grammar.text))}]
+        case "grammar" if grammar.text.lstrip().startswith("{"):
+            parts: list[dict[str, Any]] = json.loads(grammar.text)["grammars"]
+            return parts
+        case "grammar":
+            return [{"lark_grammar": grammar.text}]

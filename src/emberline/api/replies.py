@@ -1,0 +1,208 @@
+"""The shapes of our replies, for the OpenAPI document. Renderers build plain dicts; a test holds them to these."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from emberline.api.parse import Wire
+
+Json = dict[str, Any]
+
+
+class OpenAIErrorDetail(Wire):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIError(Wire):
+    error: OpenAIErrorDetail
+
+
+class AnthropicErrorDetail(Wire):
+    type: str
+    message: str
+
+
+class AnthropicError(Wire):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class PromptTokensDetails(Wire):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Wire):
+    reasoning_tokens: int
+
+
+class CompletionUsage(Wire):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TokenChance(Wire):
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: list[Json] | UnsetType = UNSET
+
+
+class ChatLogprobs(Wire):
+    content: list[TokenChance]
+    refusal: None
+    reasoning_content: list[TokenChance] | UnsetType = UNSET
+
+
+class FunctionCall(Wire):
+    name: str
+    arguments: str
+
+
+class ToolCall(Wire):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(Wire):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+
+
+class ChatChoice(Wire):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "abort"]
+    stop_reason: str | None
+
+
+class ChatCompletion(Wire):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    service_tier: Literal["default", "flex"]
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    metadata: dict[str, str] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+
+
+class CompletionLogprobs(Wire):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Wire):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length", "abort"]
+    stop_reason: str | None
+    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+
+
+class Completion(Wire):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: CompletionUsage
+
+
+class Embedding(Wire):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # numbers, or base64 of little-endian float32
+
+
+class EmbeddingUsage(Wire):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(Wire):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class ModelEntry(Wire):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+
+
+class ModelList(Wire):
+    object: Literal["list"]
+    data: list[ModelEntry]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+class Tokens(Wire):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Wire):
+    prompt: str
+
+
+class TokenCount(Wire):
+    input_tokens: int
+
+
+class Message(Wire):
+    """Anthropic's."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Json
+
+
+class Response(msgspec.Struct):
+    """Of the Responses protocol; it also repeats what the request asked for."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete", "failed", "in_progress"]
+    error: Json | None
+    incomplete_details: Json | None
+    output: list[Json]
+    usage: Json | None

@@ -1,0 +1,107 @@
+"""Ceiling: what the machine can do at most, measured; and what one token of a model costs, counted. Their quotient is
+the limit that a figure is held against. A model smaller than the last-level cache may beat the limit of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from emberline.bench.job import Job
+from emberline.bench.machine import NATIVE_BF16, hardware, llc_bytes
+from emberline.models.config import ModelConfig
+
+LEAST_BUFFER = 256 << 20
+SQUARE = 1024  # side of the matrices
+ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    bandwidth: float  # bytes a second read from memory, the best of several reductions over a buffer beyond the cache
+    flops: float  # a second in a large matrix product, in the best number format that the CPU has instructions for
+    how: dict[str, float]  # each method tried, GB/s or GFLOP/s
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one model: parameters that multiply activations, and bytes of keys and values a token."""
+
+    layers: int  # parameters of all layers' matrices
+    head: int  # parameters of the output matrix; the embedding is looked up, not read
+    attention: int  # multiply-adds of one query with one key and its value, all layers
+    kv_bytes: int
+    width: int  # bytes of a parameter
+
+    @staticmethod
+    def of(config: ModelConfig, width: int = 2) -> Cost:
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        layer = config.hidden * (2 * q + 2 * kv + 3 * config.ffn)
+        return Cost(
+            layers=config.layers * layer,
+            head=config.vocab * config.hidden,
+            attention=config.layers * 2 * q,
+            kv_bytes=config.layers * 2 * kv * width,
+            width=width,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """What every step must read, however few tokens it computes."""
+        return (self.layers + self.head) * self.width
+
+    def prefill_limit(self, c: Ceiling, tokens: int) -> float:
+        work = self._flops(0, tokens, 1)
+        return tokens / max(work / c.flops, self.weight_bytes / c.bandwidth)
+
+    def decode_limit(self, c: Ceiling, batch: int, context: int) -> float:
+        read = self.weight_bytes + batch * context * self.kv_bytes
+        work = batch * self._flops(context, context + 1, 1)
+        return batch / max(work / c.flops, read / c.bandwidth)
+
+    def output_limit(self, c: Ceiling, job: Job) -> float:
+        """Arithmetic alone: how often the weights must be read depends on how well the batches are filled."""
+        pairs = zip(job.prompts, job.outputs, strict=True)
+        work = sum(self._flops(0, len(prompt) + output - 1, output) for prompt, output in pairs)
+        return sum(job.outputs) / (work / c.flops)
+
+    def _flops(self, start: int, end: int, sampled: int) -> float:
+        """To compute positions [start, end) and sample some of them."""
+        keys = (end * (end + 1) - start * (start + 1)) // 2  # position p sees p + 1 keys
+        return 2.0 * ((end - start) * self.layers + sampled * self.head + keys * self.attention)
+
+
+def measure(threads: int) -> Ceiling:
+    import torch
+
+    torch.set_num_threads(threads)
+    data = torch.ones(max(LEAST_BUFFER, 4 * llc_bytes()) // 4)
+    rows, ones = data.view(-1, 4096), torch.ones(4096)
+    reads: dict[str, Callable[[], object]] = {
+        "read_sum": data.sum,
+        "read_max": data.amax,
+        "read_matvec": lambda: torch.mv(rows, ones),
+    }
+    how = {f"{name}_gb_s": data.nbytes / _best(read) / 1e9 for name, read in reads.items()}
+    formats = [torch.float32]
+    if NATIVE_BF16 & set(hardware()["flags"]):
+        formats.append(torch.bfloat16)
+    for dtype in formats:
+        matrix = torch.ones(SQUARE, SQUARE, dtype=dtype)
+        seconds = _best(lambda m=matrix: m @ m)  # type: ignore[misc]
+        how[f"matmul_{str(dtype).split('.')[1]}_gflop_s"] = 2 * SQUARE**3 / seconds / 1e9
+    return Ceiling(
+        bandwidth=1e9 * max(v for name, v in how.items() if name.startswith("read")),
+        flops=1e9 * max(v for name, v in how.items() if name.startswith("matmul")),
+        how=how,
+    )
+
+
+def _best(work: Callable[[], object]) -> float:
+    """The fastest of several: a ceiling is what nothing disturbed."""
+    times = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times)

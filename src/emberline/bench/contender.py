@@ -1,0 +1,122 @@
+"""Contender: an engine in a child process, started in its own environment, that runs jobs and says when tokens came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from emberline.bench.job import Job, Timeline
+from emberline.core.errors import EmberlineError
+
+START_SECONDS = 1200.0  # one of the peers compiles for minutes
+# Our package goes last on the path, so that every environment keeps its own version of everything else.
+LAUNCH = "import runpy, sys; sys.path.append(sys.argv[1]); runpy.run_module(sys.argv[2], run_name='__main__')"
+
+
+class ContenderFailed(EmberlineError):
+    """A contender could not do its job; what it said is the finding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    name: str
+    python: Path
+    module: str
+    settings: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    same_weights: bool = True  # False: shown for information, never `peer`
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    timeline: Timeline
+    counters: dict[str, float]
+
+
+class Contender:
+    def __init__(self, spec: Spec, log: Path) -> None:
+        if not spec.python.exists():
+            raise ContenderFailed(f"{spec.name} is not installed", hint="run scripts/bench-peers")
+        self.spec = spec
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        root = Path(__file__).parents[2]
+        began = time.perf_counter()
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [spec.python, "-P", "-c", LAUNCH, str(root), spec.module, json.dumps(spec.settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **spec.env},
+                start_new_session=True,
+            )
+        self.facts: dict[str, Any] = self._answer(START_SECONDS)["ready"]
+        self.ready_seconds = time.perf_counter() - began
+
+    def run(self, job: Job, deadline: float) -> Run:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as e:
+            raise ContenderFailed(f"{self.spec.name} is gone") from e
+        answer = self._answer(deadline)
+        if "error" in answer:
+            raise ContenderFailed(answer["error"])
+        timeline = Timeline(answer["times"])
+        timeline.check(job)
+        return Run(timeline, answer["counters"])
+
+    def warm_up(self, job: Job) -> None:
+        try:
+            self.run(job, START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """With its children: an engine may have started processes of its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _answer(self, seconds: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self.stop()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if line:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        if late.is_set():
+            raise ContenderFailed(f"no answer after {seconds:.0f} s")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)  # its own status, if it has one
+        self.stop()
+        raise ContenderFailed(f"ended with status {self._process.returncode}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line] or lines or ["nothing"]
+        return telling[-1][:300]

@@ -1,0 +1,135 @@
+"""`emberline bench cpu`: ourselves and the peers in one run, turn by turn, so that a noisy machine is unfair to no one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from emberline.bench import ceiling, workload
+from emberline.bench.ceiling import Ceiling, Cost
+from emberline.bench.contender import Contender, ContenderFailed, Run
+from emberline.bench.lineup import Ground, ours, peer
+from emberline.bench.report import Report
+from emberline.bench.task import Kind, Task
+from emberline.core.config import cache_dir, core_count
+from emberline.core.errors import EmberlineError
+from emberline.core.jsonfile import read_object
+from emberline.hub.pull import KNOWN, pulled_gguf
+from emberline.hub.source import resolve
+from emberline.models.config import ModelConfig
+
+TASKS = ("prefill_512", "prefill_2048", "decode_1", "decode_4", "decode_8", "decode_16", "mix_64")
+SLOW = 30.0  # seconds: a contender that takes longer for a task gets one round of it
+WARM_UP = (32, 4)  # tokens in and out, before anything is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contender and what it has done so far."""
+
+    contender: Contender
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.contender.spec.name
+
+    def rates(self, task: Task) -> list[float]:
+        return [task.rate(run.timeline) for run in self.runs.get(task.name, [])]
+
+
+def bench(model: str, peers: list[str], names: list[str], threads: int, rounds: int, deadline: float, root: Path) -> Report:
+    ground = _ground(model, threads or core_count(), root)
+    config = ModelConfig.from_hf(read_object(ground.model / "config.json"))
+    tasks = [Task.make(name, config.vocab) for name in names]
+    top = ceiling.measure(ground.threads)
+    report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rounds, "ceiling": top.how})
+    report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
+    report.add("matmul", top.flops / 1e9, "GFLOP/s")
+    entries, absent = _start(ground, peers, config.vocab)
+    try:
+        for task in tasks:
+            for turn in range(rounds):
+                for entry in entries:
+                    _turn(entry, task, turn, deadline)
+    finally:
+        for entry in entries:
+            entry.contender.stop()
+    _starts(report, *entries)
+    for task in tasks:
+        _figures(report, task, Cost.of(config), top, *entries)
+    report.config["contenders"] = {entry.name: entry.contender.facts for entry in entries}
+    report.config["failed"] = absent | {entry.name: entry.failed for entry in entries if entry.failed}
+    return report
+
+
+def _ground(model: str, threads: int, root: Path) -> Ground:
+    gguf = Path(model) if model.endswith(".gguf") else None
+    if model in KNOWN and KNOWN[model].member.endswith(".gguf"):
+        gguf = pulled_gguf(model, cache_dir())
+    return Ground(resolve(model), gguf, threads, root)
+
+
+def _start(ground: Ground, peers: list[str], vocab: int) -> tuple[list[Entry], dict[str, Any]]:
+    entries: list[Entry] = []
+    absent: dict[str, Any] = {}
+    for name in ["", *peers]:
+        spec = peer(name, ground) if name else ours(ground)
+        try:
+            contender = Contender(spec, ground.root / "logs" / f"{spec.name}.log")
+            contender.warm_up(workload.job([WARM_UP], vocab))
+            entries.append(Entry(contender))
+            _say(f"{spec.name}: ready in {contender.ready_seconds:.1f} s")
+        except (ContenderFailed, ValueError) as e:
+            if not name:
+                raise EmberlineError(f"our own engine did not start: {e}") from e
+            absent[name] = {"start": str(e)}
+            _say(f"{name}: {e}")
+    return entries, absent
+
+
+def _turn(entry: Entry, task: Task, turn: int, deadline: float) -> None:
+    done = entry.runs.setdefault(task.name, [])
+    slow = bool(done) and done[0].timeline.wall > SLOW
+    if slow or task.name in entry.failed or not entry.contender.alive:
+        return
+    time.sleep(0.3)  # the one before may still be spinning
+    try:
+        done.append(entry.contender.run(task.job, deadline))
+        _say(f"{task.name} {turn + 1} {entry.name}: {task.rate(done[-1].timeline):,.1f} tok/s")
+    except (ContenderFailed, ValueError) as e:
+        entry.failed[task.name] = str(e)
+        _say(f"{task.name} {turn + 1} {entry.name}: {e}")
+
+
+def _starts(report: Report, us: Entry, *others: Entry) -> None:
+    """From the start of the process to the first job taken. The peers' kernels and weights are warm in the page cache too."""
+    best = min((e.contender.ready_seconds for e in others if e.contender.spec.same_weights), default=None)
+    report.add("ready", us.contender.ready_seconds, "s", peer=best)
+    for phase, seconds in us.contender.facts["seconds"].items():
+        report.add(f"ready_{phase}", seconds, "s")
+    for entry in others:
+        report.add(f"ready/{entry.name}", entry.contender.ready_seconds, "s")
+
+
+def _figures(report: Report, task: Task, cost: Cost, top: Ceiling, us: Entry, *others: Entry) -> None:
+    mine = us.runs[task.name]
+    if not mine:
+        return  # it is among the failures
+    theirs = [(entry, rates) for entry in others if (rates := entry.rates(task))]
+    best = max((median(rates) for entry, rates in theirs if entry.contender.spec.same_weights), default=None)
+    report.add(task.name, us.rates(task), "tok/s", peer=best, limit=task.limit(cost, top))
+    for entry, rates in theirs:
+        report.add(f"{task.name}/{entry.name}", rates, "tok/s")
+    if task.kind is Kind.DECODE:
+        report.add(f"{task.name}_step", [run.timeline.step() * 1e3 for run in mine], "ms")
+    report.add(f"{task.name}_host", [run.counters["host"] / run.timeline.tokens * 1e6 for run in mine], "us/token")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,44 @@
+"""A quantised GGUF widened to 16 bits, so that llama.cpp computes with the very weights that we do. Metadata is kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+KINDS = {"bf16": "BF16", "f16": "F16"}
+
+
+def widen(source: Path, target: Path, kind: str) -> Path:
+    """Matrices become `kind`, vectors stay float32, as llama.cpp's own converter has it."""
+    if target.exists():
+        return target
+    import gguf
+
+    wanted = gguf.GGMLQuantizationType[KINDS[kind]]
+    reader = gguf.GGUFReader(source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    writer = gguf.GGUFWriter(part, str(reader.fields["general.architecture"].contents()))
+    _copy_metadata(reader, writer, int(gguf.LlamaFileType[f"MOSTLY_{KINDS[kind]}"]))
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim > 1:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.replace(part, target)
+    return target
+
+
+def _copy_metadata(reader: Any, writer: Any, file_type: int) -> None:
+    for name, entry in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue  # the writer's own
+        value = file_type if name == "general.file_type" else entry.contents()
+        inner = entry.types[-1] if len(entry.types) > 1 else None
+        writer.add_key_value(name, value, entry.types[0], sub_type=inner)

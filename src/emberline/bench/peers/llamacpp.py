@@ -1,0 +1,66 @@
+"""llama.cpp as the xllamacpp wheel has it: its server in this process, one slot a request, continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from threading import Thread
+from typing import Any
+
+from emberline.bench.job import Job, Timeline
+from emberline.bench.peers.wire import Ticks, serve
+
+SPARE = 16  # tokens of context beyond what a job needs
+LEAST_CONTEXT = 512
+
+
+class LlamaCpp:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import xllamacpp
+
+        self._settings = settings
+        self._library = xllamacpp
+        self._server(1, LEAST_CONTEXT)  # a start, like the others'
+        self.facts: dict[str, Any] = {
+            "xllamacpp": xllamacpp.__version__,
+            "built_for": xllamacpp.get_system_info().strip(" |\n"),
+        }
+
+    def run(self, job: Job) -> Timeline:
+        # A server made for the job: no slot too many to look after, no cache to search that earlier jobs have filled.
+        server = self._server(len(job.prompts), max(job.longest + SPARE, LEAST_CONTEXT))
+        ticks = Ticks(job)
+        threads = [Thread(target=self._complete, args=(server, job, i, ticks)) for i in range(len(job.prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return ticks.timeline()
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
+
+    def _server(self, slots: int, context: int) -> Any:
+        params = self._library.CommonParams()
+        params.model.path = self._settings["model"]
+        params.n_parallel = slots
+        params.n_ctx = slots * -(-context // 256) * 256
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self._settings["threads"]
+        params.cache_prompt = False
+        params.cache_ram_mib = 0
+        params.verbosity = 1
+        return self._library.Server(params)
+
+    def _complete(self, server: Any, job: Job, i: int, ticks: Ticks) -> None:
+        def tick(chunk: dict[str, Any]) -> None:
+            # Text may wait for the rest of a character: the count of tokens is the truth.
+            count = chunk.get("timings", {}).get("predicted_n", 0)
+            if count > len(ticks.times[i]):
+                ticks.mark(i, count - len(ticks.times[i]))
+
+        body = {"prompt": job.prompts[i], "n_predict": job.outputs[i], "max_tokens": job.outputs[i], "stream": True}
+        more = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
+        server.handle_completions(body | more, tick)
+
+
+if __name__ == "__main__":
+    serve(LlamaCpp)

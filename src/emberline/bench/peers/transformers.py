@@ -1,0 +1,51 @@
+"""Hugging Face transformers, eager: `generate` on a batch of equal lengths. It has no continuous batching on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from emberline.bench.job import Job, Timeline
+from emberline.bench.peers.wire import Ticks, serve
+
+
+class Transformers:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(settings["threads"])
+        self._torch = torch
+        dtype = getattr(torch, settings["dtype"])
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+        self.facts: dict[str, Any] = {"transformers": transformers.__version__, "torch": torch.__version__}
+
+    def run(self, job: Job) -> Timeline:
+        if len({len(prompt) for prompt in job.prompts}) > 1 or len(set(job.outputs)) > 1:
+            raise NotImplementedError("requests of different lengths would be padded")
+        ids = self._torch.tensor(job.prompts)
+        ticks = Ticks(job)
+
+        def tick(*_: Any) -> Any:
+            for i in range(len(job.prompts)):
+                ticks.mark(i)
+            return self._torch.zeros(len(job.prompts), dtype=self._torch.bool)
+
+        with self._torch.inference_mode():
+            self._model.generate(
+                ids,
+                attention_mask=self._torch.ones_like(ids),
+                max_new_tokens=job.outputs[0],
+                min_new_tokens=job.outputs[0],
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=[tick],
+            )
+        return ticks.timeline()
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
+
+
+if __name__ == "__main__":
+    serve(Transformers)

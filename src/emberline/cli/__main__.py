@@ -1,0 +1,43 @@
+"""The command line: one subcommand, one file, imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from emberline import __version__
+from emberline.core.errors import EmberlineError
+
+COMMANDS = {
+    "serve": "serve a model over HTTP",
+    "chat": "talk to a running server in the terminal",
+    "pull": "fetch a model into the cache",
+    "bench": "measure this machine, the engine, its peers, or a server",
+    "doctor": "say what this machine can do and what is missing",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="emberline", description="An open LLM inference stack.")
+    parser.add_argument("--version", action="version", version=f"emberline {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = next((word for word in argv if word in COMMANDS), None)
+    for name, help_ in COMMANDS.items():
+        sub = commands.add_parser(name, help=help_, description=help_)
+        if name == asked:
+            command = importlib.import_module(f"emberline.cli.{name}")
+            command.add_arguments(sub)
+    args = parser.parse_args(argv)
+    try:
+        return int(command.run(args))
+    except EmberlineError as e:
+        print(f"emberline: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""emberline serve: the engine and its HTTP face in one command."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, ServerConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    server, engine = ServerConfig(), EngineConfig(model="")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help="smollm2, hf:org/name, a directory or a .gguf file (default: %(default)s)",
+    )
+    parser.add_argument("--host", default=server.host)
+    parser.add_argument("--port", type=int, default=server.port)
+    parser.add_argument("--served-name", help="the model's name in the API (default: as given)")
+    parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    parser.add_argument("--threads", type=int, default=engine.threads, help="0: all cores")
+    parser.add_argument("--dtype", default=engine.dtype, choices=["auto", "bfloat16", "float16", "float32"])
+    parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--kv-memory", type=_size, help="bytes of KV cache, e.g. 2G (default: planned)")
+    parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
+    parser.add_argument("--max-batch-tokens", type=int, default=engine.max_batch_tokens, help="computed in one step")
+    parser.add_argument("--max-running", type=int, default=engine.max_running, help="requests in one batch")
+    parser.add_argument("--max-waiting", type=int, default=engine.max_waiting, help="more than these get a 429")
+    parser.add_argument("--block-size", type=int, default=engine.block_size)
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--request-timeout", type=float, default=server.request_timeout, help="seconds")
+    parser.add_argument(
+        "--stall-timeout", type=float, default=server.stall_timeout, help="seconds until a silent engine is restarted"
+    )
+    parser.add_argument(
+        "--embedder", default=DEFAULT_EMBEDDER, help="model of /v1/embeddings, or none (default: %(default)s)"
+    )
+    parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
+    parser.add_argument("--tool-style", default=server.tool_style, help="auto, hermes, llama3, mistral, mistral-args")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    from emberline.server.serving import serve
+
+    began = time.monotonic() - (time.time() - _process_start())
+    config = ServerConfig(
+        model=args.model,
+        served_name=args.served_name,
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(args.api_key),
+        request_timeout=args.request_timeout,
+        stall_timeout=args.stall_timeout,
+        embedder=None if args.embedder == "none" else args.embedder,
+        chat_template=args.chat_template,
+        tool_style=args.tool_style,
+    )
+    engine = EngineConfig(
+        model="",
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        kv_memory=args.kv_memory,
+        threads=args.threads,
+        max_context=args.max_context,
+        max_batch_tokens=args.max_batch_tokens,
+        max_running=args.max_running,
+        max_waiting=args.max_waiting,
+        block_size=args.block_size,
+        prefix_cache=not args.no_prefix_cache,
+    )
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, engine, began))
+    return 0
+
+
+def _process_start() -> float:
+    """When this process was started, so that "ready after" counts the interpreter and the imports too."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _size(text: str) -> int:
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)

@@ -1,0 +1,115 @@
+"""EmbedderProcess: the embedding model in a process of its own, started by the first call, so that it costs nothing
+before and never stands in the way of generation.
+
+    python -m emberline.engine.embedder DIRECTORY THREADS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from array import array
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed
+from emberline.engine.messages import Refused
+
+DEADLINE = 120.0  # seconds for one call, the start of the process included
+
+
+class Embed(msgspec.Struct, tag=True):
+    inputs: list[list[int]]
+
+
+class Embedded(msgspec.Struct, tag=True):
+    dim: int
+    vectors: bytes  # float32, one after the other
+
+
+class EmbedderProcess:
+    """`embed` blocks: call it off the event loop. One call at a time; others wait their turn."""
+
+    def __init__(self, directory: Path, threads: int) -> None:
+        self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def embed(self, inputs: list[list[int]]) -> list[array[float]]:
+        with self._lock:
+            process = self._running()
+            timer = threading.Timer(DEADLINE, process.kill)
+            timer.start()
+            try:
+                assert process.stdin and process.stdout
+                _write(process.stdin, Embed(inputs))
+                answer = _read(process.stdout)
+            except (BrokenPipeError, EOFError) as e:
+                self.stop()
+                if timer.finished.is_set():
+                    raise DeadlineExceeded(
+                        f"no embeddings within {DEADLINE:.0f} s", hint="send fewer inputs at once"
+                    ) from e
+                raise EngineFailed("the embedder died", hint="send the request again") from e
+            finally:
+                timer.cancel()
+        if isinstance(answer, Refused):
+            raise answer.error()
+        assert isinstance(answer, Embedded)
+        flat = array("f")
+        flat.frombytes(answer.vectors)
+        return [flat[i : i + answer.dim] for i in range(0, len(flat), answer.dim)]
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self._process
+
+
+def _write(pipe: IO[bytes], message: Embed | Embedded | Refused) -> None:
+    body = msgspec.msgpack.encode(message)
+    pipe.write(len(body).to_bytes(4, "little") + body)
+    pipe.flush()
+
+
+def _read(pipe: IO[bytes]) -> Embed | Embedded | Refused:
+    head = pipe.read(4)
+    if len(head) < 4:
+        raise EOFError
+    return _DECODER.decode(pipe.read(int.from_bytes(head, "little")))
+
+
+_DECODER: msgspec.msgpack.Decoder[Embed | Embedded | Refused] = msgspec.msgpack.Decoder(Embed | Embedded | Refused)
+
+
+def main() -> int:
+    import torch
+
+    from emberline.models.bert import Embedder
+
+    torch.set_num_threads(int(sys.argv[2]))
+    model = Embedder.load(Path(sys.argv[1]))
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        while True:
+            asked = _read(sys.stdin.buffer)
+            assert isinstance(asked, Embed)
+            try:
+                vectors = model.embed(asked.inputs)
+                _write(sys.stdout.buffer, Embedded(model.dim, vectors.numpy().tobytes()))
+            except EmberlineError as e:
+                _write(sys.stdout.buffer, Refused.of("", e))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

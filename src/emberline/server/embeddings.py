@@ -1,0 +1,56 @@
+"""Embeddings: texts to vectors through the embedding model's own tokenizer and process."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from emberline.api.call import EmbeddingCall
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from emberline.core.jsonfile import read_optional
+from emberline.engine.embedder import EmbedderProcess
+from emberline.tokens.tokenizer import Tokenizer
+
+
+class Embeddings:
+    def __init__(self, name: str, directory: Path, threads: int) -> None:
+        config = read_optional(directory / "config.json")
+        self.name = name
+        self.dim = int(config.get("hidden_size", 0))
+        longest = read_optional(directory / "sentence_bert_config.json").get("max_seq_length")
+        self.max_length = int(longest or config.get("max_position_embeddings", 512))
+        self._tokenizer = Tokenizer.load(directory)
+        self._process = EmbedderProcess(directory, threads)
+
+    async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
+        """One unit vector for each input, and the tokens they took."""
+        if call.caller.model != self.name:
+            raise ModelNotFound(
+                f"there is no embedding model {call.caller.model[:200]!r} here",
+                param="model",
+                hint=f"this server has {self.name!r}",
+            )
+        if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
+            raise InvalidRequest(f"dimensions is {call.dimensions}; this model has {self.dim}", param="dimensions")
+        texts = [text for text in call.inputs if isinstance(text, str)]
+        encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
+        ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
+        for i, tokens in enumerate(ids):
+            if len(tokens) > self.max_length:
+                raise ContextLengthExceeded(
+                    f"input {i} has {len(tokens)} tokens; this model takes {self.max_length}", param="input"
+                )
+        vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
+        if call.dimensions is not None and call.dimensions < self.dim:
+            vectors = [_unit(vector[: call.dimensions]) for vector in vectors]
+        return vectors, sum(len(tokens) for tokens in ids)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+def _unit(vector: array[float]) -> array[float]:
+    norm = sum(v * v for v in vector) ** 0.5 or 1.0
+    return array("f", (v / norm for v in vector))

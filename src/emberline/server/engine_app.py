@@ -1,0 +1,288 @@
+"""The engine's HTTP face: routes, keys, errors and replies. Each request is answered exactly once."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from emberline import __version__
+from emberline.api import (
+    anthropic,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+    responses,
+    tokenize,
+)
+from emberline.api.deltas import Delta, Renderer
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.api.openapi import document
+from emberline.core.config import ServerConfig
+from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
+from emberline.engine.stream import State
+from emberline.server.embeddings import Embeddings
+from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from emberline.server.generator import Generator
+from emberline.server.metrics import Metrics
+from emberline.server.pages import Page
+
+log = logging.getLogger("emberline.server")
+
+Handler = Callable[[Exchange], Awaitable[None]]
+STUCK = 30.0  # seconds without a sign of life from the engine: /health/progress fails
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    handler: Handler
+    method: str = "POST"
+    open: bool = False  # needs no key
+
+
+class EngineApp:
+    def __init__(
+        self,
+        config: ServerConfig,
+        generator: Generator,
+        embeddings: Embeddings | None,
+        metrics: Metrics,
+        pages: dict[str, Page],
+        fingerprint: str,
+    ) -> None:
+        self._config = config
+        self._generator = generator
+        self._engine = generator.engine
+        self._embeddings = embeddings
+        self._metrics = metrics
+        self._pages = pages
+        self._fingerprint = fingerprint
+        self._began = time.time()
+        self._document = document(__version__)
+        self._routes: dict[str, Route] = {
+            "/v1/chat/completions": Route(self._chat),
+            "/v1/completions": Route(self._completions),
+            "/v1/responses": Route(self._responses),
+            "/v1/messages": Route(self._messages),
+            "/v1/messages/count_tokens": Route(self._count_tokens),
+            "/v1/embeddings": Route(self._embed),
+            "/v1/models": Route(self._models, "GET"),
+            "/tokenize": Route(self._tokenize),
+            "/detokenize": Route(self._detokenize),
+            "/stats": Route(self._stats, "GET"),
+            "/health": Route(self._ready, "GET", open=True),
+            "/health/live": Route(self._live, "GET", open=True),
+            "/health/ready": Route(self._ready, "GET", open=True),
+            "/health/progress": Route(self._progress, "GET", open=True),
+            "/metrics": Route(self._scrape, "GET", open=True),
+            "/openapi.json": Route(self._openapi, "GET", open=True),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        x = Exchange(scope, receive, send)
+        began = time.perf_counter()
+        known = x.path if x.path in self._routes else "other"
+        try:
+            await self._dispatch(x)
+        except ClientGone:
+            self._metrics.replied(known, 499)
+            log.info("%s %s client gone after %.3f s", x.method, x.path, time.perf_counter() - began)
+            return
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("%s %s", x.method, x.path)
+            if x.status is None:
+                shape = anthropic_error if x.path.startswith("/v1/messages") else openai_error
+                reply = shape(e)
+                await x.json(reply.body, reply.status, reply.headers)
+        self._metrics.replied(known, x.status or 500)
+        log.debug("%s %s %s %.3f s", x.method, x.path, x.status, time.perf_counter() - began)
+
+    async def _dispatch(self, x: Exchange) -> None:
+        if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
+            await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
+            return
+        route = self._routes.get(x.path)
+        if route is None and x.path.startswith("/v1/models/"):
+            route = Route(self._model, "GET")
+        if route is None:
+            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/openapi.json lists what is here")
+        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
+            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}")
+        if not route.open:
+            self._authorize(x)
+        await route.handler(x)
+
+    def _authorize(self, x: Exchange) -> None:
+        if not self._config.api_keys:
+            return
+        given = x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
+        # All are compared, in constant time each, so that timing tells nothing about them.
+        if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys):
+            raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    async def _chat(self, x: Exchange) -> None:
+        call = openai_chat.parse(await self._body(x))
+        reply = openai_chat.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
+        await self._generate(x, call.stream, reply, self._generator.chat(call))
+
+    async def _completions(self, x: Exchange) -> None:
+        call = openai_completions.parse(await self._body(x))
+        reply = openai_completions.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
+        await self._generate(x, call.stream, reply, self._generator.complete(call))
+
+    async def _responses(self, x: Exchange) -> None:
+        call = responses.parse(await self._body(x))
+        reply = responses.Renderer(call, _id("resp_"), int(time.time()), self._fingerprint)
+        await self._generate(x, call.stream, reply, self._generator.chat(call))
+
+    async def _messages(self, x: Exchange) -> None:
+        call = anthropic.parse(await self._body(x))
+        reply = anthropic.Renderer(call, _id("msg_"), int(time.time()), self._fingerprint)
+        await self._generate(x, call.stream, reply, self._generator.chat(call))
+
+    async def _generate(self, x: Exchange, stream: bool, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
+        await x.while_connected(self._stream(x, reply, deltas) if stream else self._fold(x, reply, deltas))
+
+    async def _fold(self, x: Exchange, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                reply.push(delta)
+        await x.json(reply.body())
+
+    async def _stream(self, x: Exchange, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
+        """The status goes out with the first delta: until then an error can still have one of its own."""
+        async with aclosing(deltas):
+            try:
+                async for delta in deltas:
+                    if x.status is None:
+                        await x.start_events()
+                        await x.send_events(reply.start())
+                    await x.send_events(reply.push(delta))
+                ending = reply.end()
+            except Exception as e:
+                if x.status is None:
+                    raise
+                if not isinstance(e, EmberlineError):
+                    log.exception("a stream broke")
+                ending = reply.fail(e)
+        await x.send_events(ending, last=True)
+
+    # -- the rest of the API --------------------------------------------------------------------------------------------
+
+    async def _count_tokens(self, x: Exchange) -> None:
+        call = anthropic.parse_count(await self._body(x))
+        await x.json(anthropic.token_count(await self._generator.count(call)))
+
+    async def _embed(self, x: Exchange) -> None:
+        call = openai_embeddings.parse(await self._body(x))
+        if self._embeddings is None:
+            raise InvalidRequest("this server has no embedding model", hint="serve with --embedder minilm")
+        vectors, tokens = await self._embeddings.embed(call)
+        await x.json(openai_embeddings.render(call, vectors, tokens))
+
+    async def _tokenize(self, x: Exchange) -> None:
+        call = tokenize.parse(await self._body(x))
+        if call.model is not None:
+            self._generator.check_name(call.model)
+        prompts = self._generator.prompts
+        text, special = (
+            (call.prompt, call.add_special_tokens)
+            if isinstance(call.prompt, str)
+            else (prompts.render(call.prompt), call.prompt.add_special_tokens)
+        )
+        ids = await prompts.encode(text, add_special=special, param="prompt")
+        strings = [prompts.tokenizer.token_text(i) for i in ids] if call.strings else []
+        await x.json(tokenize.render(call, ids, strings, prompts.max_context))
+
+    async def _detokenize(self, x: Exchange) -> None:
+        call = tokenize.parse_detokenize(await self._body(x))
+        if call.model is not None:
+            self._generator.check_name(call.model)
+        tokenizer = self._generator.prompts.tokenizer
+        if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
+            raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
+        await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
+
+    async def _models(self, x: Exchange) -> None:
+        await x.json(openai_models.list_models(self._served()))
+
+    async def _model(self, x: Exchange) -> None:
+        await x.json(openai_models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
+
+    async def _openapi(self, x: Exchange) -> None:
+        await x.json(self._document)
+
+    # -- how it goes -----------------------------------------------------------------------------------------------------
+
+    async def _live(self, x: Exchange) -> None:
+        await x.json({"status": "live"})
+
+    async def _ready(self, x: Exchange) -> None:
+        ready = self._engine.state is State.READY
+        body = {"status": "ready" if ready else self._engine.state.value, "engine_restarts": self._engine.restarts}
+        await x.json(body, 200 if ready else 503)
+
+    async def _progress(self, x: Exchange) -> None:
+        """Steps of the engine and when it was last heard of: a loop that is stuck shows here, though the server is live."""
+        engine = self._engine
+        moving = engine.state is State.READY and engine.silent_seconds < STUCK
+        await x.json(
+            {
+                "status": "moving" if moving else "stuck" if engine.state is State.READY else engine.state.value,
+                "step": engine.stats.step,
+                "seconds_since_last_sign": round(engine.silent_seconds, 3),
+                "open_requests": engine.num_open,
+                "engine_restarts": engine.restarts,
+            },
+            200 if moving else 503,
+        )
+
+    async def _stats(self, x: Exchange) -> None:
+        engine, s = self._engine, self._engine.stats
+        await x.json(
+            {
+                "model": self._generator.served_name,
+                "engine_state": engine.state.value,
+                "engine_restarts": engine.restarts,
+                "uptime_seconds": time.time() - self._began,
+                "kv_usage": s.kv_usage,
+                "open_requests": engine.num_open,
+                **{name: getattr(s, name) for name in s.__slots__},
+            }
+        )
+
+    async def _scrape(self, x: Exchange) -> None:
+        text = self._metrics.render(
+            self._engine.stats, restarts=self._engine.restarts, ready=self._engine.state is State.READY
+        )
+        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    # ---------------------------------------------------------------------------------------------------------------------
+
+    async def _body(self, x: Exchange) -> bytes:
+        return await x.body(self._config.max_body)
+
+    def _served(self) -> list[openai_models.ServedModel]:
+        models = [
+            openai_models.ServedModel(
+                self._generator.served_name, int(self._began), self._generator.prompts.max_context
+            )
+        ]
+        if self._embeddings is not None:
+            models.append(
+                openai_models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length)
+            )
+        return models
+
+
+def _id(prefix: str) -> str:
+    return prefix + uuid.uuid4().hex

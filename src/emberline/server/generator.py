@@ -1,0 +1,227 @@
+"""Generator: a call in, deltas out. Prompts and grammars on the way to the engine; text, tools and usage on the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from emberline.api import reasoning as thinking
+from emberline.api import tools
+from emberline.api.call import Caller, ChatCall, CompletionCall
+from emberline.api.deltas import Delta, PromptDelta, Started, Usage
+from emberline.api.reasoning import ReasoningStyle
+from emberline.api.splitter import Splitter
+from emberline.api.toolstyle import ToolStyle
+from emberline.core.errors import ModelNotFound
+from emberline.core.events import Output
+from emberline.core.params import Grammar, SamplingParams
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import Submission
+from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.stream import AsyncEngine
+from emberline.server.choice import Choice, token_info
+from emberline.server.metrics import Metrics
+from emberline.server.prompts import Prompts
+
+MakeSplitter = Callable[[int], Splitter | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt and the choices it gets: [first, first + n)."""
+
+    ids: list[int]
+    first: int
+    echo: bool = False
+
+
+def _call_id() -> str:
+    return uuid.uuid4().hex[:24]
+
+
+class Generator:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        prompts: Prompts,
+        guard: GrammarGuard,
+        metrics: Metrics,
+        *,
+        served_name: str,
+        tool_style: ToolStyle,
+        reasoning: ReasoningStyle | None,
+        timeout: float,
+    ) -> None:
+        self.engine = engine
+        self.prompts = prompts
+        self.served_name = served_name
+        self._guard = guard
+        self._metrics = metrics
+        self._tool_style = tool_style
+        self._reasoning = reasoning
+        self._timeout = timeout
+
+    def check_name(self, model: str) -> None:
+        if model != self.served_name:
+            raise ModelNotFound(
+                f"there is no model {model[:200]!r} here", param="model", hint=f"this server has {self.served_name!r}"
+            )
+
+    async def count(self, call: ChatCall) -> int:
+        self.check_name(call.caller.model)
+        text = self.prompts.render(call)
+        return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
+
+    async def chat(self, call: ChatCall) -> AsyncGenerator[Delta, None]:
+        self.check_name(call.caller.model)
+        text = self.prompts.render(call)
+        ids = await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages")
+        self.prompts.check_length(ids, "messages")
+        style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None
+        opened = self._reasoning is not None and self._reasoning.opened_by(text)
+        params = await self._constrain(call, style, opened)
+
+        def splitter(index: int) -> Splitter | None:
+            if style is None and self._reasoning is None:
+                return None
+            return Splitter(index, _call_id, style, self._reasoning, inside=opened)
+
+        async with aclosing(self._run([Job(ids, 0)], params, call.caller, splitter, style)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def complete(self, call: CompletionCall) -> AsyncGenerator[Delta, None]:
+        self.check_name(call.caller.model)
+        jobs = []
+        for i, prompt in enumerate(call.prompts):
+            ids = await self.prompts.encode(prompt, add_special=call.add_special_tokens, param="prompt")
+            self.prompts.check_length(ids, "prompt")
+            jobs.append(Job(ids, i * call.params.n, call.echo or call.params.prompt_logprobs is not None))
+        if call.params.grammar is not None:
+            await asyncio.to_thread(self._guard.check, call.params.grammar)
+        async with aclosing(self._run(jobs, call.params, call.caller, lambda index: None, None)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    # -- the way to the engine --------------------------------------------------------------------------------------
+
+    async def _constrain(self, call: ChatCall, style: ToolStyle | None, opened: bool) -> SamplingParams:
+        special = self._special_markers(style)
+        grammar: Grammar | None = call.params.grammar
+        if style is not None:
+            held = tools.grammar_for(call.tools, call.tool_choice, style, call.parallel_tool_calls, special)
+            grammar = held or grammar
+        if grammar is None:
+            return call.params
+        if self._reasoning is not None:
+            grammar = thinking.reasoned(grammar, self._reasoning, opened, special)
+        await asyncio.to_thread(self._guard.check, grammar)
+        return replace(call.params, grammar=grammar)
+
+    def _special_markers(self, style: ToolStyle | None) -> dict[str, int]:
+        """The ids of those markers that are special tokens: the detokenizer keeps them, grammars name them."""
+        tokenizer = self.prompts.tokenizer
+        markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
+        ids = {marker: tokenizer.token_id(marker) for marker in markers}
+        return {marker: id_ for marker, id_ in ids.items() if id_ is not None and id_ in tokenizer.special_ids}
+
+    async def _outputs(
+        self, jobs: Sequence[Job], params: SamplingParams, caller: Caller
+    ) -> AsyncGenerator[tuple[Job, Output], None]:
+        """The outputs of all jobs as they come. Leaving early, or an error in one, aborts them all."""
+        queue: asyncio.Queue[tuple[Job, Output] | BaseException | None] = asyncio.Queue()
+
+        async def feed(job: Job) -> None:
+            submission = Submission(uuid.uuid4().hex, job.ids, params, caller.priority, caller.salt, self._timeout)
+            try:
+                async with aclosing(self.engine.submit(submission)) as outputs:
+                    async for output in outputs:
+                        queue.put_nowait((job, output))
+                queue.put_nowait(None)
+            except BaseException as e:
+                queue.put_nowait(e)
+                if not isinstance(e, Exception):
+                    raise
+
+        feeders = [asyncio.create_task(feed(job)) for job in jobs]
+        try:
+            left = len(feeders)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for feeder in feeders:
+                feeder.cancel()
+            await asyncio.gather(*feeders, return_exceptions=True)
+
+    # -- the way back --------------------------------------------------------------------------------------------------
+
+    async def _run(
+        self,
+        jobs: Sequence[Job],
+        params: SamplingParams,
+        caller: Caller,
+        splitter: MakeSplitter,
+        style: ToolStyle | None,
+    ) -> AsyncGenerator[Delta, None]:
+        kept = frozenset(self._special_markers(style).values())
+        choices: dict[int, Choice] = {}
+        prompt_tokens = sum(len(job.ids) for job in jobs)
+        cached = 0
+        for job in jobs:
+            self._metrics.asked(len(job.ids), params.n, params.max_tokens)
+            for index in range(job.first, job.first + params.n):
+                choices[index] = Choice(index, self.prompts.tokenizer, params, splitter(index), kept)
+        async with aclosing(self._outputs(jobs, params, caller)) as outputs:
+            first = True
+            async for job, output in outputs:
+                choice = choices[job.first + output.index]
+                if choice.num_tokens == 0 and output.index == 0:
+                    cached += output.cached_tokens
+                    self._metrics.began(len(job.ids), output.cached_tokens)
+                if first:
+                    first = False
+                    yield Started(prompt_tokens, cached)
+                if job.echo and choice.num_tokens == 0 and output.tokens:
+                    yield self._echoed(choice.index, job.ids, output.prompt_logprobs)
+                for delta in choice.take(output):
+                    yield delta
+                if choice.stopped_early:
+                    choice.stopped_early = False
+                    self.engine.abort_one(output.id, output.index)
+                self._measure(choice, output)
+        yield Usage(
+            prompt_tokens,
+            sum(choice.num_tokens for choice in choices.values()),
+            cached,
+            sum(choice.reasoning_tokens for choice in choices.values()),
+        )
+
+    def _measure(self, choice: Choice, output: Output) -> None:
+        now = self.engine.now()
+        if output.tokens:
+            if choice.last_token is not None:
+                self._metrics.itl.observe(now - choice.last_token)
+            choice.last_token = now
+        if output.finish is not None:
+            reason = choice.reason or output.finish.value
+            self._metrics.ended(reason, output.timing, choice.num_tokens)
+
+    def _echoed(self, index: int, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
+        tokenizer = self.prompts.tokenizer
+        text = tokenizer.decode(ids, skip_special=False)
+        if logprobs is None:
+            return PromptDelta(index, text)
+        infos, offset = [], 0
+        for token, logprob in zip(ids, [None, *logprobs], strict=True):
+            infos.append(token_info(tokenizer, token, logprob, offset))
+            offset += len(infos[-1].text)
+        return PromptDelta(index, text, infos)

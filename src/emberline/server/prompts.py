@@ -1,0 +1,75 @@
+"""Prompts: a call's messages or texts become the tokens the engine continues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from emberline.api import tools
+from emberline.api.call import ChatCall
+from emberline.api.toolstyle import ToolStyle
+from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+LONG_TEXT = 20_000  # characters: longer texts are tokenized beside the event loop
+CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, style: ToolStyle, max_context: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self._template = template
+        self._style = style
+        self._knows_tools = template is not None and any(tools.knows_tools(s) for s in template.sources.values())
+
+    def render(self, call: ChatCall) -> str:
+        """The conversation as the model was trained to see it."""
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template", hint="use /v1/completions, or serve with --chat-template"
+            )
+        shown = call.tools if call.tool_choice.mode != "none" else ()
+        messages = tools.fit_ids(call.messages, self._style)
+        if not self._knows_tools:
+            messages = tools.inject(messages, shown, self._style)
+        listed = tools.shown(shown) if shown and self._knows_tools else None
+        text = self._template.render(
+            messages, listed, call.generation_prompt and not call.continue_last, **call.template_args
+        )
+        return _unfinished(text, messages[-1]) if call.continue_last else text
+
+    async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
+        if isinstance(text, list):
+            return text
+        if len(text) > self.max_context * CHARACTERS_PER_TOKEN:
+            raise ContextLengthExceeded(
+                f"a text of {len(text)} characters does not fit the context of {self.max_context} tokens", param=param
+            )
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
+
+    def check_length(self, ids: Sequence[int], param: str) -> None:
+        """Before the engine says the same, so that the error names the field of the protocol that was spoken."""
+        if len(ids) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(ids)} tokens, which leaves none of the context of {self.max_context}",
+                param=param,
+                hint="shorten it",
+            )
+        if not ids:
+            raise InvalidRequest("the prompt has no tokens", param=param)
+
+
+def _unfinished(text: str, last: dict[str, Any]) -> str:
+    """The rendered text up to the end of the last message's content: what the template adds to close it is cut off."""
+    content = (last.get("content") or "").rstrip()
+    at = text.rfind(content)
+    if not content or at < 0:
+        raise InvalidRequest(
+            "the last message has no text that this model's template shows, so it cannot be continued", param="messages"
+        )
+    return text[: at + len(content)]

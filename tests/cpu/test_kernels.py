@@ -1,0 +1,263 @@
+"""The kernels against their definition in plain torch, and against themselves: same bits in any batch, on any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops, ref
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native() -> Iterator[None]:
+    backend = ops.start(threads=2)
+    if backend.library is None:
+        pytest.skip(f"no native kernels here: {backend.reason}")
+    yield
+    ops.start(threads=2)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def assert_close(ours: Tensor, torch32: Tensor, exact: Tensor) -> None:
+    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    scale = exact.abs().max().item()
+    for norm in (torch.max, torch.mean):
+        mine, theirs = (norm((y.double() - exact).abs()).item() for y in (ours, torch32))
+        assert mine <= 2 * theirs + 1e-7 * scale, f"{norm.__name__}: ours {mine:.3e}, torch {theirs:.3e}"
+
+
+def coarse(packed: ops.PackedWeight) -> bool:
+    """True where the kernel rounds its inputs to bf16 (AMX): such a product is compared with inputs rounded likewise."""
+    return packed.layout == 2
+
+
+def rounded(x: Tensor, packed: ops.PackedWeight) -> Tensor:
+    return x.to(BF16).float() if coarse(packed) else x
+
+
+SHAPES = [(1, 576, 576), (2, 960, 576), (3, 33, 70), (5, 100, 129), (8, 64, 1536), (9, 17, 31), (61, 200, 576), (130, 49, 2048)]
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_linear(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias, rest = torch.randn(m, k), torch.randn(n, k).to(dtype), torch.randn(n), torch.randn(m, n)
+    packed = ops.pack_linear(weight)
+    x = rounded(x, packed)
+    theirs = torch.nn.functional.linear(x, weight.float())
+    exact = x.double() @ weight.double().T
+    assert_close(ops.linear(x, packed), theirs, exact)
+    assert_close(ops.linear(x, packed, bias), theirs + bias, exact + bias.double())
+    target = rest.clone()
+    assert ops.linear(x, packed, add_to=target) is target
+    assert_close(target, rest + theirs, rest.double() + exact)
+
+
+@pytest.mark.parametrize("m,n,k", SHAPES)
+def test_norm_and_gate(m: int, n: int, k: int) -> None:
+    x, norm = torch.randn(m, k), torch.rand(k) + 0.5
+    weight = (torch.randn(2 * n, k) / k**0.5).to(BF16)
+    packed = ops.pack_linear(weight, gated=True)
+    if coarse(packed):
+        pytest.skip("inputs are rounded after the norm; test_linear covers the product")
+    plain = ref.pack_linear(weight, gated=True)
+    double = ops.PackedWeight(weight.double(), 2 * n, k, weight.dtype, gated=True)
+    exact = ref.gate_up_silu(x.double(), double, norm=norm.double(), eps=1e-5)
+    assert_close(ops.gate_up_silu(x, packed, norm=norm, eps=1e-5), ref.gate_up_silu(x, plain, norm=norm, eps=1e-5), exact)
+    assert_close(ops.rms_norm(x, norm, 1e-5), ref.rms_norm(x, norm, 1e-5), ref.rms_norm(x.double(), norm.double(), 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("k", [576, 1536, 1024, 4096, 77])
+def test_linear_rows_do_not_see_each_other(dtype: torch.dtype, k: int) -> None:
+    x, norm = torch.randn(67, k), torch.rand(k)
+    packed = ops.pack_linear(torch.randn(50, k).to(dtype))
+    gated = ops.pack_linear(torch.randn(52, k).to(dtype), gated=True)
+    runs: list[Callable[[Tensor], Tensor]] = [
+        lambda x: ops.linear(x, packed),
+        lambda x: ops.linear(x, packed, norm=norm, eps=1e-6),
+        lambda x: ops.gate_up_silu(x, gated, norm=norm, eps=1e-6),
+    ]
+    for run in runs:
+        whole = run(x)
+        for start, stop in [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 67), (66, 67)]:
+            assert torch.equal(run(x[start:stop]), whole[start:stop])
+        ops.set_threads(1)
+        assert torch.equal(run(x), whole)
+        ops.set_threads(2)
+
+
+def test_embed() -> None:
+    table, ids = torch.randn(1000, 72).to(BF16), torch.tensor([0, 999, 17, 17, 500] * 9)
+    for dtype in (BF16, F16, F32):
+        typed = table.to(dtype)
+        assert torch.equal(ops.embed(ids, typed), typed[ids].float())
+        assert torch.equal(ops.embed(ids, ops.pack_linear(typed)), typed[ids].float())
+
+
+class Paged:
+    """A batch of sequences in a shuffled cache whose unused part is NaN: whoever reads it shows."""
+
+    def __init__(self, lengths: list[tuple[int, int]], q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block: int = 16):
+        self.heads, self.dim, self.block, self.lengths = (q_heads, kv_heads), dim, block, lengths
+        needed = [-(-(before + new) // block) for before, new in lengths]
+        free = torch.randperm(sum(needed) + 3).split([*needed, 3])
+        self.tables = torch.zeros(len(lengths), max(needed) + 2, dtype=torch.int32)
+        for row, blocks in zip(self.tables, free, strict=False):
+            row[: len(blocks)] = blocks
+        self.k = torch.full((sum(needed) + 3, kv_heads, block, dim), torch.nan, dtype=dtype)
+        self.v = self.k.clone()
+        self.qkv = [torch.randn(before + new, (q_heads + 2 * kv_heads) * dim) for before, new in lengths]
+        self.cos_sin = torch.randn(4096, dim)
+
+    def slots(self, b: int, start: int, stop: int) -> Tensor:
+        at = torch.arange(start, stop)
+        return self.tables[b, at // self.block].long() * self.block + at % self.block
+
+    def write(self, b: int, start: int, stop: int) -> Tensor:
+        part = self.qkv[b][start:stop].clone()
+        positions = torch.arange(start, stop, dtype=torch.int32)
+        ops.rope_and_cache(
+            part, positions, self.cos_sin, self.k, self.v, self.slots(b, start, stop), *self.heads, self.dim
+        )
+        return part
+
+    def attend(self, module: object, parts: list[tuple[int, int, Tensor]], window: int = 0, double: bool = False) -> Tensor:
+        """parts: (sequence, tokens before, rotated qkv of the new ones)."""
+        counts = torch.tensor([0] + [len(part) for _, _, part in parts])
+        tables = self.tables[[b for b, _, _ in parts]]
+        qkv, k, v = torch.cat([part for _, _, part in parts]), self.k, self.v
+        if double:
+            qkv, k, v = qkv.double(), k.double(), v.double()
+        context = torch.tensor([before for _, before, _ in parts], dtype=torch.int32)
+        run = module.paged_attention  # type: ignore[attr-defined]
+        scale = self.dim**-0.5
+        return run(qkv, k, v, tables, counts.cumsum(0).int(), context, scale, *self.heads, self.dim, window=window)
+
+
+@pytest.mark.parametrize("q_heads,kv_heads,dim", [(9, 3, 64), (4, 4, 128), (8, 1, 80), (3, 1, 48)])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("window", [0, 50])
+def test_attention(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = Paged([(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3)], q_heads, kv_heads, dim, dtype)
+    parts = []
+    for b, (before, new) in enumerate(paged.lengths):
+        paged.write(b, 0, before)
+        parts.append((b, before, paged.write(b, before, before + new)))
+    ours, theirs = (paged.attend(module, parts, window) for module in (ops, ref))
+    monkeypatch.setattr(Tensor, "float", lambda self: self.double())
+    assert_close(ours, theirs, paged.attend(ref, parts, window, double=True))
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 128])
+@pytest.mark.parametrize("window", [0, 37])
+def test_attention_does_not_see_batch_chunks_or_threads(block: int, window: int) -> None:
+    paged = Paged([(0, 200), (100, 1), (0, 65)], 6, 2, 64, BF16, block)
+    parts = [(b, 0, paged.write(b, 0, before + new)) for b, (before, new) in enumerate(paged.lengths)]
+    whole = paged.attend(ops, parts, window)
+    ops.set_threads(1)
+    assert torch.equal(paged.attend(ops, parts, window), whole)
+    ops.set_threads(2)
+    start = 0
+    for b, _, part in parts:
+        for cut in ([0, 1, 17, 64, 65, len(part)], list(range(len(part) - 3, len(part) + 1))):
+            for i, j in zip(cut, cut[1:], strict=False):
+                assert torch.equal(paged.attend(ops, [(b, i, part[i:j])], window), whole[start + i : start + j])
+        start += len(part)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rotary", [64, 32])
+def test_rope_and_cache(dtype: torch.dtype, normed: bool, rotary: int) -> None:
+    tokens, heads, dim = 21, (6, 2), 64
+    slots = torch.randperm(40)[:tokens]
+    slots[3] = -1
+    norms = {"q_norm": torch.rand(dim), "k_norm": torch.rand(dim), "eps": 1e-6} if normed else {}
+    qkv, cos_sin, positions = torch.randn(tokens, 10 * dim), torch.randn(99, rotary), torch.randint(99, (tokens,)).int()
+    results = []
+    for module in (ops, ref):
+        got, both = qkv.clone(), torch.full((5, 2, 2, 8, dim), 7.0).to(dtype)  # K and V of a block side by side: strided
+        module.rope_and_cache(got, positions, cos_sin, both[:, 0], both[:, 1], slots, *heads, dim, **norms)
+        results.append((got[:, : 6 * dim], both))
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype is BF16 else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], **tolerance)
+
+
+def test_sample_agrees_with_its_definition() -> None:
+    rows, vocabulary = 400, 1000
+    logits = torch.randn(rows, vocabulary) * torch.rand(rows, 1) * 8
+    logits[::7, 5:900] = -torch.inf
+    logits[::5] = logits[::5].round()  # many ties
+    temperature = torch.rand(rows).mul(2).masked_fill(torch.rand(rows) < 0.1, 0)
+    top_k = torch.randint(0, 60, (rows,)).masked_fill(torch.rand(rows) < 0.5, 0).int()
+    top_p = (torch.rand(rows) + 0.3).clamp(max=1)
+    min_p = torch.rand(rows).mul(0.3).masked_fill(torch.rand(rows) < 0.5, 0)
+    uniform = torch.rand(rows, dtype=torch.float64)
+    settings = temperature, top_k, top_p, min_p, uniform
+    expected, got = ref.sample(logits.clone(), *settings), ops.sample(logits.clone(), *settings)
+    assert (expected != got).sum() <= 1  # a uniform may fall within rounding of a boundary
+    for i in range(0, rows, 37):
+        assert ops.sample(logits[i : i + 1].clone(), *(s[i : i + 1] for s in settings)) == got[i]
+
+
+def test_sample_follows_the_distribution() -> None:
+    draws = 20_000
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, -torch.inf]).repeat(draws, 1)
+    ones, off = torch.ones(draws), torch.zeros(draws)
+    ids = ops.sample(logits.clone(), ones, off.int(), ones, off, torch.rand(draws, dtype=torch.float64))
+    shares = ids.bincount(minlength=5) / draws
+    torch.testing.assert_close(shares, logits[0].softmax(0), atol=0.015, rtol=0)
+    assert shares[4] == 0
+
+
+def test_sample_survives_bad_rows() -> None:
+    logits = torch.stack([torch.full((50,), torch.nan), torch.full((50,), -torch.inf), torch.full((50,), torch.inf), torch.zeros(50)])
+    logits[3, 7] = torch.nan
+    ones = torch.ones(4)
+    ids = ops.sample(logits, ones, torch.zeros(4).int(), ones * 0.9, ones * 0, torch.rand(4, dtype=torch.float64))
+    assert ((ids >= 0) & (ids < 50)).all()
+
+
+def test_log_probs() -> None:
+    logits, ids = torch.randn(9, 5000) * 4, torch.randint(5000, (9,))
+    logits[2] = logits[2].round()
+    for mine, theirs in zip(ops.log_probs(logits, ids, 20), ref.log_probs(logits, ids, 20), strict=True):
+        if mine.dtype == torch.int64:
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-6)
+
+
+def test_bitmask() -> None:
+    logits = torch.randn(4, 77)
+    mask = torch.randint(-(2**31), 2**31, (2, 3), dtype=torch.int64).int()
+    mine, theirs, rows = logits.clone(), logits.clone(), torch.tensor([3, 1])
+    ops.apply_bitmask(mine, mask, rows)
+    ref.apply_bitmask(theirs, mask, rows)
+    assert torch.equal(mine, theirs) and mine.isinf().any() and torch.equal(mine[0], logits[0])
+
+
+def test_fallback_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: None)
+    backend = ops.start(threads=2, cache=tmp_path)
+    assert backend.library is None and "install g++" in str(ops.describe())
+    x, weight = torch.randn(3, 40), torch.randn(12, 40).to(BF16)
+    torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight)), x @ weight.float().T)
+
+
+def test_build_reports_a_broken_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.kernels.cpu.build.shutil.which", lambda name: "/bin/false")
+    assert ops.start(cache=tmp_path).library is None
+    assert not list(tmp_path.iterdir())

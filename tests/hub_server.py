@@ -1,0 +1,76 @@
+"""A small HTTP server on loopback that serves bytes: ranges, broken connections, wrong answers. For the download tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class Page:
+    body: bytes
+    type: str = "application/octet-stream"
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    ranges: bool = True
+    breaks: list[int] = field(default_factory=list)  # per answer: cut the connection after so many bytes
+
+
+@dataclass
+class Site:
+    url: str = ""
+    pages: dict[str, Page] = field(default_factory=dict)
+    seen: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)  # method, path, headers
+    fallback: Callable[[str], Page] = lambda path: Page(b"no such page", "text/plain", 404)
+
+
+@contextmanager
+def serving() -> Iterator[Site]:
+    site = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self, with_body: bool) -> None:
+            path = self.path.partition("?")[0]
+            site.seen.append((self.command, path, dict(self.headers)))
+            page = site.pages.get(path) or site.fallback(path)
+            body, status, extra = page.body, page.status, dict(page.headers)
+            wanted = self.headers.get("Range")
+            if wanted and page.ranges and status == 200:
+                start = int(wanted.removeprefix("bytes=").partition("-")[0])
+                extra["Content-Range"] = f"bytes {start}-{len(body) - 1}/{len(body)}"
+                status, body = (206, body[start:]) if start < len(body) else (416, b"")
+            self.send_response(status)
+            for name, value in {"Content-Type": page.type, "Content-Length": str(len(body)), **extra}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if with_body and page.breaks:
+                self.wfile.write(body[: page.breaks.pop(0)])
+                self.wfile.flush()
+                self.close_connection = True
+            elif with_body:
+                self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self.answer(True)
+
+        def do_HEAD(self) -> None:
+            self.answer(False)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    site.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield site
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

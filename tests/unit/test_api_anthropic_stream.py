@@ -1,0 +1,169 @@
+"""Replies in Anthropic's protocol: goldens of the bytes, and what the vendor's own client makes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic as vendor
+import goldens
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from replies import Answering, events, play, replies
+
+from emberline.api import anthropic, sse
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from emberline.core.errors import EngineFailed, Overloaded
+
+EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+ASKED: dict[str, Any] = {"model": "m", "max_tokens": 2048, "messages": [{"role": "user", "content": "hi"}]}
+REPLY: list[Delta] = [
+    Started(9, 4),
+    ReasoningDelta(0, "hm"),
+    ReasoningDelta(0, "m"),
+    TextDelta(0, "Hé"),
+    TextDelta(0, ""),
+    TextDelta(0, "llo"),
+    ToolCallStart(0, 0, "toolu_1", "weather"),
+    ToolCallArguments(0, 0, '{"city":'),
+    ToolCallArguments(0, 0, '"Oslo"}'),
+    ToolCallStart(0, 1, "toolu_2", "time"),
+    ToolCallArguments(0, 1, "{}"),
+    Finish(0, "tool_calls"),
+    Usage(9, 20, 4, 2),
+]
+SERVER = Answering(anthropic.parse, anthropic.Renderer, "msg_1")
+CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
+
+
+def renderer(**fields: Any) -> anthropic.Renderer:
+    call = anthropic.parse(json.dumps({**ASKED, **fields}).encode())
+    return anthropic.Renderer(call, "msg_1", 1700000000, "fp_1")
+
+
+def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+    reply = renderer(**fields)
+    play(reply, deltas)
+    return reply.body()
+
+
+def test_goldens() -> None:
+    goldens.check("anthropic_stream.sse", play(renderer(stream=True), REPLY))
+    goldens.check("anthropic_body.json", sse.dumps(plain(REPLY)))
+
+
+def test_the_order_of_events() -> None:
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    thinking = [block[0], block[1], block[1], block[1], block[2]]  # two pieces and the signature
+    two_pieces = [block[0], block[1], block[1], block[2]]
+    assert [event["type"] for event in events(play(renderer(stream=True), REPLY))] == [
+        "message_start", *thinking, *two_pieces, *two_pieces, *block, "message_delta", "message_stop"
+    ]  # fmt: skip
+
+
+def test_the_prompt_is_counted_before_the_first_token() -> None:
+    [start] = renderer(stream=True).push(Started(9, 4))
+    usage = events(start)[0]["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"], usage["output_tokens"]) == (5, 4, 0)
+    assert plain(REPLY)["usage"] == {
+        "input_tokens": 5,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 4,
+        "output_tokens": 20,
+        "output_tokens_details": {"thinking_tokens": 2},
+        "service_tier": "standard",
+    }
+
+
+ENDINGS = [
+    (Finish(0, "stop"), "end_turn", None),
+    (Finish(0, "stop", "END"), "stop_sequence", "END"),
+    (Finish(0, "length"), "max_tokens", None),
+    (Finish(0, "tool_calls"), "tool_use", None),
+    (Finish(0, "abort"), "pause_turn", None),
+]
+
+
+@pytest.mark.parametrize(("finish", "reason", "sequence"), ENDINGS)
+def test_endings(finish: Finish, reason: str, sequence: str | None) -> None:
+    deltas: list[Delta] = [Started(1), TextDelta(0, "a"), finish, Usage(1, 1)]
+    body = plain(deltas)
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+    [end] = [event for event in events(play(renderer(stream=True), deltas)) if event["type"] == "message_delta"]
+    assert end["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def test_nothing_said() -> None:
+    deltas: list[Delta] = [Started(1), Finish(0, "stop"), Usage(1, 1)]
+    assert plain(deltas)["content"] == []
+    assert [e["type"] for e in events(play(renderer(stream=True), deltas))] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
+
+
+def test_omitted_thinking() -> None:
+    body = plain(REPLY, thinking={"type": "adaptive", "display": "omitted"})
+    assert [block["type"] for block in body["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert body["content"][0]["thinking"] == ""
+    given_back = [*ASKED["messages"], {"role": "assistant", "content": body["content"][:2]}]
+    assert anthropic.parse(json.dumps({**ASKED, "messages": given_back}).encode()).messages[-1]["content"] == "Héllo"
+
+
+@pytest.mark.parametrize("cut", ['{"city":', "[1]", "", '{"a":' * 100_000])
+def test_arguments_that_are_no_object_are_shown_empty(cut: str) -> None:
+    deltas: list[Delta] = [
+        Started(1),
+        ToolCallStart(0, 0, "toolu_1", "t"),
+        ToolCallArguments(0, 0, cut),
+        Finish(0, "length"),
+    ]
+    assert plain([*deltas, Usage(1, 1)])["content"][0]["input"] == {}
+
+
+def test_a_broken_stream_ends_with_its_error() -> None:
+    reply = renderer(stream=True)
+    play(reply, REPLY[:3])
+    [event] = events(reply.fail(EngineFailed("the engine died"))[0])
+    assert event == {"type": "error", "error": {"type": "api_error", "message": "the engine died"}}
+    [event] = events(renderer(stream=True).fail(Overloaded("full"))[0])
+    assert event["error"]["type"] == "rate_limit_error"
+    [event] = events(renderer(stream=True).fail(KeyError("secret"))[0])
+    assert "secret" not in json.dumps(event)
+
+
+@settings(deadline=None, max_examples=50)
+@given(replies(), st.booleans())
+def test_the_vendors_client_folds_the_stream_into_the_plain_reply(deltas: list[Delta], omit: bool) -> None:
+    SERVER.deltas = deltas
+    asked = {**ASKED, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
+    message = CLIENT.messages.create(**asked)
+    with CLIENT.messages.stream(**asked) as stream:
+        folded = stream.get_final_message()
+    assert Message.model_validate(folded.to_dict()) == message
+    for event in events(play(renderer(stream=True), deltas)):
+        EVENT.validate_python(event)
+
+
+def test_a_conversation_with_the_vendors_client() -> None:
+    SERVER.deltas = REPLY
+    with CLIENT.messages.stream(**ASKED) as stream:
+        reply = stream.get_final_message()
+    results = [{"type": "tool_result", "tool_use_id": f"toolu_{i}", "content": "5"} for i in (1, 2)]
+    history: list[Any] = [*ASKED["messages"], reply.to_param(), {"role": "user", "content": results}]
+    CLIENT.messages.create(**{**ASKED, "messages": history})
+    assert [message["role"] for message in SERVER.calls[-1].messages] == ["user", "assistant", "tool", "tool"]
+    assert SERVER.calls[-1].messages[1]["reasoning_content"] == "hmm"

@@ -1,0 +1,70 @@
+"""Exceptions as replies, in the shape of each protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.core import errors
+
+
+def every_error() -> Iterator[type[errors.EmberlineError]]:
+    todo: list[type[errors.EmberlineError]] = [errors.EmberlineError]
+    while todo:
+        kind = todo.pop()
+        yield kind
+        todo += kind.__subclasses__()
+
+
+@pytest.mark.parametrize("kind", [*every_error()])
+def test_every_error_has_its_status_and_code(kind: type[errors.EmberlineError]) -> None:
+    error = kind("what went wrong", hint="what to do")
+    reply = openai_error(error)
+    assert reply.status == kind.status
+    assert reply.body["error"]["code"] == kind.code
+    assert reply.body["error"]["message"] == "what went wrong (hint: what to do)"
+    assert anthropic_error(error).status == kind.status
+    assert anthropic_error(error).body["error"]["message"] == "what went wrong (hint: what to do)"
+
+
+TYPES = [
+    (errors.InvalidRequest, "invalid_request_error", "invalid_request_error"),
+    (errors.ContextLengthExceeded, "invalid_request_error", "invalid_request_error"),
+    (errors.BodyTooLarge, "invalid_request_error", "request_too_large"),
+    (errors.Unauthorized, "authentication_error", "authentication_error"),
+    (errors.ModelNotFound, "invalid_request_error", "not_found_error"),
+    (errors.MethodNotAllowed, "invalid_request_error", "invalid_request_error"),
+    (errors.Overloaded, "rate_limit_error", "rate_limit_error"),
+    (errors.EngineUnavailable, "service_unavailable_error", "overloaded_error"),
+    (errors.EngineFailed, "server_error", "api_error"),
+    (errors.DeadlineExceeded, "timeout_error", "timeout_error"),
+]
+
+
+@pytest.mark.parametrize(("kind", "for_openai", "for_anthropic"), TYPES)
+def test_types(kind: type[errors.EmberlineError], for_openai: str, for_anthropic: str) -> None:
+    assert openai_error(kind("x")).body["error"]["type"] == for_openai
+    assert anthropic_error(kind("x")).body == {"type": "error", "error": {"type": for_anthropic, "message": "x"}}
+
+
+def test_the_field_is_named() -> None:
+    error = errors.InvalidRequest("bad", param="messages[0].content")
+    assert openai_error(error).body["error"]["param"] == "messages[0].content"
+
+
+def test_headers_say_when_to_come_back() -> None:
+    for shape in (openai_error, anthropic_error):
+        assert shape(errors.Overloaded("full", retry_after=7)).headers == {"retry-after": "7"}
+        assert shape(errors.EngineUnavailable("starting")).headers["retry-after"].isdigit()
+        assert shape(errors.Unauthorized("who?")).headers == {"www-authenticate": "Bearer"}
+        assert shape(errors.InvalidRequest("bad")).headers == {}
+
+
+@pytest.mark.parametrize("error", [KeyError("secret path /etc"), AssertionError("secret path /etc"), RecursionError()])
+def test_what_is_not_ours_tells_nothing(error: Exception) -> None:
+    for shape in (openai_error, anthropic_error):
+        reply = shape(error)
+        assert reply.status == 500
+        assert "secret" not in str(reply.body)

@@ -1,0 +1,145 @@
+"""The OpenAPI document says what is true: its references resolve, requests are decoded as it says, replies look as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from emberline.api import (
+    anthropic,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_models,
+    openapi,
+    replies,
+    responses,
+    tokenize,
+)
+from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, TokenInfo, Usage
+from emberline.api.deltas import ToolCallArguments as Arguments
+from emberline.api.deltas import ToolCallStart as Call
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.core.errors import InvalidRequest
+
+DOCUMENT = openapi.document("1.2.3")
+USER = {"role": "user", "content": "hi"}
+TOKEN = TokenInfo(1, "a", b"a", -0.5, [TokenInfo(2, "b", b"b", -1.0)])
+DELTAS: list[Delta] = [
+    Started(3),
+    ReasoningDelta(0, "r", [TOKEN]),
+    TextDelta(0, "a", [TOKEN]),
+    Call(0, 0, "call_1", "f"),
+    Arguments(0, 0, "{}"),
+    Finish(0, "tool_calls"),
+    Usage(3, 4),
+]
+TEXT_DELTAS: list[Delta] = [
+    Started(3),
+    PromptDelta(0, "p", [TOKEN]),
+    TextDelta(0, "a", [TOKEN]),
+    Finish(0, "length"),
+    Usage(3, 4),
+]
+
+
+def nodes(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from nodes(inner)
+
+
+def test_references_resolve() -> None:
+    found = [node["$ref"] for node in nodes(DOCUMENT) if "$ref" in node]
+    assert found
+    for ref in found:
+        assert ref.removeprefix("#/components/schemas/") in DOCUMENT["components"]["schemas"], ref
+
+
+def test_it_is_json_and_names_every_endpoint_once() -> None:
+    json.dumps(DOCUMENT)
+    operations = [(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods]
+    assert len(operations) == len(openapi.ENDPOINTS)
+    ids = [method["operationId"] for methods in DOCUMENT["paths"].values() for method in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_unknown_fields_are_refused_everywhere() -> None:
+    requests = {endpoint.request for endpoint in openapi.ENDPOINTS if endpoint.request is not None}
+    _, schemas = msgspec.json.schema_components(requests, ref_template="{name}")
+    assert [name for name, schema in schemas.items() if schema.get("additionalProperties", False)] == []
+    assert [name for name, schema in schemas.items() if "additionalProperties" not in schema] == []
+
+
+def lone_tags(kind: Any, path: str, seen: set[Any]) -> Iterator[str]:
+    """msgspec lets a tag be left out where a tagged struct stands alone; the document says it is required."""
+    match kind:
+        case msgspec.inspect.UnionType():
+            structs = [inner for inner in kind.types if isinstance(inner, msgspec.inspect.StructType)]
+            for inner in kind.types:
+                yield from lone_tags(inner, path, seen) if inner not in structs or len(structs) == 1 else _fields(inner, path, seen)
+        case msgspec.inspect.ListType():
+            yield from lone_tags(kind.item_type, path, seen)
+        case msgspec.inspect.Metadata():
+            yield from lone_tags(kind.type, path, seen)
+        case msgspec.inspect.StructType():
+            if kind.tag is not None:
+                yield f"{path}: {kind.cls.__name__}"
+            yield from _fields(kind, path, seen)
+
+
+def _fields(kind: msgspec.inspect.StructType, path: str, seen: set[Any]) -> Iterator[str]:
+    if kind.cls in seen:
+        return
+    seen.add(kind.cls)
+    for field in kind.fields:
+        yield from lone_tags(field.type, f"{path}.{field.name}", seen)
+
+
+@pytest.mark.parametrize("endpoint", [e for e in openapi.ENDPOINTS if e.request is not None], ids=lambda e: e.path)
+def test_required_tags_are_required(endpoint: openapi.Endpoint) -> None:
+    assert [*lone_tags(msgspec.inspect.type_info(endpoint.request), endpoint.path, set())] == []
+
+
+def holds(reply: Any, shape: type) -> None:
+    msgspec.convert(msgspec.json.decode(msgspec.json.encode(reply)), shape)
+
+
+def play(renderer: Any, deltas: list[Delta]) -> Any:
+    for delta in deltas:
+        renderer.push(delta)
+    return renderer.body()
+
+
+def test_replies_have_their_shape() -> None:
+    chat: dict[str, Any] = {"model": "m", "messages": [USER]}
+    function = {"name": "f", "parameters": {}}
+    for extra in ({"logprobs": True, "metadata": {"a": "b"}}, {"functions": [function]}):
+        call = openai_chat.parse(json.dumps({**chat, **extra}).encode())
+        holds(play(openai_chat.Renderer(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
+    for extra in ({}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}):
+        completion = openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **extra}).encode())
+        holds(play(openai_completions.Renderer(completion, "id", 1, "fp"), TEXT_DELTAS), replies.Completion)
+    message = anthropic.parse(json.dumps({**chat, "max_tokens": 9}).encode())
+    holds(play(anthropic.Renderer(message, "id", 1, "fp"), DELTAS), replies.Message)
+    response = responses.parse(b'{"model":"m","input":"hi"}')
+    holds(play(responses.Renderer(response, "id", 1, "fp"), DELTAS), replies.Response)
+
+
+def test_small_replies_have_their_shape() -> None:
+    for form in (b"float", b"base64"):
+        call = openai_embeddings.parse(b'{"model":"m","input":"p","encoding_format":"%b"}' % form)
+        holds(openai_embeddings.render(call, [[0.5]], 3), replies.Embeddings)
+    served = [openai_models.ServedModel("m", 1, 2)]
+    holds(openai_models.list_models(served), replies.ModelList)
+    holds(openai_models.retrieve_model(served, "m"), replies.ModelEntry)
+    holds(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.Tokens)
+    holds(tokenize.render_detokenized("a"), replies.Text)
+    holds(anthropic.token_count(3), replies.TokenCount)
+    holds(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
+    holds(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)

@@ -1,0 +1,320 @@
+"""What a Responses request means: good bodies to calls, bad ones to a 400 naming the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from emberline.api.call import Tool, ToolChoice
+from emberline.api.responses import Call, ResponsesRequest, parse
+from emberline.api.responses_items import seal
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar
+from emberline.core.request import Priority
+
+USER = {"role": "user", "content": "hi"}
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
+TIME = {"type": "function", "name": "time", "parameters": None, "strict": True, "description": "d"}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+
+
+def ask(**fields: Any) -> Call:
+    return parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+
+
+def refusal(body: dict[str, Any] | bytes) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body if isinstance(body, bytes) else json.dumps(body).encode())
+    return caught.value
+
+
+def test_the_least_request() -> None:
+    call = ask()
+    assert (call.caller.model, call.messages, call.stream) == ("m", [USER], False)
+    assert (call.params.max_tokens, call.params.temperature, call.params.logprobs) == (None, 1.0, None)
+    assert (call.generation_prompt, call.continue_last, call.parallel_tool_calls) == (True, False, True)
+    assert call.template_args == {}
+
+
+def test_null_is_as_good_as_absent() -> None:
+    optional = {name: None for name in ResponsesRequest.__struct_fields__ if name not in ("model", "input")}
+    assert ask(**optional) == ask()
+
+
+SCHEMA = {"type": "object", "maximum": 10**30}
+PARAMS = [
+    ({"temperature": 0}, "temperature", 0.0),
+    ({"top_p": 0.5}, "top_p", 0.5),
+    ({"max_output_tokens": 9}, "max_tokens", 9),
+    ({"include": ["message.output_text.logprobs"]}, "logprobs", 0),
+    ({"include": ["message.output_text.logprobs"], "top_logprobs": 3}, "logprobs", 3),
+    ({"top_logprobs": 3}, "logprobs", 3),
+    ({"top_logprobs": 0}, "logprobs", None),
+    ({"text": {"format": {"type": "text"}}}, "grammar", None),
+    ({"text": {"format": {"type": "json_object"}}}, "grammar", Grammar("json_object")),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}}},
+        "grammar",
+        Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+    ),
+    ({"structured_outputs": {"regex": "a+"}}, "grammar", Grammar("regex", "a+")),
+    ({"top_k": 5}, "top_k", 5),
+    ({"seed": 5}, "seed", 5),
+    ({"stop": "x"}, "stop", ("x",)),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "meant"), PARAMS)
+def test_sampling_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
+    assert getattr(ask(**fields).params, name) == meant
+
+
+CALLS = [
+    ({"stream": True}, "stream", True),
+    ({"stream": True, "stream_options": {"include_obfuscation": False}}, "stream", True),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+    ({"reasoning": {"effort": "none"}}, "template_args", {"reasoning_effort": "none", "enable_thinking": False}),
+    ({"reasoning": {"effort": "low"}}, "template_args", {"reasoning_effort": "low", "enable_thinking": True}),
+    ({"reasoning": {"summary": "auto"}}, "template_args", {}),
+    ({"include": ["reasoning.encrypted_content"]}, "seal_reasoning", True),
+    ({"include": []}, "seal_reasoning", False),
+    ({"add_special_tokens": True}, "add_special_tokens", True),
+    ({"tools": [WEATHER]}, "tool_choice", ToolChoice("auto")),
+    ({"tools": [WEATHER], "tool_choice": "none"}, "tool_choice", ToolChoice("none")),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", ToolChoice("required")),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "weather"}},
+        "tool_choice",
+        ToolChoice("named", "weather"),
+    ),
+    ({"tools": [WEATHER]}, "tools", [Tool("weather", "", {"type": "object"})]),
+    ({"tools": [TIME]}, "tools", [Tool("time", "d", {}, strict=True)]),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "meant"), CALLS)
+def test_call_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
+    assert getattr(ask(**fields), name) == meant
+
+
+def test_allowed_tools_leave_the_others_out() -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    call = ask(tools=[WEATHER, TIME], tool_choice=allowed)
+    assert ([tool.name for tool in call.tools], call.tool_choice) == (["time"], ToolChoice("required"))
+    assert (call.echo["tool_choice"], len(call.echo["tools"])) == (allowed, 2)
+
+
+CALLER = [
+    ({"user": "u"}, "user", "u"),
+    ({"safety_identifier": "s"}, "user", "s"),
+    ({"prompt_cache_key": "k"}, "salt", "k"),
+    ({"cache_salt": "k"}, "salt", "k"),
+    ({"service_tier": "default"}, "priority", Priority.INTERACTIVE),
+    ({"service_tier": "flex"}, "priority", Priority.BATCH),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "meant"), CALLER)
+def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
+    assert getattr(ask(**fields).caller, name) == meant
+
+
+ECHO = [
+    ({"metadata": {"a": "b"}}, "metadata", {"a": "b"}),
+    ({"instructions": "i"}, "instructions", "i"),
+    ({"temperature": 0.5}, "temperature", 0.5),
+    ({"max_output_tokens": 5}, "max_output_tokens", 5),
+    ({"max_tool_calls": 5}, "max_tool_calls", 5),
+    ({"top_logprobs": 2}, "top_logprobs", 2),
+    ({"service_tier": "flex"}, "service_tier", "flex"),
+    ({"service_tier": "auto"}, "service_tier", "default"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+    ({"prompt_cache_key": "k"}, "prompt_cache_key", "k"),
+    ({"safety_identifier": "s"}, "safety_identifier", "s"),
+    ({"user": "u"}, "user", "u"),
+    ({"reasoning": {"effort": "low"}}, "reasoning", {"effort": "low", "summary": None}),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "required"),
+    ({"store": False, "background": False, "truncation": "disabled"}, "store", False),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "meant"), ECHO)
+def test_the_reply_repeats_the_request(fields: dict[str, Any], name: str, meant: Any) -> None:
+    assert ask(**fields).echo[name] == meant
+
+
+def said(*items: Any, **fields: Any) -> list[dict[str, Any]]:
+    return list(ask(input=list(items), **fields).messages)
+
+
+MESSAGES = [
+    (USER, "user", "hi"),
+    ({**USER, "type": "message"}, "user", "hi"),
+    ({"role": "developer", "content": "d"}, "system", "d"),
+    ({"role": "system", "content": "s"}, "system", "s"),
+    ({"role": "assistant", "content": "a"}, "assistant", "a"),
+    ({"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}, "user", "a\nb"),
+    (
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [{"token": "a"}]}],
+        },
+        "assistant",
+        "a",
+    ),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "assistant", "no"),
+]
+
+
+@pytest.mark.parametrize(("item", "role", "text"), MESSAGES)
+def test_messages(item: dict[str, Any], role: str, text: str) -> None:
+    assert said(item) == [{"role": role, "content": text}]
+
+
+def test_instructions_come_first() -> None:
+    assert said({"role": "developer", "content": "d"}, USER, instructions="i") == [
+        {"role": "system", "content": "i\nd"},
+        USER,
+    ]
+
+
+def test_a_call_and_its_output() -> None:
+    reasoning = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
+    text = {"role": "assistant", "content": "I look."}
+    assert said(USER, reasoning, text, CALL, OUTPUT) == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+            ],
+        },
+        {"role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather"},
+    ]
+    assert said(CALL, {**OUTPUT, "output": [{"type": "input_text", "text": "sun"}]})[-1]["content"] == "sun"
+    assert said({**CALL, "arguments": ""}, OUTPUT)[0]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+REASONING = [
+    ({"content": [{"type": "reasoning_text", "text": "a"}], "summary": [{"type": "summary_text", "text": "b"}]}, "a"),
+    ({"summary": [{"type": "summary_text", "text": "b"}]}, "b"),
+    ({"encrypted_content": seal("hé"), "summary": [{"type": "summary_text", "text": "b"}]}, "hé"),
+    ({"summary": []}, None),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), REASONING)
+def test_reasoning_given_back(fields: dict[str, Any], text: str | None) -> None:
+    item = {"type": "reasoning", "id": "rs_1", **fields}
+    assert said(USER, item, {"role": "assistant", "content": "x"})[-1].get("reasoning_content") == text
+
+
+def test_an_unfinished_message_is_continued() -> None:
+    for status, continued in (("incomplete", True), ("in_progress", True), ("completed", False)):
+        call = ask(input=[USER, {"role": "assistant", "content": "a", "status": status}])
+        assert (call.continue_last, call.generation_prompt) == (continued, not continued)
+    assert not ask(input=[{**USER, "status": "incomplete"}]).continue_last
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+FORMAT = {"type": "json_schema", "name": "n", "schema": {}}
+BAD = [
+    ({"model": None}, "model"),
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [5]}, "input[0]"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+    ({"input": [USER, CALL]}, "input"),
+    (item(role="robot", content="a"), "input[0].role"),
+    (item(role="user"), "input[0].content"),
+    (item(role="user", content=[{"type": "input_image", "image_url": "x"}]), "input[0].content[0].type"),
+    (item(role="user", content=[{"type": "input_file", "file_id": "x"}]), "input[0].content[0].type"),
+    (item(role="assistant", content="a", phase="commentary"), "input[0].phase"),
+    (item(role="user", content="a", name="n"), "input[0].name"),
+    (item(id="msg_1"), "input[0].type"),
+    (item(type="item_reference", id="msg_1"), "input[0].type"),
+    (item(type="web_search_call", id="x"), "input[0].type"),
+    (item(**OUTPUT), "input[0].call_id"),
+    (item(**{**CALL, "arguments": "{"}), "input[0].arguments"),
+    (item(**{**CALL, "arguments": "[]"}), "input[0].arguments"),
+    (item(**{**CALL, "arguments": "[" * 100_000}), "input[0].arguments"),
+    (item(type="reasoning", encrypted_content="theirs!"), "input[0].encrypted_content"),
+    (item(type="reasoning", encrypted_content="gAAA/w=="), "input[0].encrypted_content"),
+    ({"instructions": ["i"]}, "instructions"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"metadata": {"a": 5}}, "metadata[...]"),
+    ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"prompt_cache_options": {}}, "prompt_cache_options"),
+    ({"n": 1}, "n"),
+    ({"response_format": {"type": "text"}}, "response_format"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ({"text": {"format": FORMAT}, "guided_regex": "a"}, "text.format"),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "time"}}, "tool_choice"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+    (
+        {
+            "tools": [WEATHER],
+            "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]},
+        },
+        "tool_choice",
+    ),
+    ({"typo": 1}, "typo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    assert refusal({"model": "m", "input": "hi", **fields}).param == param
+
+
+STATEFUL = [{"previous_response_id": "resp_1"}, {"conversation": "c"}, item(id="msg_1")]
+
+
+@pytest.mark.parametrize("fields", STATEFUL)
+def test_what_needs_a_memory_is_refused_with_the_way_out(fields: dict[str, Any]) -> None:
+    assert "whole conversation" in str(refusal({"model": "m", "input": "hi", **fields}))
+
+
+DEEP = b'{"model":"m","input":"a","tools":[{"type":"function","name":"a","parameters":' + b'{"a":' * 100_000
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b'{"model":"\xff"}', b"[" * 100_000, DEEP])
+def test_no_body_at_all(body: bytes) -> None:
+    assert refusal(body).param is None

@@ -1,0 +1,215 @@
+"""Replies of the Responses API: goldens of the bytes, and what the vendor's own client makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import goldens
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from replies import Answering, events, play, replies, token
+
+from emberline.api import responses, sse
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
+
+EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+TOOL: Any = {"type": "function", "name": "tool", "parameters": {"type": "object"}, "strict": False}
+REPLY: list[Delta] = [
+    Started(9, 4),
+    ReasoningDelta(0, "hm"),
+    ReasoningDelta(0, "m"),
+    TextDelta(0, "Hé", [token("Hé", -0.25, [token("Hé", -0.25), token("Hi", -math.inf)])]),
+    TextDelta(0, ""),
+    TextDelta(0, "llo", [token("llo")]),
+    ToolCallStart(0, 0, "call_1", "tool"),
+    ToolCallArguments(0, 0, '{"city":'),
+    ToolCallArguments(0, 0, '"Oslo"}'),
+    Finish(0, "tool_calls"),
+    Usage(9, 20, 4, 2),
+]
+SERVER = Answering(responses.parse, responses.Renderer, "resp_1")
+CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
+
+
+def renderer(**fields: Any) -> responses.Renderer:
+    call = responses.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
+    return responses.Renderer(call, "resp_1", 1700000000, "fp_1")
+
+
+def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:
+    reply = renderer(**fields)
+    assert play(reply, deltas) == b""
+    return reply.body()
+
+
+def test_goldens() -> None:
+    asked = {"top_logprobs": 2, "tools": [TOOL], "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"}}
+    goldens.check("responses_stream.sse", play(renderer(stream=True, **asked), REPLY))
+    goldens.check("responses_body.json", sse.dumps(plain(REPLY, **asked)))
+
+
+def test_the_order_of_events() -> None:
+    added, part = "output_item.added", "content_part.added"
+    part_done, done = "content_part.done", "output_item.done"
+    got = events(play(renderer(stream=True), REPLY))
+    assert [event["type"].removeprefix("response.") for event in got] == [
+        "created", "in_progress",
+        added, part, "reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done", part_done, done,
+        added, part, "output_text.delta", "output_text.delta", "output_text.done", part_done, done,
+        added, *["function_call_arguments.delta"] * 2, "function_call_arguments.done", done,
+        "completed",
+    ]  # fmt: skip
+    assert [event["sequence_number"] for event in got] == list(range(len(got)))
+
+
+def test_usage() -> None:
+    assert plain(REPLY)["usage"] == {
+        "input_tokens": 9,
+        "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
+        "output_tokens": 20,
+        "output_tokens_details": {"reasoning_tokens": 2},
+        "total_tokens": 29,
+    }
+
+
+ENDINGS = [
+    (Finish(0, "stop"), "completed", None),
+    (Finish(0, "stop", "END"), "completed", None),
+    (Finish(0, "tool_calls"), "completed", None),
+    (Finish(0, "length"), "incomplete", {"reason": "max_output_tokens"}),
+    (Finish(0, "abort"), "incomplete", None),
+]
+
+
+@pytest.mark.parametrize(("finish", "status", "details"), ENDINGS)
+def test_endings(finish: Finish, status: str, details: dict[str, str] | None) -> None:
+    deltas: list[Delta] = [Started(1), ReasoningDelta(0, "a"), TextDelta(0, "b"), finish, Usage(1, 1)]
+    body = plain(deltas)
+    assert (body["status"], body["incomplete_details"]) == (status, details)
+    assert [item["status"] for item in body["output"]] == ["completed", status]
+    last = events(play(renderer(stream=True), deltas))[-1]
+    assert (last["type"], last["response"]) == (f"response.{status}", body)
+
+
+def test_nothing_said() -> None:
+    body = plain([Started(1), Finish(0, "stop"), Usage(1, 0)])
+    assert (body["status"], body["output"]) == ("completed", [])
+
+
+def test_logprobs_of_a_token_without_text_are_not_lost() -> None:
+    half = TextDelta(0, "", [token("\ufffd")])
+    rest: list[Delta] = [TextDelta(0, "é", [token("é")]), Finish(0, "stop"), Usage(1, 2)]
+    [item] = plain([Started(1), half, *rest], top_logprobs=1)["output"]
+    assert [entry["token"] for entry in item["content"][0]["logprobs"]] == ["\ufffd", "é"]
+
+
+def test_sealed_reasoning_comes_back_open() -> None:
+    [reasoning, *_] = plain(REPLY, include=["reasoning.encrypted_content"])["output"]
+    given_back = {
+        "type": "reasoning",
+        "id": reasoning["id"],
+        "summary": [],
+        "encrypted_content": reasoning["encrypted_content"],
+    }
+    body = {"model": "m", "input": [given_back, {"role": "assistant", "content": "x"}]}
+    assert responses.parse(json.dumps(body).encode()).messages[0]["reasoning_content"] == "hmm"
+    assert plain(REPLY)["output"][0]["encrypted_content"] is None
+
+
+FAULTS = [
+    (EngineFailed("the engine died"), "server_error", "the engine died"),
+    (Overloaded("full"), "rate_limit_exceeded", "full"),
+    (InvalidRequest("no", param="input"), "invalid_prompt", "no"),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "message"), FAULTS)
+def test_a_broken_stream_ends_as_failed(error: Exception, code: str, message: str) -> None:
+    reply = renderer(stream=True)
+    reply.start()
+    for delta in REPLY[:5]:
+        reply.push(delta)
+    [event] = events(reply.fail(error)[0])
+    EVENT.validate_python(event)
+    assert event["type"] == "response.failed"
+    assert event["response"]["status"] == "failed"
+    assert event["response"]["error"] == {"code": code, "message": message}
+    assert [item["status"] for item in event["response"]["output"]] == ["completed", "incomplete"]
+
+
+def test_a_fault_of_ours_tells_nothing() -> None:
+    assert b"secret" not in renderer(stream=True).fail(KeyError("secret"))[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(replies(), st.booleans())
+def test_the_vendors_client_folds_the_stream_into_the_plain_reply(deltas: list[Delta], sealed: bool) -> None:
+    SERVER.deltas = deltas
+    asked: dict[str, Any] = {"model": "m", "input": "hi", "tools": [TOOL], "top_logprobs": 1}
+    if sealed:
+        asked["include"] = ["reasoning.encrypted_content"]
+    response = CLIENT.responses.create(**asked)
+    Response.model_validate(response.to_dict())
+    got = list(CLIENT.responses.create(**asked, stream=True))
+    for event in got:
+        EVENT.validate_python(event.to_dict())
+    assert got[-1].type in ("response.completed", "response.incomplete")
+    assert got[-1].response == response
+    assert fold([event.to_dict() for event in got]) == [item.to_dict() for item in response.output]
+
+
+def fold(stream: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The output from its deltas alone, checked against what every done event claims."""
+    output: list[dict[str, Any]] = []
+    for event in stream:
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert event["output_index"] == len(output)
+                output.append(event["item"])
+            case "content_part.added":
+                output[-1]["content"].append(event["part"])
+            case "output_text.delta" | "reasoning_text.delta":
+                part = output[-1]["content"][event["content_index"]]
+                part["text"] += event["delta"]
+                part.get("logprobs", []).extend(event.get("logprobs", []))
+            case "function_call_arguments.delta":
+                output[-1]["arguments"] += event["delta"]
+            case "output_text.done" | "reasoning_text.done":
+                assert event["text"] == output[-1]["content"][-1]["text"]
+            case "content_part.done":
+                assert event["part"] == output[-1]["content"][-1]
+            case "function_call_arguments.done":
+                assert event["arguments"] == output[-1]["arguments"]
+            case "output_item.done":
+                settled = ("status", "encrypted_content")
+                output[-1] |= {key: event["item"][key] for key in settled if key in event["item"]}
+                assert event["item"] == output[-1]
+    return output
+
+
+def test_a_conversation_with_the_vendors_client() -> None:
+    SERVER.deltas = REPLY
+    with CLIENT.responses.stream(model="m", input="hi", tools=[TOOL], top_logprobs=2) as stream:
+        reply = stream.get_final_response()
+    assert reply.output_text == "Héllo"
+    result = {"type": "function_call_output", "call_id": "call_1", "output": "5"}
+    history: Any = [{"role": "user", "content": "hi"}, *reply.output, result]
+    CLIENT.responses.create(model="m", input=history, tools=[TOOL])
+    assert [message["role"] for message in SERVER.calls[-1].messages] == ["user", "assistant", "tool"]
+    assert SERVER.calls[-1].messages[1]["reasoning_content"] == "hmm"

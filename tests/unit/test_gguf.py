@@ -1,0 +1,158 @@
+"""The GGUF reader: what the gguf package writes is read back; what is damaged gives a typed error, quickly, and never more."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import gguf
+import ggufs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
+from emberline.hub.convert import convert
+from emberline.hub.dequant import dequantise, round_to_bf16
+from emberline.hub.gguf import GGUF, TYPES
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "sample.gguf"
+    ggufs.write(path, quant="Q8_0")
+    return path.read_bytes()
+
+
+def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    values = ggufs.write(path, extra={"attention.sliding_window": 32})
+    with GGUF(path) as file:
+        assert file.metadata["general.architecture"] == "llama"
+        assert file.metadata["llama.attention.sliding_window"] == 32
+        assert file.metadata["tokenizer.ggml.tokens"] == ggufs.BPE_TOKENS
+        assert list(file.metadata["tokenizer.ggml.token_type"])[:3] == [3, 3, 1]
+        assert set(file.tensors) == set(values)
+        for name, value in values.items():
+            tensor = file.tensors[name]
+            assert tensor.shape == value.shape
+            assert bytes(file.raw(tensor)) == value.tobytes()
+
+
+@pytest.mark.parametrize("number", TYPES)
+def test_dequantises_random_blocks_like_the_gguf_package(number: int) -> None:
+    kind = TYPES[number]
+    rng = np.random.default_rng(number)
+    blocks = rng.integers(0, 256, (500, kind.size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        ours = dequantise(blocks.data.cast("B"), kind.name, kind.size)
+        theirs = gguf.quants.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType(number)).reshape(-1)
+    assert len(ours) == 500 * kind.block
+    assert np.array_equal(ours, theirs.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_dequantised_values_are_near_the_originals(name: str) -> None:
+    """K formats have no quantiser in the package; the blocks test above covers them."""
+    kind = next(t for t in TYPES.values() if t.name == name)
+    x = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    raw = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name])
+    near = dequantise(raw.data.cast("B"), kind.name, kind.size).reshape(x.shape)
+    bound = {"BF16": 0.01, "Q8_0": 0.02, "Q4_0": 0.4, "Q4_1": 0.3, "Q5_0": 0.2, "Q5_1": 0.15}[name]
+    assert np.abs(near - x).max() < bound
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    x = np.array([1.0, 1.00390625, 1.01171875, -1.00390625, 3.4e38, np.inf, -np.inf, np.nan, 1e-40], dtype=np.float32)
+    bits = [0x3F80, 0x3F80, 0x3F82, 0xBF80, 0x7F80, 0x7F80, 0xFF80, 0x7FC0, 0x0001]
+    assert round_to_bf16(x).tolist() == bits
+
+
+def header(tensor_count: int = 0, key_count: int = 0, version: int = 3, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensor_count, key_count) + rest
+
+
+def text(s: bytes) -> bytes:
+    return struct.pack("<Q", len(s)) + s
+
+
+def tensor(name: bytes, dims: list[int], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+HUGE = 2**63
+DAMAGED = {
+    "empty": b"",
+    "magic": b"GGML" + bytes(20),
+    "short": b"GGUF\3\0\0",
+    "many-tensors": header(tensor_count=HUGE),
+    "many-keys": header(key_count=HUGE),
+    "long-string": header(key_count=1, rest=struct.pack("<Q", HUGE)),
+    "bad-utf8": header(key_count=1, rest=text(b"\xff\xfe") + struct.pack("<IB", 0, 1)),
+    "bad-type": header(key_count=1, rest=text(b"a") + struct.pack("<I", 99)),
+    "bad-bool": header(key_count=1, rest=text(b"a") + struct.pack("<IB", 7, 2)),
+    "big-array": header(key_count=1, rest=text(b"a") + struct.pack("<IIQ", 9, 0, HUGE)),
+    "array-past-end": header(key_count=1, rest=text(b"a") + struct.pack("<IIQ", 9, 4, 1000)),
+    "nested-arrays": header(key_count=1, rest=text(b"a") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000),
+    "key-twice": header(key_count=2, rest=(text(b"a") + struct.pack("<IB", 0, 1)) * 2),
+    "alignment": header(key_count=1, rest=text(b"general.alignment") + struct.pack("<II", 4, 3)),
+    "alignment-text": header(key_count=1, rest=text(b"general.alignment") + struct.pack("<I", 8) + text(b"32")),
+    "no-dims": header(1, rest=tensor(b"t", [])),
+    "many-dims": header(1, rest=tensor(b"t", [1] * 5)),
+    "zero-dim": header(1, rest=tensor(b"t", [0, 4])),
+    "overflow-dims": header(1, rest=tensor(b"t", [2**40, 2**40, 2**40])),
+    "past-end": header(1, rest=tensor(b"t", [64]) + bytes(64)),
+    "far-offset": header(1, rest=tensor(b"t", [4], offset=2**63) + bytes(512)),
+    "misaligned": header(1, rest=tensor(b"t", [4], offset=4) + bytes(512)),
+    "half-block": header(1, rest=tensor(b"t", [16], kind=8) + bytes(512)),
+    "unknown-type": header(1, rest=tensor(b"t", [4], kind=1000) + bytes(512)),
+    "tensor-twice": header(2, rest=tensor(b"t", [4]) + tensor(b"t", [4], offset=32) + bytes(512)),
+    "overlap": header(2, rest=tensor(b"a", [64]) + tensor(b"b", [64], offset=32) + bytes(1024)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_headers_are_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(DAMAGED[name])
+    with pytest.raises(ModelFileError):
+        GGUF(path)
+
+
+@pytest.mark.parametrize("data", [header(version=1), header(version=4), header(version=3 << 24)])
+def test_other_versions_are_not_supported(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "v.gguf").write_bytes(data)
+    with pytest.raises(UnsupportedModel):
+        GGUF(tmp_path / "v.gguf")
+
+
+def test_other_quantisations_are_named(tmp_path: Path) -> None:
+    (tmp_path / "q.gguf").write_bytes(header(1, rest=tensor(b"t", [256], kind=10) + bytes(512)))
+    with pytest.raises(UnsupportedModel, match="type 10"):
+        GGUF(tmp_path / "q.gguf")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_flipped_and_cut_files_never_crash(sample: bytes, tmp_path: Path, data: st.DataObject) -> None:
+    """Reads or raises our error: through the reader and the whole conversion."""
+    damaged = bytearray(sample)
+    metadata_ends = 8000
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, metadata_ends))
+        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        del damaged[data.draw(st.integers(0, len(damaged))) :]
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(damaged)
+    target = tmp_path / "out"
+    try:
+        convert(path, target)
+    except EmberlineError:
+        assert not target.exists()
+    else:
+        for file in target.iterdir():
+            file.unlink()
+        target.rmdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["damaged.gguf"]

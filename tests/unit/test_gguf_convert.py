@@ -1,0 +1,260 @@
+"""GGUF to checkpoint: names, head order, config, tokenizer. The safetensors package reads what we wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ggufs
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub import convert as conversion
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.convert import convert
+from emberline.hub.gguftokenizer import tokenizer_files
+from emberline.tokens.tokenizer import Tokenizer
+
+
+def llama_cpp_order(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """What llama.cpp does to q and k when it writes a Llama: index by index, from its definition."""
+    dim = len(rows) // heads
+    out = np.empty_like(rows)
+    for h in range(heads):
+        for i in range(dim // 2):
+            for half in range(2):
+                out[h * dim + 2 * i + half] = rows[h * dim + half * (dim // 2) + i]
+    return out
+
+
+def converted(tmp_path: Path, arch: str, **options: Any) -> Checkpoint:
+    ggufs.write(tmp_path / "m.gguf", arch, **options)
+    return Checkpoint.open(convert(tmp_path / "m.gguf", tmp_path / "out"))
+
+
+def test_llama_rows_are_put_back_in_order(tmp_path: Path) -> None:
+    usual = ggufs.tensors("llama", np.random.default_rng(1))
+    stored = dict(usual)
+    for i in range(ggufs.LAYERS):
+        for part, heads in (("attn_q", ggufs.HEADS), ("attn_k", ggufs.KV_HEADS)):
+            stored[f"blk.{i}.{part}.weight"] = llama_cpp_order(usual[f"blk.{i}.{part}.weight"], heads)
+    checkpoint = converted(tmp_path, "llama", values=stored)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    names = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"}
+    for theirs, ours in names.items():
+        assert np.array_equal(loaded[f"model.layers.1.{ours}.weight"], usual[f"blk.1.{theirs}.weight"])
+    assert np.array_equal(loaded["model.embed_tokens.weight"], usual["token_embd.weight"])
+    assert np.array_equal(loaded["lm_head.weight"], usual["output.weight"])
+    assert set(loaded) == set(checkpoint.names())
+    assert checkpoint.config["torch_dtype"] == "float32"
+    assert checkpoint.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_qwen_rows_stay_as_they_are(arch: str, tmp_path: Path) -> None:
+    values = ggufs.tensors(arch, np.random.default_rng(2))
+    checkpoint = converted(tmp_path, arch, values=values)
+    loaded = load_file(tmp_path / "out" / "model.safetensors")
+    assert np.array_equal(loaded["model.layers.0.self_attn.q_proj.weight"], values["blk.0.attn_q.weight"])
+    extra = {"qwen2": "model.layers.1.self_attn.k_proj.bias", "qwen3": "model.layers.1.self_attn.k_norm.weight"}[arch]
+    assert extra in loaded
+    assert checkpoint.config["model_type"] == arch
+
+
+def test_config_says_what_the_file_says(tmp_path: Path) -> None:
+    checkpoint = converted(tmp_path, "llama", quant="Q4_0", tied=True, extra={"attention.key_length": 16})
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "vocab_size": len(ggufs.BPE_TOKENS),
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 0,
+    }
+    assert {k: checkpoint.config[k] for k in expected} == expected
+    assert "sliding_window" not in checkpoint.config
+    assert checkpoint.generation_config["eos_token_id"] == [0]
+    assert checkpoint.info("model.norm.weight").dtype == "F32"
+    assert checkpoint.info("model.layers.0.mlp.up_proj.weight").dtype == "BF16"
+    assert "lm_head.weight" not in checkpoint.names()
+
+
+def test_sliding_window_makes_a_mistral(tmp_path: Path) -> None:
+    config = converted(tmp_path, "llama", extra={"attention.sliding_window": 32}).config
+    assert config["architectures"] == ["MistralForCausalLM"]
+    assert config["sliding_window"] == 32
+
+
+def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    assert converted(tmp_path / "a", "llama", extra=linear).config["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 4.0,
+    }
+    yarn = {**linear, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
+    assert converted(tmp_path, "qwen2", extra=yarn).config["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+
+
+def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32]:
+    """The published rule, written as the case distinction that it is."""
+    out = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / dim)
+        if wavelength < 8192 / 4:
+            out.append(1.0)
+        elif wavelength > 8192:
+            out.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(out, dtype=np.float32)
+
+
+def test_llama3_rule_is_found_again_from_the_divisors(tmp_path: Path) -> None:
+    values = ggufs.tensors("llama", np.random.default_rng(3))
+    values["rope_freqs.weight"] = llama3_divisors(8.0, 10000.0, 16)
+    checkpoint = converted(tmp_path, "llama", values=values)
+    assert checkpoint.config["rope_scaling"] == {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert not any("rope" in name for name in checkpoint.names())
+
+
+def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
+    values = ggufs.tensors("llama", np.random.default_rng(3))
+    values["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
+    with pytest.raises(UnsupportedModel, match="divisors"):
+        converted(tmp_path, "llama", values=values)
+
+
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
+    with pytest.raises(UnsupportedModel, match="gemma2"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    with pytest.raises(UnsupportedModel, match="expert|architecture"):
+        converted(tmp_path, "llama", extra={"expert_count": 8})
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(conversion, "write_tensors", fail)
+    ggufs.write(tmp_path / "m.gguf")
+    with pytest.raises(OSError, match="disk full"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    converted(tmp_path / "a", "llama", quant="Q4_1")
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 1000)
+    converted(tmp_path, "llama", quant="Q4_1")
+    whole, pieces = (tmp_path / d / "model.safetensors" for d in ("a/out", "out"))
+    assert whole.read_bytes() == pieces.read_bytes()
+
+
+def spm_metadata(add_space_prefix: bool = True) -> dict[str, Any]:
+    pieces = ["▁the", "▁t", "he", "th", "▁", "t", "h", "e", "▁c", "c", "a", "at", "cat", "ca"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *pieces]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+    scores = [0.0] * 259 + [float(-i) for i in range(len(pieces))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.add_space_prefix": add_space_prefix,
+    }
+
+
+def load_tokenizer(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
+    text, config = tokenizer_files(metadata)
+    (folder / "tokenizer.json").write_text(text)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(folder)
+
+
+def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path, spm_metadata())
+
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.token_text(i) for i in tokenizer.encode(text)]
+
+    assert pieces("the cat") == ["<s>", " the", " c", "at"]  # " c" outscores "cat"
+    assert pieces("é") == ["<s>", " ", "\ufffd", "\ufffd"]
+    assert tokenizer.token_bytes(tokenizer.encode("é")[-2]) == b"\xc3"
+    for text in ("the cat", " the", "héh 🙂", "t\nt"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    bare = load_tokenizer(tmp_path, spm_metadata(add_space_prefix=False))
+    assert [bare.token_text(i) for i in bare.encode("the", add_special=False)] == ["t", "he"]  # "he" outscores "th"
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, UnsupportedModel),
+        ({"tokenizer.ggml.scores": [0.0]}, ModelFileError),
+        ({"tokenizer.ggml.tokens": ["a", "a"]}, ModelFileError),
+        ({"tokenizer.ggml.tokens": [1, 2]}, ModelFileError),
+        ({"tokenizer.ggml.bos_token_id": 10**6}, ModelFileError),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "who-knows"}, UnsupportedModel),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["no such"]}, ModelFileError),
+    ],
+)
+def test_bad_vocabularies_are_refused(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        tokenizer_files({**spm_metadata(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["ab", " 123", "'s", "  ", " x"]),
+        ("smollm", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
+        ("llama-bpe", ["ab", " ", "123", "'s", "  ", " x"]),
+        ("qwen2", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
+        ("tekken", ["ab", " ", "1", "2", "3", "'s", "  ", " x"]),
+    ],
+)
+def test_pre_tokenizers_cut_where_they_should(pre: str, pieces: list[str]) -> None:
+    """Every merge within these pieces exists, so the tokens are the pieces."""
+    words = {p.replace(" ", "Ġ") for p in pieces}
+    merges, tokens = [], list(ggufs.ALPHABET)
+    for word in sorted(words):
+        for cut in range(1, len(word)):
+            if word[: cut + 1] not in tokens:
+                merges.append(f"{word[:cut]} {word[cut]}")
+                tokens.append(word[: cut + 1])
+    import tokenizers
+
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}  # type: ignore[dict-item]
+    inner = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)[0])
+    assert [t.replace("Ġ", " ") for t in inner.encode("ab 123's   x").tokens] == pieces

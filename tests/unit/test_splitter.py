@@ -1,0 +1,198 @@
+"""What each style's output becomes: tables of whole outputs and the pieces they fold into."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from emberline.api.callreader import MAX_HEAD
+from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
+from emberline.api.splitter import Piece, Splitter, fold
+from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
+
+
+def splitter(style: ToolStyle | None = None, reasoning: ReasoningStyle | None = None, inside: bool = False) -> Splitter:
+    ids = count()
+    return Splitter(0, lambda: f"{next(ids):024d}", style, reasoning, inside)
+
+
+def brief(pieces: list[Piece]) -> list[tuple[str, ...]]:
+    """Pieces as short tuples, ids left out."""
+    short: list[tuple[str, ...]] = []
+    for piece in fold(pieces):
+        match piece:
+            case TextDelta(text=text):
+                short.append(("text", text))
+            case ReasoningDelta(text=text):
+                short.append(("thought", text))
+            case ToolCallStart(name=name):
+                short.append(("call", name))
+            case ToolCallArguments(text=text):
+                short.append(("args", text))
+    return short
+
+
+def split(text: str, one: Splitter, size: int = 0) -> list[tuple[str, ...]]:
+    chunks = [text[i : i + size] for i in range(0, len(text), size)] if size else [text]
+    pieces = [piece for chunk in chunks for piece in one.push(chunk)]
+    return brief([*pieces, *one.flush()])
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+F = [("call", "f"), ("args", '{"a": 1}')]
+G = [("call", "g"), ("args", "{}")]
+
+HERMES_CASES = {
+    "text": ("just text", [("text", "just text")]),
+    "call": (CALL, F),
+    "text before": ("Well. " + CALL, [("text", "Well. "), *F]),
+    "text after": (CALL + "\nDone.", [*F, ("text", "\nDone.")]),
+    "space after is dropped": (CALL + "\n \n", F),
+    "space before is dropped": ("\n" + CALL, F),
+    "only space": (" \n", [("text", " \n")]),
+    "two": (CALL + "\n" + CALL.replace('"f"', '"g"').replace('{"a": 1}', "{}"), [*F, *G]),
+    "text between": (CALL + " and " + CALL, [*F, ("text", " and "), *F]),
+    "tight": ('<tool_call>{"name":"f","arguments":{"a": 1}}</tool_call>', F),
+    "arguments first": ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', F),
+    "other keys": (
+        '<tool_call>{"id": 7, "x": [1, {"y": "}"}], "name": "f", "arguments": {"a": 1}, "z": null}</tool_call>',
+        F,
+    ),
+    "parameters too": ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', F),
+    "no arguments": ('<tool_call>{"name": "g"}</tool_call>', G),
+    "escapes in the name": (
+        '<tool_call>{"name": "caf\\u00e9", "arguments": {}}</tool_call>',
+        [("call", "café"), ("args", "{}")],
+    ),
+    "braces and quotes in strings": (
+        '<tool_call>{"name": "f", "arguments": {"s": "}\\"{</tool_call>\\\\", "n": [{"m": {}}]}}</tool_call>!',
+        [("call", "f"), ("args", '{"s": "}\\"{</tool_call>\\\\", "n": [{"m": {}}]}'), ("text", "!")],
+    ),
+    "not json": ("<tool_call>hello</tool_call>", [("text", "<tool_call>hello</tool_call>")]),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', [("text", '<tool_call>{"arguments": {}}</tool_call>')]),
+    "empty name": ('<tool_call>{"name": "", "arguments": {}}', [("text", '<tool_call>{"name": "", "arguments": {}}')]),
+    "half a surrogate": ('<tool_call>{"name": "\\ud800"}', [("text", '<tool_call>{"name": "\\ud800"}')]),
+    "arguments no object": (
+        '<tool_call>{"name": "f", "arguments": "x"}',
+        [("text", '<tool_call>{"name": "f", "arguments": "x"}')],
+    ),
+    "refused, then a call": ("<tool_call><tool_call>" + CALL, [("text", "<tool_call><tool_call>"), *F]),
+    "refused with space": ("ok\n<tool_call> no", [("text", "ok\n<tool_call> no")]),
+    "near marker": ("a <tool_cal b <<tool_call>> c", [("text", "a <tool_cal b <<tool_call>> c")]),
+    "cut in the marker": ("a <tool_c", [("text", "a <tool_c")]),
+    "cut in the head": ('<tool_call>{"name": "f", "argu', [("text", '<tool_call>{"name": "f", "argu')]),
+    "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"a": "x', [("call", "f"), ("args", '{"a": "x')]),
+    "cut before the end": ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_', F),
+    "cut before the brace": ('<tool_call>{"name": "f", "arguments": {"a": 1}', F),
+    "end left out": ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n' + CALL, [*F, *F]),
+    "junk before the brace": ('<tool_call>{"name": "f", "arguments": {"a": 1} oops}', [*F, ("text", " oops}")]),
+    "junk before the end": ('<tool_call>{"name": "f", "arguments": {"a": 1}} oops', [*F, ("text", " oops")]),
+    "think is text here": ("<think>x</think>", [("text", "<think>x</think>")]),
+}
+LLAMA_CASES = {
+    "bare": ('{"name": "f", "parameters": {"a": 1}}', F),
+    "bare after space": ('\n {"name": "f", "parameters": {"a": 1}}\n', F),
+    "tagged": ('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', F),
+    "tagged after text": ('I see.<|python_tag|>{"name": "f", "parameters": {"a": 1}}', [("text", "I see."), *F]),
+    "several": ('{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', [*F, *G]),
+    "with type": ('{"type": "function", "name": "f", "parameters": {"a": 1}}', F),
+    "an answer in JSON": ('{"name": "Bob"}', [("text", '{"name": "Bob"}')]),
+    "another": (' {"a": [1, 2]}', [("text", ' {"a": [1, 2]}')]),
+    "code": ('<|python_tag|>search.call(query="x")', [("text", '<|python_tag|>search.call(query="x")')]),
+    "not later": ('So: {"name": "f", "parameters": {}}', [("text", 'So: {"name": "f", "parameters": {}}')]),
+    "text after": ('{"name": "f", "parameters": {"a": 1}}; no', [*F, ("text", "; no")]),
+}
+MISTRAL_CASES = {
+    "list": ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', F),
+    "list of two": ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]', [*F, *G]),
+    "object": ('[TOOL_CALLS]{"name": "f", "arguments": {"a": 1}}', F),
+    "text first": ('Hm[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]', [("text", "Hm"), *F]),
+    "args": ('[TOOL_CALLS]f[ARGS]{"a": 1}', F),
+    "two args": ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', [*F, *G]),
+    "call id": ('[TOOL_CALLS]f[CALL_ID]abc123DEF[ARGS]{"a": 1}', F),
+    "no args marker": ('[TOOL_CALLS]f{"a": 1}', F),
+    "empty list": ("[TOOL_CALLS][]", [("text", "[TOOL_CALLS][]")]),
+    "bad second": (
+        '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"nam": 2}]',
+        [*F, ("text", ', {"nam": 2}]')],
+    ),
+    "no call": ("[TOOL_CALLS] sorry!", [("text", "[TOOL_CALLS] sorry!")]),
+    "near": ("[TOOL_CALLS]f[ARG]{}", [("text", "[TOOL_CALLS]f[ARG]{}")]),
+    "cut list": ('[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}', F),
+    "a list in text": ("[1, 2] [TOOL", [("text", "[1, 2] [TOOL")]),
+}
+CASES = [
+    *((HERMES, f"hermes: {name}", *case) for name, case in HERMES_CASES.items()),
+    *((LLAMA3, f"llama3: {name}", *case) for name, case in LLAMA_CASES.items()),
+    *(
+        (style, f"{style.name}: {name}", *case)
+        for style in (MISTRAL, MISTRAL_ARGS)
+        for name, case in MISTRAL_CASES.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize(("style", "name", "text", "expected"), CASES, ids=[case[1] for case in CASES])
+def test_calls(style: ToolStyle, name: str, text: str, expected: list[tuple[str, ...]], size: int) -> None:
+    assert split(text, splitter(style), size) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nYes", False, [("thought", "hm"), ("text", "Yes")]),
+        ("\n<think>hm</think>Yes", False, [("thought", "hm"), ("text", "Yes")]),
+        ("\nhm\n\nwell\n</think>\nYes\n", True, [("thought", "hm\n\nwell"), ("text", "Yes\n")]),
+        ("<think>\n\n</think>\n\nYes", False, [("text", "Yes")]),
+        ("<think>cut", False, [("thought", "cut")]),
+        ("cut \n</thi", True, [("thought", "cut \n</thi")]),
+        (" No <think>x</think>", False, [("text", " No <think>x</think>")]),
+        ("<thin", False, [("text", "<thin")]),
+        ("<think>a " + CALL + "</think>" + CALL, False, [("thought", "a " + CALL), *F]),
+        ("<think>a</think>\n" + CALL, False, [("thought", "a"), *F]),
+        ("", True, []),
+    ],
+)
+def test_reasoning(text: str, inside: bool, expected: list[tuple[str, ...]], size: int) -> None:
+    assert split(text, splitter(HERMES, THINK, inside), size) == expected
+
+
+def test_reasoning_without_tools_and_with_other_markers() -> None:
+    assert split("[THINK]a[/THINK]" + CALL, splitter(None, MAGISTRAL)) == [("thought", "a"), ("text", CALL)]
+
+
+def test_without_style_or_reasoning_all_is_text_at_once() -> None:
+    one = splitter()
+    assert brief(one.push(CALL + " <")) == [("text", CALL + " <")]
+
+
+def test_arguments_come_as_they_are_written_and_names_only_when_complete() -> None:
+    one = splitter(HERMES)
+    pushes = ["Hi <tool", '_call>{"name": "ge', 't", "arguments": ', '{"a": ', '"b', '"}', "}</tool_call>", " end"]
+    assert [brief(one.push(text)) for text in pushes] == [
+        [("text", "Hi ")], [], [], [("call", "get"), ("args", '{"a": ')], [("args", '"b')], [("args", '"}')], [], [("text", " end")],
+    ]  # fmt: skip
+    assert one.flush() == [] and one.calls == 1
+
+
+def test_text_is_held_back_only_while_it_may_be_a_marker() -> None:
+    one = splitter(HERMES)
+    assert [brief(one.push(text)) for text in ["a", "<", "b", " <tool", "s"]] == [
+        [("text", "a")], [], [("text", "<b")], [("text", " ")], [("text", "<tools")],
+    ]  # fmt: skip
+
+
+def test_slots_and_ids() -> None:
+    starts = [p for p in splitter(HERMES).push(CALL + CALL) if isinstance(p, ToolCallStart)]
+    assert [(p.slot, p.id) for p in starts] == [(0, "call_" + "0" * 24), (1, "call_" + "0" * 23 + "1")]
+
+
+def test_an_endless_head_becomes_text() -> None:
+    for head in ('<tool_call>{"name": "', "<tool_call>" + " " * MAX_HEAD, '<tool_call>{"name": "f", "x": "'):
+        text = head + "x" * (3 * MAX_HEAD)
+        one = splitter(HERMES)
+        assert brief(one.push(text)) == [("text", text)]
