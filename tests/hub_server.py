@@ -1,4 +1,4 @@
-"""A small HTTP server on loopback that serves bytes: ranges, broken connections, wrong answers. For the download tests."""
+"""A small HTTP server on loopback for the download tests: ranges, broken connections, wrong answers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from emberline.kernels import ops, ref
+from emberline.kernels import ops
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
 from emberline.models.loader import load
@@ -23,14 +23,13 @@ BOUND = 2e-5  # of the largest logit
 
 
 @pytest.fixture(params=["native", "torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "torch":
-        for name in ops.__all__:
-            if hasattr(ref, name):
-                monkeypatch.setattr(ops, name, getattr(ref, name))
-    elif ops.describe()["backend"] == "torch":
-        pytest.skip(f"no native kernels: {ops.describe()['reason']}")
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = ops.describe()
+    if request.param == "native" and before.library is None:
+        pytest.skip(f"no native kernels: {before.reason}")
+    ops.start(native=request.param == "native")
     yield request.param
+    ops.start(native=before.library is not None)
 
 
 class Cache:

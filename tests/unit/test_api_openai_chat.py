@@ -92,7 +92,9 @@ def test_json_schema() -> None:
     grammar = chat(response_format=form).params.grammar
     assert grammar is not None
     assert (grammar.kind, json.loads(grammar.text)) == ("json_schema", schema)
-    assert chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).params.grammar == Grammar("json_object")
+    assert chat(response_format={"type": "json_schema", "json_schema": {"name": "x"}}).params.grammar == Grammar(
+        "json_object"
+    )
 
 
 CALLER = [
@@ -117,7 +119,16 @@ def test_caller_fields(fields: dict[str, Any], name: str, meant: Any) -> None:
 CALLS = [
     ({"stream": True}, "stream", True),
     ({"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),
-    ({"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}, "include_usage", False),
+    (
+        {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}},
+        "include_usage",
+        False,
+    ),
+    (
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        "running_usage",
+        True,
+    ),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
     ({"chat_template_kwargs": {"x": [1]}}, "template_args", {"x": [1]}),
     ({"reasoning_effort": "none"}, "template_args", {"reasoning_effort": "none", "enable_thinking": False}),
@@ -183,7 +194,11 @@ def test_messages(wire: dict[str, Any], meant: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("text", "meant"), [('{"a": [1, "x"]}', {"a": [1, "x"]}), ("{}", {}), ("", {}), (" ", {})])
 def test_tool_call_arguments_become_objects(text: str, meant: dict[str, Any]) -> None:
     function = {"name": "f", "arguments": text}
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
     [made] = chat(messages=[message]).messages
     assert made["content"] == ""
     assert made["tool_calls"] == [{"id": "c", "type": "function", "function": {"name": "f", "arguments": meant}}]
@@ -209,7 +224,10 @@ def test_tools(wire: Any, meant: ToolChoice) -> None:
 
 def test_allowed_tools_are_the_only_ones() -> None:
     refs = [{"type": "function", "function": {"name": "time"}}]
-    call = chat(tools=[WEATHER, TIME], tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": refs}})
+    call = chat(
+        tools=[WEATHER, TIME],
+        tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": refs}},
+    )
     assert [tool.name for tool in call.tools] == ["time"]
     assert call.tool_choice == ToolChoice("required")
 
@@ -234,7 +252,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content[0].type"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
@@ -274,6 +295,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"store": True}, "store"),
     ({"modalities": ["audio"]}, "modalities[0]"),

@@ -1,4 +1,4 @@
-"""Completions, embeddings, models and the tokenizer's endpoints: what requests mean, and the replies that are not streams."""
+"""Completions, embeddings, models and the tokenizer's endpoints: what requests mean, and replies that do not stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_inputs(wire: Any, meant: Any) -> None:
     assert embed(input=wire).inputs == meant
 
 
-BAD_INPUTS = [
+BAD_INPUTS: list[tuple[Any, str]] = [
     (None, ""),
     (5, ""),
     ({}, ""),
@@ -67,7 +67,7 @@ def test_completion_defaults() -> None:
     call = complete()
     assert call.params.max_tokens == 16
     assert (call.echo, call.add_special_tokens, call.params.prompt_logprobs) == (False, True, None)
-    optional = {name: None for name in openai_completions.CompletionRequest.__struct_fields__}
+    optional = dict.fromkeys(openai_completions.CompletionRequest.__struct_fields__)
     assert complete(**{**optional, "model": "m", "prompt": "p"}) == call
 
 
@@ -115,7 +115,9 @@ def test_completion_refusals(fields: dict[str, Any], param: str) -> None:
 def test_every_field_of_the_official_completions_is_known() -> None:
     from openai.types.completion_create_params import CompletionCreateParamsBase
 
-    assert set(CompletionCreateParamsBase.__annotations__) <= set(openai_completions.CompletionRequest.__struct_fields__)
+    assert set(CompletionCreateParamsBase.__annotations__) <= set(
+        openai_completions.CompletionRequest.__struct_fields__
+    )
 
 
 VECTORS = [[0.5, -0.25], [1.0, 0.0]]

@@ -19,6 +19,7 @@ from emberline.api import openai_chat, openai_completions, sse
 from emberline.api.deltas import (
     Delta,
     Finish,
+    Progress,
     PromptDelta,
     ReasoningDelta,
     Renderer,
@@ -154,8 +155,33 @@ def test_usage_is_null_until_the_last_chunk() -> None:
     assert all("usage" not in chunk for chunk in chunks(play(chat(stream=True), TALK)))
 
 
+def test_running_usage_is_in_every_chunk() -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    deltas: list[Delta] = [
+        Started(5, 2),
+        Progress(1),
+        TextDelta(0, "a"),
+        Progress(3, 1),
+        TextDelta(0, "b"),
+        Finish(0, "stop"),
+        Usage(5, 3, 2, 1),
+    ]
+    for renderer in (chat(**options), complete(**options)):
+        got = [chunk["usage"] for chunk in chunks(play(renderer, deltas))]
+        assert [usage["completion_tokens"] for usage in got] == [1, 3, 3, 3]
+        assert {usage["prompt_tokens"] for usage in got} == {5}
+        assert got[-1] == got[-2]
+
+
 def test_choices_first_appear_in_order() -> None:
-    deltas = [TextDelta(2, "c"), TextDelta(0, "a"), Finish(2, "stop"), Finish(0, "length"), Finish(1, "stop"), Usage(1, 2)]
+    deltas = [
+        TextDelta(2, "c"),
+        TextDelta(0, "a"),
+        Finish(2, "stop"),
+        Finish(0, "length"),
+        Finish(1, "stop"),
+        Usage(1, 2),
+    ]
     stream = play(chat(stream=True, n=3), deltas)
     assert [choice["content"] for choice in essence(fold(stream))["choices"]] == ["a", "", "c"]
 
@@ -172,7 +198,10 @@ def test_prompt_logprobs() -> None:
     prompt = [token("a", None), token("bb", -2.0, 1, [token("ccc", -0.1)])]
     play(renderer, [Started(2), PromptDelta(0, "abb", prompt), Finish(0, "stop"), Usage(2, 0)])
     best = {"logprob": -0.1, "rank": 1, "decoded_token": "ccc"}
-    assert renderer.body()["prompt_logprobs"] == [None, {"3": best, "2": {"logprob": -2.0, "rank": None, "decoded_token": "bb"}}]
+    assert renderer.body()["prompt_logprobs"] == [
+        None,
+        {"3": best, "2": {"logprob": -2.0, "rank": None, "decoded_token": "bb"}},
+    ]
 
 
 def test_a_broken_stream_ends_with_its_error() -> None:

@@ -13,7 +13,7 @@ from emberline.core.errors import UnsupportedModel
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.tokenizer import Tokenizer
 
-# SmolLM2's vocabulary lacks 21 bytes: six control characters and the leads of planes 4 to 15. It drops them, as it must.
+# SmolLM2's vocabulary lacks 21 bytes, among them six control characters and the leads of planes 4 to 15.
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF)
 TEXT = st.text(LETTERS, max_size=40)
 

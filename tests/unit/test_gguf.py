@@ -1,4 +1,4 @@
-"""The GGUF reader: what the gguf package writes is read back; what is damaged gives a typed error, quickly, and never more."""
+"""The GGUF reader: what the gguf package writes is read back; what is damaged gives a typed error and never more."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
     ggufs.write(tmp_path / "m.gguf", "gemma2", values=ggufs.tensors("llama", np.random.default_rng(0)))
     with pytest.raises(UnsupportedModel, match="gemma2"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
-    with pytest.raises(UnsupportedModel, match="expert|architecture"):
+    with pytest.raises(UnsupportedModel, match="architecture"):
         converted(tmp_path, "llama", extra={"expert_count": 8})
 
 

@@ -1,4 +1,4 @@
-"""Opening checkpoints: sharded or not, read exactly; damaged, overlapping, missing or wandering files give a typed error."""
+"""Opening checkpoints: sharded or not, read exactly; damaged, missing or wandering files give a typed error."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ HERMES_CASES = {
         '<tool_call>{"name": "f", "arguments": "x"}',
         [("text", '<tool_call>{"name": "f", "arguments": "x"}')],
     ),
-    "refused, then a call": ("<tool_call><tool_call>" + CALL, [("text", "<tool_call><tool_call>"), *F]),
+    "refused, then a call": ("<tool_call>" + CALL, [("text", "<tool_call>"), *F]),
     "refused with space": ("ok\n<tool_call> no", [("text", "ok\n<tool_call> no")]),
     "near marker": ("a <tool_cal b <<tool_call>> c", [("text", "a <tool_cal b <<tool_call>> c")]),
     "cut in the marker": ("a <tool_c", [("text", "a <tool_c")]),
@@ -174,8 +174,15 @@ def test_arguments_come_as_they_are_written_and_names_only_when_complete() -> No
     one = splitter(HERMES)
     pushes = ["Hi <tool", '_call>{"name": "ge', 't", "arguments": ', '{"a": ', '"b', '"}', "}</tool_call>", " end"]
     assert [brief(one.push(text)) for text in pushes] == [
-        [("text", "Hi ")], [], [], [("call", "get"), ("args", '{"a": ')], [("args", '"b')], [("args", '"}')], [], [("text", " end")],
-    ]  # fmt: skip
+        [("text", "Hi ")],
+        [],
+        [],
+        [("call", "get"), ("args", '{"a": ')],
+        [("args", '"b')],
+        [("args", '"}')],
+        [],
+        [("text", " end")],
+    ]
     assert one.flush() == [] and one.calls == 1
 
 

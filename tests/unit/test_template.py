@@ -61,7 +61,7 @@ def test_header_style_with_dates_and_trimming() -> None:
 
 
 def test_thinking_style_with_namespace_and_slices() -> None:
-    """The way of Qwen 3: the last question is searched from the end, old thoughts are cut off, tools come as JSON lines."""
+    """The way of Qwen 3: the last question is searched from the end, old thoughts are cut off, tools are JSON lines."""
     source = """{%- if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}
 {%- set ns = namespace(last=messages|length - 1, searching=true) %}
 {%- for message in messages[::-1] %}
@@ -75,7 +75,9 @@ def test_thinking_style_with_namespace_and_slices() -> None:
     {%- if '</think>' in content and loop.index0 < ns.last %}
         {%- set content = content.split('</think>')[-1].lstrip('\n') %}
     {%- endif %}
-    {%- for call in message.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments|tojson }}){% endfor %}
+    {%- for call in message.tool_calls or [] %}
+        {{- call.function.name }}({{ call.function.arguments|tojson }})
+    {%- endfor %}
     {{- loop.index ~ ":" ~ content ~ ("." if loop.last else ";") }}
 {%- endfor %}
 {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
@@ -91,7 +93,8 @@ def test_thinking_style_with_namespace_and_slices() -> None:
     ]
     text = render(source, messages, tools=[TOOL], enable_thinking=False)
     assert text == (
-        '{"type": "function", "function": {"name": "weather", "description": "Größe < \\"x\\" & y", "parameters": {}}}\n'
+        '{"type": "function", "function": '
+        '{"name": "weather", "description": "Größe < \\"x\\" & y", "parameters": {}}}\n'
         '1:Hi there;f({"ä": [1]})2:Yes;3:Sure?;4:<think>oh</think>No.<think></think>'
     )
 
@@ -104,9 +107,10 @@ def test_strict_style_with_macros_and_filters() -> None:
     {%- if loop.index0 == 3 %}{% break %}{% endif %}
     {%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
     {%- generation %}{{ show(message, mark="#") }}{% endgeneration %}
-{%- endfor %}|{{ users | length }}|{{ users | map(attribute="content") | join(", ") }}|{{ {"b": 1, "a": 2}.items() | list | first | last }}
+{%- endfor %}|{{ users | length }}|{{ users | map(attribute="content") | join(", ") }}
 {#- a comment -#}
-|{{ [3, 1, 2] | sort | reverse | list | tojson }}|{{ "a-b".replace("-", "+") | default("x") }}|{{ missing | default("none") }}"""
+|{{ {"b": 1, "a": 2}.items() | list | first | last }}|{{ [3, 1, 2] | sort | reverse | list | tojson }}
+{{- "|" + "a-b".replace("-", "+") | default("x") }}|{{ missing | default("none") }}"""
     messages = [USER, {"role": "assistant", "content": "ok"}]
     assert render(source, messages) == "#HI THERE#OK|1|Hi there|1|[3, 2, 1]|a+b|none"
     with pytest.raises(InvalidRequest, match="alternate"):
@@ -154,16 +158,17 @@ def test_messages_that_do_not_fit_are_the_callers_fault() -> None:
 
 
 def test_a_long_conversation_is_no_attack() -> None:
-    """A thousand turns of two thousand characters, through the Qwen-like template above."""
+    """A thousand turns of two thousand characters."""
     messages = [{"role": r, "content": f"{i} " + "word " * 400} for i in range(500) for r in ("user", "assistant")]
-    source = "{% for m in messages %}{% if m.role == 'user' and '</think>' not in m.content %}{{ m.content|trim }}{% endif %}{% endfor %}"
+    shown = "{% if m.role == 'user' and '</think>' not in m.content %}{{ m.content | trim }}{% endif %}"
+    source = "{% for m in messages %}" + shown + "{% endfor %}"
     assert len(render(source, messages)) > 900_000
 
 
 GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ %s }}"
 TALL = "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}"
 HOSTILE = {
-    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "loop-conditions": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "text-in-loops": "{% for i in range(99999) %}" + "{% if 1 %}some text{% endif %}" * 1000 + "{% endfor %}",
     "range": "{{ range(10 ** 9) | list }}",
@@ -179,7 +184,8 @@ HOSTILE = {
     "shared-string": GROW % ("[1]", "[ns.x, ns.x]", "ns.x | string | length"),
     "shared-compare": GROW % ("[[1], [1]]", "[[ns.x[0], ns.x[0]], [ns.x[1], ns.x[1]]]", "ns.x[0] == ns.x[1]"),
     "shared-test": GROW % ("[[1], [1]]", "[[ns.x[0], ns.x[0]], [ns.x[1], ns.x[1]]]", "ns.x[0] is eq(ns.x[1])"),
-    "set-blocks": "{% macro m(x, n) %}{% if n %}{% set y %}{{ x }}{{ x }}{% endset %}{{ m(y, n - 1) }}{% endif %}{% endmacro %}{{ m('ab', 60) }}",
+    "set-blocks": "{% macro m(x, n) %}{% if n %}{% set y %}{{ x }}{{ x }}{% endset %}{{ m(y, n - 1) }}{% endif %}"
+    "{% endmacro %}{{ m('ab', 60) }}",
     "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(100) }}",
     "call-blocks": "{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}"
     + "{% call m() %}" * 40

@@ -47,6 +47,7 @@ class ChatCall:
     generation_prompt: bool = True  # end the prompt with the opening of the assistant's turn
     add_special_tokens: bool = False  # tokenize the rendered prompt with them too; templates write their own
     stream: bool = False
+    running_usage: bool = False  # push a Progress before each output's pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class CompletionCall:
     echo: bool = False
     add_special_tokens: bool = True
     stream: bool = False
+    running_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

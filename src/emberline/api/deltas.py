@@ -30,6 +30,14 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What all choices together have cost so far, before the pieces it counts: only when running_usage was asked for."""
+
+    completion_tokens: int
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PromptDelta:
     """The prompt itself, before a choice's first text: only when echo or prompt_logprobs were asked for."""
 
@@ -86,7 +94,7 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-Delta = Started | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
+Delta = Started | Progress | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
 
 
 class Renderer(Protocol):

@@ -14,7 +14,7 @@ from msgspec import Meta
 from emberline.api.call import ChatCall
 from emberline.api.openai_chat_stream import Renderer
 from emberline.api.openai_messages import Message, explain_parts, for_template
-from emberline.api.openai_sampling import LogprobCount, Never, SamplingFields, refuse_true
+from emberline.api.openai_sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
 from emberline.api.openai_template import continues_last, template_args
 from emberline.api.openai_tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
 from emberline.api.parse import decode
@@ -28,6 +28,7 @@ Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Me
 
 class ChatRequest(SamplingFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
+    stream_options: RunningStreamOptions | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
     logprobs: bool | None = None
@@ -92,6 +93,7 @@ def parse(body: bytes) -> Call:
         add_special_tokens=bool(asked.add_special_tokens),
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
+        running_usage=asked.stream_options is not None and asked.stream_options.running(),
         legacy_functions=tools.legacy,
         metadata=asked.metadata or {},
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
+    Progress,
     PromptDelta,
     ReasoningDelta,
     Started,
@@ -134,6 +135,7 @@ class Renderer:
             "service_tier": tier,
         }
         self._choices = [_Choice(index, call.legacy_functions) for index in range(call.params.n)]
+        self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
 
@@ -143,6 +145,10 @@ class Renderer:
     def push(self, delta: Delta) -> list[bytes]:
         match delta:
             case Started():
+                self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
+                return []
+            case Progress():
+                self._so_far = replace(self._so_far, **asdict(delta))
                 return []
             case PromptDelta():
                 self._prompt = prompt_logprobs(delta.tokens)
@@ -178,5 +184,5 @@ class Renderer:
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {"id": self._id, "object": "chat.completion.chunk", **self._tail, "choices": choices}
         if self._call.include_usage:
-            chunk["usage"] = usage
+            chunk["usage"] = usage_of(self._so_far) if self._call.running_usage and usage is None else usage
         return sse.data(chunk)

@@ -17,7 +17,7 @@ from msgspec import Meta
 from emberline.api.call import CompletionCall
 from emberline.api.openai_completions_stream import Renderer
 from emberline.api.openai_inputs import MAX_INPUTS, Inputs, each_input
-from emberline.api.openai_sampling import Count, LogprobCount, SamplingFields
+from emberline.api.openai_sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS
@@ -29,6 +29,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 class CompletionRequest(SamplingFields, kw_only=True):
     prompt: Inputs
+    stream_options: RunningStreamOptions | None = None
     max_tokens: Count | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
@@ -66,6 +67,7 @@ def parse(body: bytes) -> Call:
         add_special_tokens=asked.add_special_tokens is not False,
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
+        running_usage=asked.stream_options is not None and asked.stream_options.running(),
         echo_only=max_tokens == 0,
         show_prompt_logprobs=asked.prompt_logprobs is not None,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from emberline.api import sse
-from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
+from emberline.api.deltas import Delta, Finish, Progress, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
 from emberline.api.errors import openai_error
 from emberline.api.openai_logprobs import TextLogprobs, prompt_logprobs
 from emberline.api.openai_usage import usage_of
@@ -34,6 +34,7 @@ class Renderer:
         self._head = {"id": id, "object": "text_completion", "created": created}
         self._head |= {"model": call.caller.model, "system_fingerprint": fingerprint}
         self._choices = [_Choice(index) for index in range(len(call.prompts) * call.params.n)]
+        self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
 
     def start(self) -> list[bytes]:
@@ -53,6 +54,10 @@ class Renderer:
                 self._usage = usage_of(cost)
                 return self._chunk([], self._usage) if self._call.include_usage else []
             case Started():
+                self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
+                return []
+            case Progress():
+                self._so_far = self._so_far if self._call.echo_only else replace(self._so_far, **asdict(delta))
                 return []
         raise AssertionError(f"a text completion has no {type(delta).__name__}")
 
@@ -93,5 +98,5 @@ class Renderer:
             return []
         chunk = {**self._head, "choices": choices}
         if self._call.include_usage:
-            chunk["usage"] = usage
+            chunk["usage"] = usage_of(self._so_far) if self._call.running_usage and usage is None else usage
         return [sse.data(chunk)]

@@ -27,6 +27,16 @@ class StreamOptions(Wire):
     include_obfuscation: Never | None = None
 
 
+class RunningStreamOptions(StreamOptions):
+    continuous_usage_stats: bool | None = None  # vLLM's: every chunk says what was used so far
+
+    def running(self) -> bool:
+        if self.continuous_usage_stats and not self.include_usage:
+            param = "stream_options.continuous_usage_stats"
+            raise InvalidRequest(f"{param} needs include_usage", param=param, hint="send include_usage: true too")
+        return bool(self.continuous_usage_stats)
+
+
 class SamplingFields(GrammarFields, kw_only=True):
     model: Name
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None

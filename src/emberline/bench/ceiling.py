@@ -18,9 +18,20 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    bandwidth: float  # bytes a second read from memory, the best of several reductions over a buffer beyond the cache
-    flops: float  # a second in a large matrix product, in the best number format that the CPU has instructions for
-    how: dict[str, float]  # each method tried, GB/s or GFLOP/s
+    how: dict[str, float]  # each method tried: read_NAME in GB/s, matmul_NAME in GFLOP/s
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second from memory: the best of several reductions over a buffer beyond the cache."""
+        return 1e9 * max(v for name, v in self.how.items() if name.startswith("read"))
+
+    @property
+    def flops(self) -> float:
+        """A second in a large matrix product, in the best number format that the CPU has instructions for."""
+        return 1e9 * max(v for name, v in self.how.items() if name.startswith("matmul"))
+
+    def or_better(self, other: Ceiling) -> Ceiling:
+        return Ceiling({name: max(value, other.how[name]) for name, value in self.how.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +93,15 @@ def measure(threads: int) -> Ceiling:
         "read_max": data.amax,
         "read_matvec": lambda: torch.mv(rows, ones),
     }
-    how = {f"{name}_gb_s": data.nbytes / _best(read) / 1e9 for name, read in reads.items()}
+    how = {name: data.nbytes / _best(read) / 1e9 for name, read in reads.items()}
     formats = [torch.float32]
     if NATIVE_BF16 & set(hardware()["flags"]):
         formats.append(torch.bfloat16)
     for dtype in formats:
         matrix = torch.ones(SQUARE, SQUARE, dtype=dtype)
         seconds = _best(lambda m=matrix: m @ m)  # type: ignore[misc]
-        how[f"matmul_{str(dtype).split('.')[1]}_gflop_s"] = 2 * SQUARE**3 / seconds / 1e9
-    return Ceiling(
-        bandwidth=1e9 * max(v for name, v in how.items() if name.startswith("read")),
-        flops=1e9 * max(v for name, v in how.items() if name.startswith("matmul")),
-        how=how,
-    )
+        how[f"matmul_{str(dtype).split('.')[1]}"] = 2 * SQUARE**3 / seconds / 1e9
+    return Ceiling(how)
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -77,13 +77,6 @@ class Contender:
         timeline.check(job)
         return Run(timeline, answer["counters"])
 
-    def warm_up(self, job: Job) -> None:
-        try:
-            self.run(job, START_SECONDS)
-        except BaseException:
-            self.stop()
-            raise
-
     def stop(self) -> None:
         """With its children: an engine may have started processes of its own."""
         with contextlib.suppress(ProcessLookupError):
@@ -104,16 +97,21 @@ class Contender:
 
         timer = threading.Timer(seconds, end)
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        except BaseException:  # someone pressed Ctrl-C: it must not live on
+            self.stop()
+            raise
+        finally:
+            timer.cancel()
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
-        if late.is_set():
-            raise ContenderFailed(f"no answer after {seconds:.0f} s")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)  # its own status, if it has one
         self.stop()
+        if late.is_set():
+            raise ContenderFailed(f"no answer after {seconds:.0f} s")
         raise ContenderFailed(f"ended with status {self._process.returncode}: {self._last_words()}")
 
     def _last_words(self) -> str:

@@ -1,9 +1,10 @@
-"""`emberline bench cpu`: ourselves and the peers in one run, turn by turn, so that a noisy machine is unfair to no one."""
+"""`emberline bench cpu`: we and the peers in one run, turn by turn, so that a noisy machine is unfair to no one."""
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -43,23 +44,23 @@ class Entry:
         return [task.rate(run.timeline) for run in self.runs.get(task.name, [])]
 
 
-def bench(model: str, peers: list[str], names: list[str], threads: int, rounds: int, deadline: float, root: Path) -> Report:
+def bench(
+    model: str, peers: list[str], names: list[str], threads: int, rounds: int, deadline: float, root: Path
+) -> Report:
     ground = _ground(model, threads or core_count(), root)
     config = ModelConfig.from_hf(read_object(ground.model / "config.json"))
     tasks = [Task.make(name, config.vocab) for name in names]
     top = ceiling.measure(ground.threads)
-    report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rounds, "ceiling": top.how})
-    report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
-    report.add("matmul", top.flops / 1e9, "GFLOP/s")
-    entries, absent = _start(ground, peers, config.vocab)
-    try:
+    with ExitStack() as stack:
+        entries, absent = _start(ground, peers, config.vocab, stack)
         for task in tasks:
             for turn in range(rounds):
                 for entry in entries:
                     _turn(entry, task, turn, deadline)
-    finally:
-        for entry in entries:
-            entry.contender.stop()
+    top = top.or_better(ceiling.measure(ground.threads))  # whatever disturbed one of them was not there all the time
+    report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rounds, "ceiling": top.how})
+    report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
+    report.add("matmul", top.flops / 1e9, "GFLOP/s")
     _starts(report, *entries)
     for task in tasks:
         _figures(report, task, Cost.of(config), top, *entries)
@@ -75,14 +76,17 @@ def _ground(model: str, threads: int, root: Path) -> Ground:
     return Ground(resolve(model), gguf, threads, root)
 
 
-def _start(ground: Ground, peers: list[str], vocab: int) -> tuple[list[Entry], dict[str, Any]]:
+def _start(
+    ground: Ground, peers: list[str], vocab: int, stack: ExitStack
+) -> tuple[list[Entry], dict[str, Any]]:
     entries: list[Entry] = []
     absent: dict[str, Any] = {}
     for name in ["", *peers]:
         spec = peer(name, ground) if name else ours(ground)
         try:
             contender = Contender(spec, ground.root / "logs" / f"{spec.name}.log")
-            contender.warm_up(workload.job([WARM_UP], vocab))
+            stack.callback(contender.stop)
+            contender.run(workload.job([WARM_UP], vocab), deadline=600.0)
             entries.append(Entry(contender))
             _say(f"{spec.name}: ready in {contender.ready_seconds:.1f} s")
         except (ContenderFailed, ValueError) as e:
@@ -108,7 +112,7 @@ def _turn(entry: Entry, task: Task, turn: int, deadline: float) -> None:
 
 
 def _starts(report: Report, us: Entry, *others: Entry) -> None:
-    """From the start of the process to the first job taken. The peers' kernels and weights are warm in the page cache too."""
+    """From the start of the process to the first job taken; files are in the page cache, for the peers too."""
     best = min((e.contender.ready_seconds for e in others if e.contender.spec.same_weights), default=None)
     report.add("ready", us.contender.ready_seconds, "s", peer=best)
     for phase, seconds in us.contender.facts["seconds"].items():
@@ -128,7 +132,8 @@ def _figures(report: Report, task: Task, cost: Cost, top: Ceiling, us: Entry, *o
         report.add(f"{task.name}/{entry.name}", rates, "tok/s")
     if task.kind is Kind.DECODE:
         report.add(f"{task.name}_step", [run.timeline.step() * 1e3 for run in mine], "ms")
-    report.add(f"{task.name}_host", [run.counters["host"] / run.timeline.tokens * 1e6 for run in mine], "us/token")
+    if task.kind is not Kind.PREFILL:
+        report.add(f"{task.name}_host", [run.counters["host"] / run.timeline.tokens * 1e6 for run in mine], "us/token")
 
 
 def _say(text: str) -> None:

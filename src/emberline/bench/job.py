@@ -4,6 +4,7 @@ the same way for every contender. Stdlib only: children in other environments im
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 
@@ -58,8 +59,7 @@ class Timeline:
     def step(self) -> float:
         """Median seconds between two tokens of one request with the whole batch decoding."""
         begin, end = self.full
-        gaps = [b - a for times in self.times for a, b in zip(times, times[1:], strict=False) if begin <= a and b <= end]
-        return median(gaps)
+        return median(b - a for times in self.times for a, b in pairwise(times) if begin <= a and b <= end)
 
     def output_rate(self) -> float:
         """Output tokens a second from submission to the last token, prefill included."""

@@ -28,7 +28,7 @@ class Ground:
 
 
 def ours(ground: Ground) -> Spec:
-    settings = {"model": str(ground.model), "threads": ground.threads, "max_context": MAX_CONTEXT}
+    settings = {"model": str(ground.model), "threads": ground.threads}
     return Spec("emberline", Path(sys.executable), "emberline.bench.offline", settings)
 
 

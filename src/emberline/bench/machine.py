@@ -11,10 +11,8 @@ from typing import Any
 
 from emberline.core.config import core_count
 
-ISA_FLAGS = (
-    "asimd asimdhp asimddp sve sve2 bf16 svebf16 i8mm "
-    "avx2 fma f16c avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 amx_tile amx_bf16 amx_int8"
-).split()
+ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the least to the best
+X86_FLAGS = ("fma", "avx2", "avx512f", "avx512_vnni", "avx512_fp16", "avx512_bf16", "amx_int8", "amx_bf16")
 NATIVE_BF16 = {"bf16", "avx512_bf16", "amx_bf16"}
 PACKAGES = ("torch", "numpy", "msgspec", "uvicorn")
 
@@ -28,7 +26,7 @@ def hardware() -> dict[str, Any]:
         "cores": core_count(),
         "llc_mib": round(llc_bytes() / 2**20, 1),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "flags": [flag for flag in ISA_FLAGS if flag in flags],
+        "flags": [flag for flag in ARM_FLAGS + X86_FLAGS if flag in flags],
     }
 
 

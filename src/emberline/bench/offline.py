@@ -1,4 +1,4 @@
-"""Our engine in this process, token ids in and out: no tokenizer, no socket, no prefix cache. A contender like the peers."""
+"""Our engine in this process, a contender like the peers: token ids in and out, no socket, no prefix cache."""
 
 from __future__ import annotations
 

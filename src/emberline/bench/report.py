@@ -84,12 +84,13 @@ def table(results: Mapping[str, Result]) -> str:
     head = ("", "value", "", "spread", "peer", "ratio", "limit", "achieved")
     rows = [head] + [_row(name, result) for name, result in results.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    left = (0, 2)  # names and units read from the left, numbers from the right
-    return "\n".join(
-        "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-        .rstrip()
-        for row in rows
-    )
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    left = (0, 2)  # names and units are read from the left, numbers from the right
+    cells = [cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    return "  ".join(cells).rstrip()
 
 
 def _row(name: str, r: Result) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,8 +27,12 @@ class Task:
     def make(name: str, vocab: int) -> Task:
         """`prefill_512`, `decode_8`, `mix_64`."""
         kind, _, size = name.partition("_")
-        draw = {Kind.PREFILL: workload.prefill, Kind.DECODE: workload.decode, Kind.MIX: workload.mix}[Kind(kind)]
-        return Task(Kind(kind), int(size), draw(int(size), vocab))
+        draws: dict[Kind, Callable[[int, int], Job]] = {
+            Kind.PREFILL: workload.prefill,
+            Kind.DECODE: workload.decode,
+            Kind.MIX: workload.mix,
+        }
+        return Task(Kind(kind), int(size), draws[Kind(kind)](int(size), vocab))
 
     @property
     def name(self) -> str:

@@ -1,26 +1,132 @@
-"""`emberline bench WHAT`: measure the engine, the server and the peers; every one ends in a JSON line."""
+"""`emberline bench WHAT`: measure the engine, a server and the peers. Each prints a table and ends in a JSON line."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-HELP = "measure speed, on this machine or against any OpenAI URL"
+from emberline.core.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from emberline.bench.client import Client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
-    _cpu(kinds.add_parser("cpu", help="our engine and its peers, one run, turn by turn"))
+    _cpu(kinds.add_parser("cpu", help="our engine and its peers, in one run, turn by turn"))
+    _serve(kinds.add_parser("serve", help="load on any OpenAI URL: latencies and throughput"))
+    _soak(kinds.add_parser("soak", help="many streams for minutes: errors, leaks, memory"))
+    _overhead(kinds.add_parser("overhead", help="what the API adds to the engine"))
+    _start(kinds.add_parser("start", help="from start to ready"))
+    plot = kinds.add_parser("plot", help="result files as an SVG")
+    plot.add_argument("files", type=Path, nargs="+")
+    plot.add_argument("-o", "--out", type=Path, required=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.what == "plot":
+        from emberline.bench.plot import plot
+
+        plot(args.files, args.out)
+        return 0
+    runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
+    return runs[args.what](args)
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--model", default="smollm2")
-    p.add_argument("--peers", default="", help="names with commas between; none: ourselves alone")
-    p.add_argument("--tasks", default="", help="such as prefill_512,decode_8,mix_64; all when not given")
-    p.add_argument("--threads", type=int, default=0)
-    p.add_argument("--rounds", type=int, default=3)
+    _local(p)
+    p.add_argument("--peers", type=_names, default=[], help="with commas between; scripts/bench-peers installs them")
+    p.add_argument("--tasks", type=_names, default=[], help="such as prefill_512,decode_8,mix_64 (default: all)")
+    p.add_argument("--threads", type=int, default=0, help="0: all cores")
     p.add_argument("--deadline", type=float, default=600.0, help="seconds that one job may take")
-    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"))
+
+
+def _run_cpu(args: argparse.Namespace) -> int:
+    from emberline.bench import cpu
+
+    tasks = args.tasks or list(cpu.TASKS)
+    report = cpu.bench(args.model, args.peers, tasks, args.threads, args.rounds, args.deadline, args.peers_dir)
+    report.emit(args.json)
+    return 0
+
+
+def _serve(p: argparse.ArgumentParser) -> None:
+    _remote(p)
+    p.add_argument("--requests", type=int, default=100)
+    p.add_argument("--concurrency", type=int, help="requests open at any time")
+    p.add_argument("--rate", type=float, help="arrivals a second instead, Poisson")
+    p.add_argument("--input-len", type=int, default=128, help="tokens")
+    p.add_argument("--output-len", type=int, default=64, help="tokens")
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from emberline.bench import serve
+
+    job = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
+    names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
+    client, config = _client(args), {name: getattr(args, name) for name in names}
+    report = serve.bench(client, args.url, job, args.concurrency, args.rate, config)
+    report.emit(args.json)
+    return 1 if report.results["errors"].value else 0
+
+
+def _soak(p: argparse.ArgumentParser) -> None:
+    _remote(p)
+    p.add_argument("--streams", type=int, default=64)
+    p.add_argument("--seconds", type=float, default=300.0)
+    p.add_argument("--abandon", type=float, default=0.05, help="share of streams that the client leaves midway")
+
+
+def _run_soak(args: argparse.Namespace) -> int:
+    from emberline.bench.soak import soak
+
+    report = asyncio.run(soak(_client(args), args.url, args.streams, args.seconds, args.abandon, args.vocab))
+    report.emit(args.json)
+    bad = ("errors", "unended", "leaked", "engine_restarts")
+    return 1 if any(report.results[name].value for name in bad if name in report.results) else 0
+
+
+def _overhead(p: argparse.ArgumentParser) -> None:
+    _local(p)
+    p.add_argument("--batches", type=_names, default=["1", "16"])
+    p.add_argument("--threads", type=int, default=0, help="0: all cores")
+
+
+def _run_overhead(args: argparse.Namespace) -> int:
+    from emberline.bench import overhead
+
+    batches = [int(batch) for batch in args.batches]
+    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).emit(args.json)
+    return 0
+
+
+def _start(p: argparse.ArgumentParser) -> None:
+    _local(p)
+
+
+def _run_start(args: argparse.Namespace) -> int:
+    from emberline.bench import start
+
+    start.bench(args.model, args.rounds, args.peers_dir).emit(args.json)
+    return 0
+
+
+def _local(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=DEFAULT_MODEL)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments, and logs")
+    _json(p)
+
+
+def _remote(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    p.add_argument("--model", default=DEFAULT_MODEL)
+    p.add_argument("--api-key")
+    p.add_argument("--chat", action="store_true", help="chat completions instead of completions")
+    p.add_argument("--plain", action="store_true", help="only what every server knows: text prompts, no ignore_eos")
+    p.add_argument("--vocab", type=int, default=32000, help="prompts are random ids below this")
     _json(p)
 
 
@@ -28,13 +134,11 @@ def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
 
 
-def run(args: argparse.Namespace) -> int:
-    match args.what:
-        case "cpu":
-            from emberline.bench import cpu
+def _client(args: argparse.Namespace) -> Client:
+    from emberline.bench.client import Client
 
-            tasks = args.tasks.split(",") if args.tasks else list(cpu.TASKS)
-            peers = [name for name in args.peers.split(",") if name]
-            report = cpu.bench(args.model, peers, tasks, args.threads, args.rounds, args.deadline, args.peers_dir)
-            report.emit(args.json)
-    return 0
+    return Client(args.url, args.model, chat=args.chat, plain=args.plain, key=args.api_key)
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]

@@ -83,7 +83,8 @@ class Playground {
   }
 
   async generate(body, answer) {
-    this.generation = new Generation(answer, { ...body, messages: this.conversation.messages(this.settings.system) }, this.settings.key);
+    body.messages = this.conversation.messages(this.settings.system);
+    this.generation = new Generation(answer, body, this.settings.key);
     this.conversation.save();
     this.refresh();
     this.transcript.follow(true);
@@ -144,7 +145,7 @@ class Playground {
       if (stats) this.offerModels(); // the server came, or came back, perhaps with another model
     }
     if (!stats) return heat(0);
-    if (this.restarts !== null && stats.engine_restarts > this.restarts) toast("The engine was restarted. Open answers ended with an error.");
+    if (stats.engine_restarts > (this.restarts ?? Infinity)) toast("The engine was restarted; open answers ended with an error.");
     this.restarts = stats.engine_restarts;
     heat(stats.running ? 0.35 + 0.65 * Math.min(1, Math.log10(1 + (detail.generated ?? 0)) / 3) : 0);
   }

@@ -20,9 +20,11 @@ export class Chart {
     this.areas = series.map(({ tone }) => svg("path", { class: `area ${tone}` }));
     this.cursor = svg("path", { class: "cursor" });
     this.top = element("span", { className: "top" });
-    this.plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" }, ...this.areas, ...this.lines, this.cursor);
+    const frame = { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" };
+    this.plot = svg("svg", frame, ...this.areas, ...this.lines, this.cursor);
     const legend = element("span", { className: "legend" }, ...this.readings.map(({ node }) => node));
-    this.node = element("figure", { className: big ? "chart big" : "chart" }, element("figcaption", {}, title, legend), this.plot, this.top);
+    const caption = element("figcaption", {}, element("span", {}, title, this.top), legend);
+    this.node = element("figure", { className: big ? "chart big" : "chart" }, caption, this.plot);
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => this.point(null));
   }
@@ -39,7 +41,7 @@ export class Chart {
       this.lines[i].setAttribute("d", runs.map(path).join(""));
       this.areas[i].setAttribute("d", runs.map((run) => `${path(run)}V${HEIGHT}H${run[0][0]}Z`).join(""));
     });
-    this.top.textContent = this.max ? "" : this.format(scale);
+    this.top.textContent = this.max ? "" : `0–${this.format(scale)}`;
     this.read();
   }
 
@@ -51,10 +53,12 @@ export class Chart {
   /** Writes the values under the pointer, or the latest. */
   read() {
     const wanted = this.now + (this.hover ?? 0);
-    const nearest = this.samples.reduce((best, sample) => (Math.abs(sample.time - wanted) < Math.abs(best.time - wanted) ? sample : best), this.samples[0]);
-    const texts = this.series.map(({ value }) => (nearest && Number.isFinite(value(nearest)) ? this.format(value(nearest)) : "–"));
+    const distance = (sample) => Math.abs(sample.time - wanted);
+    const nearest = this.samples.reduce((best, sample) => (distance(sample) < distance(best) ? sample : best));
+    const texts = this.series.map(({ value }) => (Number.isFinite(value(nearest)) ? this.format(value(nearest)) : "–"));
     texts.forEach((text, i) => (this.readings[i].reading.textContent = text));
-    this.plot.setAttribute("aria-label", `${this.title}: ${texts.map((text, i) => `${text} ${this.series[i].label}`).join(", ")}`);
+    const spoken = texts.map((text, i) => `${text} ${this.series[i].label}`).join(", ");
+    this.plot.setAttribute("aria-label", `${this.title}: ${spoken}`);
     const at = (WIDTH * (WINDOW + (this.hover ?? 0))) / WINDOW;
     this.cursor.setAttribute("d", this.hover === null ? "" : `M${at} 0V${HEIGHT}`);
   }

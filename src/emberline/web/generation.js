@@ -26,7 +26,7 @@ export class Generation {
       answer.ending = answer.finish === "length" ? "length" : "complete";
     } catch (error) {
       answer.ending = this.abort.signal.aborted ? "stopped" : "failed";
-      if (answer.ending === "failed") answer.error = (error instanceof WireError ? error : new WireError("The page failed", String(error))).toJSON();
+      if (answer.ending === "failed") answer.error = told(error);
     }
     onchange();
   }
@@ -70,3 +70,5 @@ export class Generation {
     }
   }
 }
+
+const told = (error) => (error instanceof WireError ? error : new WireError("The page failed", String(error))).toJSON();

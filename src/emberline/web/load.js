@@ -7,7 +7,7 @@ const PERIOD = 500; // ms
 const SMOOTHING = 1600; // ms: a rate is taken over about this long
 
 const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value.toFixed(0));
-const percent = (value) => `${(100 * value).toFixed(0)}%`;
+const percent = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 const share = (name) => (sample) => (sample.blocks_total ? sample[name] / sample.blocks_total : null);
 
 export class Load {

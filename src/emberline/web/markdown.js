@@ -55,7 +55,8 @@ function end(kind, lines, i) {
   if (kind === "heading" || kind === "rule") return i + 1;
   if (kind === "code") {
     const fence = lines[i].match(FENCE)[1];
-    const close = lines.findIndex((line, n) => n > i && line.trim().startsWith(fence) && !line.trim().slice(fence.length).replaceAll(fence[0], ""));
+    const closes = (line) => line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "");
+    const close = lines.findIndex((line, n) => n > i && closes(line));
     return close < 0 ? lines.length : close + 1;
   }
   const continues = (line) => kindOf(line) === kind || (kind === "list" && /^\s/.test(line) && !FENCE.test(line));
@@ -77,8 +78,10 @@ const BUILD = {
     const [, fence, language] = lines[0].match(FENCE);
     const closed = lines.length > 1 && lines.at(-1).trim().startsWith(fence);
     const code = lines.slice(1, closed ? -1 : undefined).join("\n");
-    const bar = element("div", { className: "code-bar" }, element("span", {}, language || "text"), copyButton(() => code, "Copy the code"));
-    return element("div", { className: "code" }, bar, element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(code, language))));
+    const name = element("span", {}, language || "text");
+    const bar = element("div", { className: "code-bar" }, name, copyButton(() => code, "Copy the code"));
+    const text = element("pre", { tabIndex: 0 }, element("code", {}, ...highlight(code, language)));
+    return element("div", { className: "code" }, bar, text);
   },
 };
 

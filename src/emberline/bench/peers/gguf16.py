@@ -1,8 +1,7 @@
-"""A quantised GGUF widened to 16 bits, so that llama.cpp computes with the very weights that we do. Metadata is kept."""
+"""A quantised GGUF widened to 16 bits, so that llama.cpp computes with the weights that we do. Metadata is kept."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ def widen(source: Path, target: Path, kind: str) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    os.replace(part, target)
+    part.replace(target)
     return target
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from threading import Thread
 from typing import Any
 
@@ -15,14 +16,12 @@ LEAST_CONTEXT = 512
 
 class LlamaCpp:
     def __init__(self, settings: dict[str, Any]) -> None:
-        import xllamacpp
-
         self._settings = settings
-        self._library = xllamacpp
+        self._library: Any = import_module("xllamacpp")
         self._server(1, LEAST_CONTEXT)  # a start, like the others'
         self.facts: dict[str, Any] = {
-            "xllamacpp": xllamacpp.__version__,
-            "built_for": xllamacpp.get_system_info().strip(" |\n"),
+            "xllamacpp": self._library.__version__,
+            "built_for": self._library.get_system_info().strip(" |\n"),
         }
 
     def run(self, job: Job) -> Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from emberline.bench.job import Job, Timeline
@@ -11,14 +12,16 @@ from emberline.bench.peers.wire import Ticks, serve
 
 class Transformers:
     def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
-        import transformers
-
-        torch.set_num_threads(settings["threads"])
-        self._torch = torch
-        dtype = getattr(torch, settings["dtype"])
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
-        self.facts: dict[str, Any] = {"transformers": transformers.__version__, "torch": torch.__version__}
+        self._torch: Any = import_module("torch")
+        self._library: Any = import_module("transformers")
+        self._torch.set_num_threads(settings["threads"])
+        dtype = getattr(self._torch, settings["dtype"])
+        self._model = self._library.AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
+        self.facts: dict[str, Any] = {
+            "transformers": self._library.__version__,
+            "torch": self._torch.__version__,
+            "dtype": settings["dtype"],
+        }
 
     def run(self, job: Job) -> Timeline:
         if len({len(prompt) for prompt in job.prompts}) > 1 or len(set(job.outputs)) > 1:
@@ -39,7 +42,7 @@ class Transformers:
                 min_new_tokens=job.outputs[0],
                 do_sample=False,
                 pad_token_id=0,
-                stopping_criteria=[tick],
+                stopping_criteria=self._library.StoppingCriteriaList([tick]),
             )
         return ticks.timeline()
 

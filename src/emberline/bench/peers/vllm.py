@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from emberline.bench.job import Job, Timeline
@@ -11,13 +12,11 @@ from emberline.bench.peers.wire import Ticks, serve
 
 class VLLM:
     def __init__(self, settings: dict[str, Any]) -> None:
-        import vllm
-
-        self._vllm = vllm
-        llm = vllm.LLM(enable_prefix_caching=False, disable_log_stats=True, seed=0, **settings)
+        self._vllm: Any = import_module("vllm")
+        llm = self._vllm.LLM(enable_prefix_caching=False, disable_log_stats=True, seed=0, **settings)
         self._engine = llm.llm_engine
         self._jobs = 0
-        self.facts: dict[str, Any] = {"vllm": vllm.__version__}
+        self.facts: dict[str, Any] = {"vllm": self._vllm.__version__}
 
     def run(self, job: Job) -> Timeline:
         self._jobs += 1

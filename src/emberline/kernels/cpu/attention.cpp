@@ -14,7 +14,7 @@ namespace ember {
 namespace {
 
 constexpr int kTile = 64;
-constexpr int kUnitRows = 48;  // rows that share one widened tile of keys and values
+constexpr int kUnitRows = 96;  // rows that share one widened tile of keys and values
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 struct Attention {
@@ -65,37 +65,55 @@ const float* scaled_queries(const Attention& op, const Unit& unit) {
     return to;
 }
 
-template <class B>
-inline void widen_run(const B* __restrict from, int count, float* __restrict to) {  // count is a multiple of 8
-    for (int i = 0; i < count; i += 8)
-        for (int j = 0; j < 8; j++) to[i + j] = widen(from[i + j]);
-}
-
-// Widens the tile's keys to [dim][kTile] and its values to [kTile][padded], block by block of the cache. The last block is
-// taken whole, with what it holds beyond `count`: attend_rows hides those keys and never multiplies those values.
-template <class B>
-void gather(const Attention& op, const Unit& unit, int start, int count, float* keys, float* values) {
+// Calls body(keys, values, done) for each run of cached tokens in [start, start + count): within a block and a panel.
+template <class B, class Body>
+void each_run(const Attention& op, const Unit& unit, int start, int count, Body body) {
     const int* table = op.tables + long(unit.sequence) * op.table_stride;
-    int size = op.block_size, dim = op.dim, padded = op.padded(), run = std::min(size, kTile);
+    int size = op.block_size, run = std::min(size, kPanel);
     for (int done = 0; done < count; done += run) {
-        int offset = (start + done) % size;
-        long block = table[(start + done) / size], head = long(unit.head) * size * dim;
-        const B* k = static_cast<const B*>(op.keys) + block * op.key_stride + head + offset;
-        const B* v = static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * dim;
-        for (int d = 0; d < dim; d++) widen_run(k + d * size, run, keys + d * kTile + done);
-        for (int j = 0; j < run; j++) widen_run(v + j * dim, dim, values + (done + j) * padded);
+        int block = table[(start + done) / size], offset = (start + done) % size;
+        long head = long(unit.head) * size * op.dim;
+        body(static_cast<const B*>(op.keys) + block * op.key_stride + head + offset,
+             static_cast<const B*>(op.values) + block * op.value_stride + head + long(offset) * op.dim, done);
     }
 }
 
-// Turns one row of scores into weights; only keys [from, to) are seen.
+// Widens the tile's keys to panels [kTile / kPanel][dim][kPanel] and its values to [kTile][padded]. The last run is taken
+// whole, with what it holds beyond `count`: attend_rows hides those keys and never multiplies those values.
+template <class B>
+void gather(const Attention& op, const Unit& unit, int start, int count, float* keys, float* values) {
+    int size = op.block_size, dim = op.dim, padded = op.padded(), run = std::min(size, kPanel);
+    each_run<B>(op, unit, start, count, [&](const B* k, const B* v, int done) {
+        widen_rows(k, size, dim, run, keys + done / kPanel * dim * kPanel + done % kPanel, kPanel);
+        widen_rows(v, dim, run, dim, values + long(done) * padded, padded);
+    });
+}
+
+// Blocks lie anywhere, so the hardware prefetcher cannot know the next tile.
+template <class B>
+void prefetch(const Attention& op, const Unit& unit, int start, int count) {
+    long bytes = long(std::min(op.block_size, kPanel)) * op.dim * long(sizeof(B));
+    each_run<B>(op, unit, start, count, [&](const B* k, const B* v, int) {
+        for (long at = 0; at < bytes; at += 64) {
+            __builtin_prefetch(reinterpret_cast<const char*>(k) + at);
+            __builtin_prefetch(reinterpret_cast<const char*>(v) + at);
+        }
+    });
+}
+
+// Turns one row of scores into weights; only keys [from, to) are seen, and the others weigh exactly nothing.
 inline void soften(float* score, int from, int to, float& top, float& sum) {
-    for (int j = 0; j < from; j++) score[j] = kHidden;
-    for (int j = std::max(to, 0); j < kTile; j++) score[j] = kHidden;
-    Vec most = load(score), all = zero();
+    auto hide = [&](float with) {
+        for (int j = 0; j < from; j++) score[j] = with;
+        for (int j = to; j < kTile; j++) score[j] = with;
+    };
+    hide(kHidden);
+    Vec most = load(score), all = splat<Vec>(0.0f);
     for (int j = kLanes; j < kTile; j += kLanes) most = max(most, load(score + j));
     top = largest(most);
-    float shift = top == kHidden ? 0.0f : top;
-    for (int j = 0; j < kTile; j++) score[j] = exp_negative(score[j] - shift);
+    Vec shift = splat<Vec>(top);
+    for (int j = 0; j < kTile; j += kLanes) store(score + j, exp_negative(sub(load(score + j), shift)));
+    hide(0.0f);
     for (int j = 0; j < kTile; j += kLanes) all = add(all, load(score + j));
     sum = total(all);
 }
@@ -109,11 +127,12 @@ void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int
     float* score = scratch(kScores, long(kRows) * kTile);
     const float* query = queries + long(first) * op.dim;
     for (int j = 0; j < seen; j += kPanel)
-        run_tile(rows, Product<float>{query, op.dim, keys + j, kTile, op.dim, score + j, kTile});
+        run_tile(rows, Product<float>{query, op.dim, keys + j * op.dim, kPanel, op.dim, score + j, kTile});
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
         int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
-        soften(score + r * kTile, from, std::min(kTile, position + 1 - start), to.top[first + r], to.sum[first + r]);
+        int until = std::clamp(position + 1 - start, 0, kTile);
+        soften(score + r * kTile, std::min(from, until), until, to.top[first + r], to.sum[first + r]);
     }
     for (int d = 0; d < padded; d += kPanel)
         run_tile(rows, Product<float>{score, kTile, values + d, padded, seen, value + d, padded});
@@ -125,6 +144,7 @@ void attend(const Attention& op, const Unit& unit, int tile, const float* querie
     float* keys = scratch(kKeys, long(op.dim) * kTile);
     float* values = scratch(kValues, long(op.padded()) * kTile);
     gather<B>(op, unit, start, std::min(kTile, newest + 1 - start), keys, values);
+    prefetch<B>(op, unit, start + kTile, std::min(kTile, newest + 1 - start - kTile));
     RowBlocks blocks(unit.rows);
     for (int b = 0; b < blocks.count; b++) {
         int first = blocks.start(b), rows = blocks.size(b);
@@ -138,7 +158,7 @@ void fold(const Partial& tile, Partial& all, int rows, int padded) {
     for (int r = 0; r < rows; r++) {
         if (tile.top[r] == kHidden) continue;
         float top = std::max(all.top[r], tile.top[r]);
-        float old = exp_negative(all.top[r] - top), now = exp_negative(tile.top[r] - top);
+        float old = all.top[r] == kHidden ? 0.0f : exp_negative(all.top[r] - top), now = exp_negative(tile.top[r] - top);
         all.top[r] = top;
         all.sum[r] = fma(all.sum[r], old, tile.sum[r] * now);
         float *to = all.value + long(r) * padded, *from = tile.value + long(r) * padded;

@@ -70,12 +70,7 @@ inline const float* widened(const float* b, long) { return b; }
 
 inline const float* widened(const bf16* b, long count) {
     float* to = scratch(kWeights, long(kChunk) * kPanel);
-    for (long i = 0; i < count; i += 2 * kLanes) {
-        Vec low, high;
-        load_pair(b + i, low, high);
-        store(to + i, low);
-        store(to + i + kLanes, high);
-    }
+    widen_rows(b, count, 1, count, to, count);
     return to;
 }
 

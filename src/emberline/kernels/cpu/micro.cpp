@@ -20,7 +20,7 @@ inline void span(const float* a, long lda, const B* b, long ldb, int k, float* c
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < V; v++) sum[r][v] = zero();
+        for (int v = 0; v < V; v++) sum[r][v] = splat<Vec>(0.0f);
     int i = 0;
     for (; i + 4 <= k; i += 4, a += 4, b += 4 * ldb) {
         if constexpr (R == 1)

@@ -16,11 +16,20 @@ constexpr int kTallVecs = 2;   // which measures faster than 24: 8 x 8 reaches t
 using Vec = float32x4_t;
 using Quad = float32x4_t;  // four consecutive inputs, each multiplied by lane
 
-inline Vec zero() { return vdupq_n_f32(0.0f); }
+template <>
+inline Vec splat(float x) {
+    return vdupq_n_f32(x);
+}
 inline Vec load(const float* p) { return vld1q_f32(p); }
 inline void store(float* p, Vec v) { vst1q_f32(p, v); }
 inline Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
+inline Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
+inline Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 inline Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+inline Vec scale_by_exponent(Vec a, Vec n) {  // adds the low bits of n to a's exponent
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(vreinterpretq_s32_f32(n), 23)));
+}
 inline float total(Vec v) { return vaddvq_f32(v); }
 inline float largest(Vec v) { return vmaxvq_f32(v); }
 inline Quad load_quad(const float* p) { return vld1q_f32(p); }
@@ -36,6 +45,13 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
     uint16x8_t both = vld1q_u16(&p->bits), none = vdupq_n_u16(0);
     low = vreinterpretq_f32_u16(vzip1q_u16(none, both));
     high = vreinterpretq_f32_u16(vzip2q_u16(none, both));
+}
+
+inline void widen8(const bf16* from, float* to) {
+    Vec low, high;
+    load_pair(from, low, high);
+    store(to, low);
+    store(to + 4, high);
 }
 
 }  // namespace ember

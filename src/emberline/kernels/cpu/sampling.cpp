@@ -69,7 +69,7 @@ double total(const float* weight, int n) {
 
 // Leaves in `x` each token's probability relative to the largest, so the first token weighs exactly 1.
 void weigh(float* x, int n, float most, float temperature) {
-    for (int i = 0; i < n; i++) x[i] = exp_negative((x[i] - most) / temperature);
+    for (int i = 0; i < n; i++) x[i] = x[i] == kNever ? 0.0f : exp_negative((x[i] - most) / temperature);
 }
 
 long pick(float* x, int n, const Choice& choice) {
@@ -106,7 +106,7 @@ struct LogProbs {
 void describe(const float* x, int n, long id, long row, const LogProbs& to) {
     float most = x[argmax(x, n)];
     double sum = 0.0;
-    for (int i = 0; i < n; i++) sum += exp_negative(x[i] - most);
+    for (int i = 0; i < n; i++) sum += x[i] == kNever ? 0.0f : exp_negative(x[i] - most);
     double log_sum = std::log(sum) + most;
     long higher = 0;
     for (int i = 0; i < n; i++) higher += x[i] > x[id];

@@ -39,28 +39,36 @@ inline float fma(float a, float b, float c) {
 #endif
 }
 
-// e^x for x <= 0, within 2 ulp; 0 below e^-87. x = n ln2 + r with |r| <= ln2/2, then a polynomial in r.
-inline float exp_negative(float x) {
-    constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-    constexpr float kLeast = -87.0f;
-    float clamped = x < kLeast ? kLeast : x;
-    float shifted = fma(clamped, 1.44269504f, kShift);
-    float n = shifted - kShift;
-    float r = fma(n, -0.693145752f, clamped);
-    r = fma(n, -1.42860677e-6f, r);
-    float p = fma(r, 1.0f / 720, 1.0f / 120);
-    p = fma(p, r, 1.0f / 24);
-    p = fma(p, r, 1.0f / 6);
-    p = fma(p, r, 0.5f);
-    p = fma(p, r, 1.0f);
-    p = fma(p, r, 1.0f);
-    uint32_t exponent, bits;
-    std::memcpy(&exponent, &shifted, 4);
-    std::memcpy(&bits, &p, 4);
-    bits += exponent << 23;
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return x < kLeast ? 0.0f : y;
+template <class V>
+V splat(float x);
+template <>
+inline float splat(float x) {
+    return x;
+}
+inline float add(float a, float b) { return a + b; }
+inline float sub(float a, float b) { return a - b; }
+inline float mul(float a, float b) { return a * b; }
+inline float max(float a, float b) { return a < b ? b : a; }
+inline float scale_by_exponent(float a, float n) {  // adds the low bits of n to a's exponent
+    uint32_t bits, low;
+    std::memcpy(&bits, &a, 4);
+    std::memcpy(&low, &n, 4);
+    bits += low << 23;
+    std::memcpy(&a, &bits, 4);
+    return a;
+}
+
+// e^x for x <= 0, within 2 ulp, and e^-87 below that: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a number
+// or a vector of them; the operations are found beside it. Paired terms, not Horner's rule: half the latency.
+template <class V>
+inline V exp_negative(V x) {
+    const V shift = splat<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+    x = max(x, splat<V>(-87.0f));
+    V n = fma(x, splat<V>(1.44269504f), shift), whole = sub(n, shift);
+    V r = fma(whole, splat<V>(-1.42860677e-6f), fma(whole, splat<V>(-0.693145752f), x)), r2 = mul(r, r);
+    V high = fma(r, splat<V>(1.0f / 720), splat<V>(1.0f / 120)), low = fma(r, splat<V>(1.0f / 24), splat<V>(1.0f / 6));
+    V p = fma(fma(fma(high, r2, low), r, splat<V>(0.5f)), r2, r);
+    return scale_by_exponent(add(p, splat<V>(1.0f)), n);
 }
 
 // Both branches of the sigmoid from e^-|x|, which cannot overflow.

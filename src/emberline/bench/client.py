@@ -1,0 +1,95 @@
+"""Client: sends completions to any OpenAI URL and writes down when what came back. Its clock is the caller's side."""
+
+from __future__ import annotations
+
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import orjson
+
+from emberline.bench.connection import Connection, HTTPFailed, events
+from emberline.core.events import Timing
+
+
+@dataclass(slots=True)
+class Trace:
+    """One request: when it was sent, when each event with new text came, what the server counted."""
+
+    sent: float
+    marks: list[float] = field(default_factory=list)
+    ended: float | None = None
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str | None = None
+    abandoned: bool = False
+
+    @property
+    def timing(self) -> Timing:
+        first = self.marks[0] if self.marks else None
+        return Timing(self.sent, first_token=first, finished=self.ended)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies, as a reader of the stream sees them."""
+        return [b - a for a, b in pairwise(self.marks)]
+
+
+class Client:
+    def __init__(
+        self, url: str, model: str, *, chat: bool = False, plain: bool = False, key: str | None = None
+    ) -> None:
+        """`plain` leaves out what only some servers know: token ids as a prompt, ignore_eos."""
+        self._url, self._key = url.rstrip("/"), key
+        self._model, self._chat, self._plain = model, chat, plain
+        base = urlsplit(self._url).path
+        self._path = base + ("/chat/completions" if chat else "/completions")
+        self._free: list[Connection] = []
+
+    async def complete(self, prompt: list[int], tokens: int, leave_after: int | None = None) -> Trace:
+        """Streams one completion. `leave_after`: hang up after so many events, as impatient people do."""
+        connection = self._free.pop() if self._free else Connection(self._url, self._key)
+        trace = Trace(time.perf_counter())
+        try:
+            async with aclosing(connection.stream(self._path, self._body(prompt, tokens))) as parts:  # type: ignore[type-var]
+                async for event in events(parts):
+                    self._take(event, trace)
+                    if leave_after is not None and len(trace.marks) >= leave_after:
+                        trace.abandoned = True
+                        return trace
+            trace.tokens = trace.tokens or len(trace.marks)
+        except HTTPFailed as e:
+            trace.error = str(e)
+        trace.ended = time.perf_counter()
+        self._free.append(connection)
+        return trace
+
+    def close(self) -> None:
+        while self._free:
+            self._free.pop().close()
+
+    def _body(self, prompt: list[int], tokens: int) -> bytes:
+        body: dict[str, Any] = {"model": self._model, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        text = " ".join(str(token) for token in prompt[: max(1, len(prompt) // 3)])  # a number is about three tokens
+        if self._chat:
+            body["messages"] = [{"role": "user", "content": text}]
+        else:
+            body["prompt"] = text if self._plain else prompt
+        if not self._plain:
+            body["ignore_eos"] = True
+        return orjson.dumps(body)
+
+    def _take(self, event: dict[str, Any], trace: Trace) -> None:
+        if "error" in event:
+            raise HTTPFailed(str(event["error"])[:300])
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+                trace.marks.append(time.perf_counter())
+        if usage := event.get("usage"):
+            trace.prompt_tokens = usage["prompt_tokens"]
+            trace.tokens = usage["completion_tokens"]

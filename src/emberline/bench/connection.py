@@ -1,0 +1,107 @@
+"""Connection: a kept-alive HTTP/1.1 connection that costs the measuring process little. One request at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+
+from emberline.core.errors import EmberlineError
+
+READ = 1 << 16
+
+
+class HTTPFailed(EmberlineError):
+    """The server answered with an error, or not at all."""
+
+
+class _Reply:
+    """httptools calls these as it reads."""
+
+    def __init__(self) -> None:
+        self.parser = httptools.HttpResponseParser(self)
+        self.parts: list[bytes] = []
+        self.complete = self.keep = False
+
+    def on_body(self, body: bytes) -> None:
+        self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        self.complete = True
+        self.keep = self.parser.should_keep_alive()  # only here does it know
+
+    def take(self) -> bytes:
+        data = b"".join(self.parts)
+        self.parts.clear()
+        return data
+
+
+class Connection:
+    def __init__(self, url: str, key: str | None = None) -> None:
+        at = urlsplit(url)
+        if at.scheme not in ("http", "https") or not at.hostname:
+            raise HTTPFailed(f"{url!r} is not an http or https URL")
+        self._host, self._tls = at.hostname, at.scheme == "https"
+        self._port = at.port or (443 if self._tls else 80)
+        self._head = f"host: {at.netloc}\r\naccept: */*\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def stream(self, path: str, body: bytes | None = None) -> AsyncIterator[bytes]:
+        """The reply's body as it comes; with a body of our own it is a POST. Leaving early closes the connection."""
+        done = False
+        try:
+            await self._send(path, body)
+            assert self._reader is not None
+            reply = _Reply()
+            while not reply.complete:
+                data = await self._reader.read(READ)
+                if not data:
+                    raise HTTPFailed("the server closed the connection")
+                reply.parser.feed_data(data)
+                if reply.parser.get_status_code() < 400 and (part := reply.take()):
+                    yield part
+            if (status := reply.parser.get_status_code()) >= 400:
+                raise HTTPFailed(f"{status}: {reply.take()[:300].decode(errors='replace')}")
+            done = reply.keep
+        except (OSError, httptools.HttpParserError) as e:
+            raise HTTPFailed(f"{type(e).__name__}: {e}") from e
+        finally:
+            if not done:
+                self.close()
+
+    async def fetch(self, path: str, body: bytes | None = None) -> bytes:
+        return b"".join([part async for part in self.stream(path, body)])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    async def _send(self, path: str, body: bytes | None) -> None:
+        if self._reader is None or self._reader.at_eof():  # the server may end what is idle
+            self.close()
+            context = ssl.create_default_context() if self._tls else None
+            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+        head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n{self._head}"
+        if body is not None:
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        assert self._writer is not None
+        self._writer.write(head.encode() + b"\r\n" + (body or b""))
+        await self._writer.drain()
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]]:
+    """Server-sent events whose data is JSON; the closing [DONE] is not one."""
+    rest = b""
+    async for part in parts:
+        *whole, rest = (rest + part).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in whole:
+            for line in event.split(b"\n"):
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    yield orjson.loads(data)

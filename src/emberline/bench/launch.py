@@ -1,0 +1,66 @@
+"""Launch: `emberline serve` as a child process on a free port of loopback, timed from its start to its readiness."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from emberline.core.errors import EmberlineError
+
+PATIENCE = 300.0
+POLL = 0.01
+
+
+class Launch:
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "emberline.cli", "serve", *arguments, "--port", str(self.port)]
+        began = time.perf_counter()
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(command, stdout=errors, stderr=errors, start_new_session=True)
+        while not self._ready():
+            if self._process.poll() is not None or time.perf_counter() - began > PATIENCE:
+                self.stop()
+                raise EmberlineError(f"the server did not get ready: {log.read_text()[-500:]}")
+            time.sleep(POLL)
+        self.ready_seconds = time.perf_counter() - began
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _ready(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/health/ready")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,88 @@
+"""`emberline bench overhead`: what the API adds to the engine.
+
+The same job, turn by turn: to the engine alone in its own process, and over HTTP to a server with the same settings on
+the same cores. Wall time runs from submission to the last token. The overhead is the server's wall time over the
+engine's, less one: HTTP, tokens to text, JSON, the socket between server and engine, and also the client that measures,
+whose processor time is given beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from emberline.bench import processes, workload
+from emberline.bench.client import Client
+from emberline.bench.contender import Contender
+from emberline.bench.job import Job
+from emberline.bench.launch import Launch
+from emberline.bench.lineup import Ground, ours
+from emberline.bench.report import Report
+from emberline.bench.serve import closed, local
+from emberline.core.config import core_count
+from emberline.core.errors import EmberlineError
+from emberline.core.jsonfile import read_object
+from emberline.hub.source import resolve
+from emberline.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One job through the API; seconds, all but the wall time of processors."""
+
+    wall: float
+    api: float
+    client: float
+
+
+def bench(model: str, batches: list[int], threads: int, rounds: int, root: Path) -> Report:
+    ground = Ground(resolve(model), None, threads or core_count(), root)
+    vocab = ModelConfig.from_hf(read_object(ground.model / "config.json")).vocab
+    jobs = {batch: workload.decode(batch, vocab) for batch in batches}
+    report = Report("overhead", {"model": model, "threads": ground.threads, "rounds": rounds, "target_percent": 5})
+    engine = Contender(ours(ground), root / "logs" / "overhead-engine.log")
+    try:
+        settings = ["--no-prefix-cache", "--embedder", "none", "--threads", str(ground.threads)]
+        with Launch([model, *settings], root / "logs" / "overhead-server.log") as server:
+            report.add("ready", server.ready_seconds, "s")
+            for batch, job in jobs.items():
+                _measure(report, batch, job, engine, server, model, rounds)
+    finally:
+        engine.stop()
+    return report
+
+
+def _measure(report: Report, batch: int, job: Job, engine: Contender, server: Launch, model: str, rounds: int) -> None:
+    alone: list[float] = []
+    turns: list[Turn] = []
+    for turn in range(rounds + 1):  # the first warms up
+        wall = engine.run(job, 600.0).timeline.wall
+        through = asyncio.run(_through(server, model, job))
+        if turn:
+            alone.append(wall)
+            turns.append(through)
+    tokens = sum(job.outputs)
+    report.add(f"engine_{batch}", alone, "s")
+    report.add(f"api_{batch}", [t.wall for t in turns], "s")
+    # Each turn against its neighbour in time: what disturbs the machine disturbs both.
+    ratios = [100 * (t.wall / wall - 1) for t, wall in zip(turns, alone, strict=True)]
+    report.add(f"overhead_{batch}", ratios, "%")
+    report.add(f"api_cpu_{batch}", [t.api / tokens * 1e6 for t in turns], "us/token")
+    report.add(f"client_cpu_{batch}", [t.client / tokens * 1e6 for t in turns], "us/token")
+
+
+async def _through(server: Launch, model: str, job: Job) -> Turn:
+    client = Client(server.url, model)
+    pid = local(server.url)["server"]
+    before = processes.usage(pid)
+    began, cpu = time.perf_counter(), time.process_time()
+    traces = await closed(client, job, len(job.prompts))
+    wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+    after = processes.usage(pid)
+    if failed := [trace.error for trace in traces if trace.error]:
+        raise EmberlineError(f"{len(failed)} requests failed: {failed[0]}")
+    assert before is not None and after is not None
+    assert [trace.tokens for trace in traces] == job.outputs
+    return Turn(wall, after.cpu - before.cpu, cpu)

@@ -1,0 +1,87 @@
+"""llama.cpp built on this machine for this machine, through llama-cpp-python's bindings: its decode function called
+directly, with the batches of its own parallel example: a token of every running sequence, then prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from emberline.bench.job import Job, Timeline
+from emberline.bench.peers.wire import Ticks, serve
+
+BATCH = 2048  # llama.cpp's default for a call; it cuts it into its own pieces of 512
+STEP = 256  # contexts come in multiples of this
+
+
+class LlamaCppNative:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._numpy: Any = import_module("numpy")
+        self._library: Any = import_module("llama_cpp")
+        self._threads = settings["threads"]
+        self._library.llama_backend_init()
+        params = self._library.llama_model_default_params()
+        self._model = self._library.llama_model_load_from_file(settings["model"].encode(), params)
+        if not self._model:
+            raise RuntimeError(f"llama.cpp cannot load {settings['model']}")
+        self._vocab = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
+        self.facts: dict[str, Any] = {
+            "llama-cpp-python": self._library.__version__,
+            "built_for": self._library.llama_print_system_info().decode().strip(" |\n"),
+        }
+
+    def run(self, job: Job) -> Timeline:
+        context = self._context(len(job.prompts), job.longest)
+        batch = self._library.llama_batch_init(BATCH, 0, 1)
+        known = [list(prompt) for prompt in job.prompts]
+        fed = [0] * len(known)
+        ticks = Ticks(job)
+        while todo := [i for i, output in enumerate(job.outputs) if len(ticks.times[i]) < output]:
+            todo.sort(key=lambda i: len(known[i]) - fed[i])  # those that wait for one token first
+            sampled = self._fill(batch, todo, known, fed)
+            if status := self._library.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode gave {status}")
+            for i, row in sampled.items():
+                known[i].append(self._best(context, row))
+                ticks.mark(i)
+        self._library.llama_batch_free(batch)
+        self._library.llama_free(context)
+        return ticks.timeline()
+
+    def counters(self) -> Mapping[str, float]:
+        return {}
+
+    def _context(self, sequences: int, longest: int) -> Any:
+        params = self._library.llama_context_default_params()
+        params.n_ctx = sequences * -(-longest // STEP) * STEP
+        params.n_seq_max = sequences
+        params.n_batch = BATCH
+        params.n_threads = params.n_threads_batch = self._threads
+        return self._library.llama_init_from_model(self._model, params)
+
+    def _fill(self, batch: Any, todo: list[int], known: list[list[int]], fed: list[int]) -> dict[int, int]:
+        """Puts in what fits; returns the row of every sequence that is then complete and can be sampled."""
+        rows: dict[int, int] = {}
+        batch.n_tokens = 0
+        for i in todo:
+            end = min(len(known[i]), fed[i] + BATCH - batch.n_tokens)
+            for position in range(fed[i], end):
+                row = batch.n_tokens
+                batch.token[row] = known[i][position]
+                batch.pos[row] = position
+                batch.n_seq_id[row] = 1
+                batch.seq_id[row][0] = i
+                batch.logits[row] = position == len(known[i]) - 1
+                batch.n_tokens += 1
+            if fed[i] < end == len(known[i]):
+                rows[i] = batch.n_tokens - 1
+            fed[i] = end
+        return rows
+
+    def _best(self, context: Any, row: int) -> int:
+        logits = self._library.llama_get_logits_ith(context, row)
+        return int(self._numpy.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+
+
+if __name__ == "__main__":
+    serve(LlamaCppNative)

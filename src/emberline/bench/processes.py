@@ -1,0 +1,58 @@
+"""Processes of a server on this machine, found by its port, and what they use. From /proc; nothing on other systems."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+LISTEN = "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    cpu: float  # seconds, user and system, since its start
+    rss: int  # bytes
+
+
+def listener(port: int) -> int | None:
+    """The process that listens on a TCP port."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and int(fields[1].rsplit(":", 1)[1], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(link.readlink()) in sockets for link in (process / "fd").iterdir()):
+                return int(process.name)
+    return None
+
+
+def family(pid: int) -> dict[str, int]:
+    """The process as `server` and its children by the module that they run."""
+    found = {"server": pid}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(_stat(int(process.name))[1]) == pid:
+                words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                name = words[words.index("-m") + 1].rsplit(".", 1)[-1] if "-m" in words else Path(words[0]).name
+                found[name if name not in found else f"{name}-{process.name}"] = int(process.name)
+    return found
+
+
+def usage(pid: int) -> Usage | None:
+    try:
+        stat = _stat(pid)
+    except OSError:
+        return None
+    ticks = int(stat[11]) + int(stat[12])
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on: the name before it may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -1,0 +1,99 @@
+"""`emberline bench serve`: load on any OpenAI URL, at a fixed concurrency or rate, and what its users see."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from emberline.bench import processes, workload
+from emberline.bench.client import Client, Trace
+from emberline.bench.job import Job
+from emberline.bench.report import Report
+from emberline.core.errors import InvalidRequest
+
+SHARES = {"p50": 50, "p90": 90, "p99": 99}
+
+
+async def closed(client: Client, job: Job, concurrency: int) -> list[Trace]:
+    """So many requests open at any time, until all are done."""
+    todo = iter(list(zip(job.prompts, job.outputs, strict=True)))
+
+    async def worker() -> list[Trace]:
+        return [await client.complete(prompt, output) for prompt, output in todo]
+
+    done = await asyncio.gather(*(worker() for _ in range(concurrency)))
+    client.close()
+    return [trace for traces in done for trace in traces]
+
+
+async def opened(client: Client, job: Job, rate: float, seed: int = 0) -> list[Trace]:
+    """Poisson arrivals, whether the server keeps up or not."""
+    waits = np.random.default_rng(seed).exponential(1 / rate, len(job.prompts))
+
+    async def one(at: float, prompt: list[int], output: int) -> Trace:
+        await asyncio.sleep(at)
+        return await client.complete(prompt, output)
+
+    arrivals = zip(np.cumsum(waits) - waits[0], job.prompts, job.outputs, strict=True)
+    done = await asyncio.gather(*(one(float(at), prompt, output) for at, prompt, output in arrivals))
+    client.close()
+    return list(done)
+
+
+def bench(
+    client: Client, url: str, job: Job, concurrency: int | None, rate: float | None, config: dict[str, object]
+) -> Report:
+    if (concurrency is None) == (rate is None):
+        raise InvalidRequest("give one of --concurrency and --rate", param="--concurrency")
+    pids = local(url)
+    before = {name: processes.usage(pid) for name, pid in pids.items()}
+    began, cpu = time.perf_counter(), time.process_time()
+    run = closed(client, job, concurrency) if concurrency is not None else opened(client, job, rate or 1.0)
+    traces = asyncio.run(run)
+    wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+    report = Report("serve", config)
+    latencies(report, traces)
+    good = [trace for trace in traces if trace.error is None]
+    tokens = sum(trace.tokens for trace in good)
+    report.add("output", tokens / wall, "tok/s")
+    report.add("input", sum(trace.prompt_tokens for trace in good) / wall, "tok/s")
+    report.add("completed", len(good) / wall, "requests/s")
+    report.add("errors", len(traces) - len(good), "requests")
+    report.config["first_errors"] = sorted({t.error for t in traces if t.error})[:5]
+    report.add("client_cpu", cpu / max(tokens, 1) * 1e6, "us/token")
+    for name, pid in pids.items():
+        after, was = processes.usage(pid), before[name]
+        if after is not None and was is not None:
+            report.add(f"{name}_cpu", (after.cpu - was.cpu) / max(tokens, 1) * 1e6, "us/token")
+    return report
+
+
+def latencies(report: Report, traces: Sequence[Trace]) -> None:
+    """TTFT and end to end as core/events has them; ITL between the events of a stream."""
+    timings = [trace.timing for trace in traces if trace.error is None and not trace.abandoned]
+    families = {
+        "ttft": [t.ttft for t in timings if t.ttft is not None],
+        "itl": [gap for trace in traces for gap in trace.gaps],
+        "e2e": [t.e2e for t in timings if t.e2e is not None],
+    }
+    for name, seconds in families.items():
+        for label, share in SHARES.items():
+            if seconds:
+                report.add(f"{name}_{label}", float(np.percentile(seconds, share)) * 1e3, "ms")
+
+
+def local(url: str) -> dict[str, int]:
+    """The server's processes by name, when it runs on this machine."""
+    at = urlsplit(url)
+    if at.hostname not in ("127.0.0.1", "localhost", "::1") or at.port is None:
+        return {}
+    pid = processes.listener(at.port)
+    return processes.family(pid) if pid is not None else {}
+
+
+def requests(count: int, input_len: int, output_len: int, vocab: int) -> Job:
+    return workload.job([(input_len, output_len)] * count, vocab)

@@ -1,0 +1,114 @@
+"""The same tokens, bit for bit, whichever way a request is computed: alone, batched, chunked, cached, preempted, in n."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.config import SchedulerConfig
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.runner import TorchRunner
+from emberline.kv.cache import KVCache, KVShape
+from emberline.models.decoder import Decoder
+from emberline.models.loader import load
+
+LENGTHS = (3, 17, 40, 23, 8, 31)
+OUT = 12
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    directory = tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param])
+    return load(Path(directory), "bfloat16")
+
+
+def engine(model: Decoder, blocks: int = 64, *, budget: int = 256, running: int = 16, prefix: bool = True) -> Engine:
+    c = model.config
+    cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
+    config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=running, max_context=64, prefix_cache=prefix)
+    return Engine(config, TorchRunner(model, cache, frozenset()))
+
+
+def submissions(params: SamplingParams) -> list[Submission]:
+    rng = torch.Generator().manual_seed(5)
+    shared = torch.randint(3, 131, (16,), generator=rng).tolist()
+    prompts = [(shared + torch.randint(3, 131, (n,), generator=rng).tolist())[:n] for n in LENGTHS]
+    return [Submission(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
+def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[tuple[str, int], tuple[list[int], list[float]]]:
+    outputs: list[Output] = []
+    for submission in pending:
+        e.add(submission)
+        for _ in range(gap):
+            outputs += e.step()
+    while not e.idle:
+        outputs += e.step()
+    e.kv.check()
+    folded: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+    for o in outputs:
+        tokens, logprobs = folded.setdefault((o.id, o.index), ([], []))
+        tokens += o.tokens
+        logprobs += [p.logprob for p in o.logprobs]
+    return folded
+
+
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=OUT, temperature=0.0, logprobs=0),
+    "seeded": SamplingParams(max_tokens=OUT, temperature=1.5, top_p=0.95, top_k=50, seed=11, logprobs=0),
+    "penalised": SamplingParams(
+        max_tokens=OUT, temperature=1.0, seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, logprobs=0
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_every_way_gives_the_same_tokens_and_logprobs(model: Decoder, name: str) -> None:
+    params = PARAMS[name]
+    alone: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+    for submission in submissions(params):
+        alone |= run(engine(model, prefix=False), [submission])
+    ways = {
+        "batched": run(engine(model), submissions(params)),
+        "chunked": run(engine(model, budget=16, running=4), submissions(params), gap=1),
+        "cached": run(engine(model, running=1), submissions(params)),
+        "no prefix cache": run(engine(model, prefix=False), submissions(params), gap=2),
+    }
+    tight = engine(model, blocks=9, running=6)
+    ways["preempted"] = run(tight, submissions(params))
+    assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
+    for way, got in ways.items():
+        assert got == alone, way
+
+
+def test_the_first_of_n_is_what_n_1_gives_and_all_differ(model: Decoder) -> None:
+    one = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4)
+    many = SamplingParams(max_tokens=OUT, temperature=1.5, seed=4, n=4)
+    single = run(engine(model), submissions(one)[2:3])
+    several = run(engine(model), submissions(many)[2:3])
+    assert several["r2", 0] == single["r2", 0]
+    assert len({tuple(tokens) for tokens, _ in several.values()}) == 4
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks(model: Decoder) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+
+    def scores(e: Engine) -> list[list[float]]:
+        for s in submissions(params):
+            e.add(s)
+        found: dict[str, list[float]] = {}
+        while not e.idle:
+            for o in e.step():
+                if o.prompt_logprobs is not None:
+                    found[o.id] = [p.logprob for p in o.prompt_logprobs]
+        return [found[f"r{i}"] for i in range(len(LENGTHS))]
+
+    whole, chunked = scores(engine(model)), scores(engine(model, budget=7, running=4))
+    assert whole == chunked
+    assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]

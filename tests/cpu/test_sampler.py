@@ -1,0 +1,89 @@
+"""What each sampling setting does to the choice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Admission, Sampled
+from emberline.engine.sampler import Sampler
+
+VOCAB = 64
+EOS = frozenset({2})
+
+
+def sample(params: SamplingParams, logits: torch.Tensor, tokens: list[int] | None = None, prompt_len: int | None = None, seed: int = 1) -> Sampled:
+    sampler = Sampler(VOCAB, EOS, None)
+    tokens = tokens or [5]
+    assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
+    sampled, failed = sampler.sample(["a"], logits.clone()[None])
+    assert not failed
+    return sampled["a"]
+
+
+def ladder() -> torch.Tensor:
+    """Token i is the (i + 1)-th best."""
+    return torch.linspace(5, -5, VOCAB)
+
+
+def test_greedy_takes_the_best_and_ties_go_to_the_lowest_id() -> None:
+    assert sample(SamplingParams(temperature=0.0), ladder()).token == 0
+    assert sample(SamplingParams(temperature=0.0), torch.zeros(VOCAB)).token == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reachable"),
+    [({"top_k": 3}, {0, 1, 2}), ({"top_k": 1}, {0}), ({"top_p": 0.01}, {0}), ({"min_p": 0.8}, {0, 1})],
+)
+def test_filters_bound_what_can_be_drawn(settings: dict[str, float], reachable: set[int]) -> None:
+    params = SamplingParams(temperature=1.0, **settings)  # type: ignore[arg-type]
+    drawn = {sample(params, ladder(), seed=seed).token for seed in range(200)}
+    assert drawn == reachable
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.full((VOCAB,), -torch.inf)
+    logits[:3] = torch.tensor([0.6, 0.3, 0.1]).log()
+    drawn = np.bincount([sample(SamplingParams(), logits, seed=s).token for s in range(3000)], minlength=3) / 3000
+    assert np.abs(drawn[:3] - [0.6, 0.3, 0.1]).max() < 0.03
+
+
+def test_a_seed_and_a_position_decide() -> None:
+    logits = torch.zeros(VOCAB)
+    first = [sample(SamplingParams(), logits, seed=9).token for _ in range(3)]
+    assert len(set(first)) == 1
+    assert len({sample(SamplingParams(), logits, [5] * n, seed=9).token for n in range(1, 20)}) > 5
+
+
+def test_repetition_penalty_sees_prompt_and_output_the_others_only_output() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[7], logits[8] = 1.0, 0.9
+    greedy = {"temperature": 0.0}
+    assert sample(SamplingParams(**greedy, repetition_penalty=2.0), logits, [7], 1).token == 8
+    assert sample(SamplingParams(**greedy, presence_penalty=0.5), logits, [7], 1).token == 7
+    assert sample(SamplingParams(**greedy, presence_penalty=0.5), logits, [3, 7], 1).token == 8
+    assert sample(SamplingParams(**greedy, frequency_penalty=0.06), logits, [3, 7], 1).token == 7
+    assert sample(SamplingParams(**greedy, frequency_penalty=0.06), logits, [3, 7, 7], 1).token == 8
+
+
+def test_bias_and_minimal_length() -> None:
+    assert sample(SamplingParams(temperature=0.0, logit_bias={40: 100.0}), ladder()).token == 40
+    logits = torch.zeros(VOCAB)
+    logits[2] = 9.0
+    assert sample(SamplingParams(temperature=0.0), logits).token == 2
+    assert sample(SamplingParams(temperature=0.0, min_tokens=3), logits, [5, 6], 1).token != 2
+    assert sample(SamplingParams(temperature=0.0, min_tokens=3), logits, [5, 6, 7, 8], 1).token == 2
+    logits[9] = 8.0
+    assert sample(SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(9,)), logits).token not in (2, 9)
+
+
+def test_logprobs_are_the_models_own() -> None:
+    got = sample(SamplingParams(temperature=0.0, logit_bias={40: 100.0}, logprobs=3), ladder())
+    assert got.logprob is not None and got.token == 40
+    expected = ladder().log_softmax(-1)
+    assert got.logprob.logprob == pytest.approx(float(expected[40]), abs=1e-5)
+    assert got.logprob.rank == 41
+    assert [token for token, _ in got.logprob.top] == [0, 1, 2]
+    assert [p for _, p in got.logprob.top] == pytest.approx(expected[:3].tolist(), abs=1e-5)

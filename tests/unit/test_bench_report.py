@@ -1,0 +1,93 @@
+"""One shape for every result, its table, and the plot made from it."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from emberline.bench import machine
+from emberline.bench.plot import panels, plot
+from emberline.bench.report import Report, Result, digits, table
+from emberline.core.errors import InvalidRequest
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def report() -> Report:
+    made = Report("cpu", {"model": "tiny"})
+    made.add("decode_1", [40.0, 44.0, 42.0], "tok/s", peer=21.0, limit=84.0)
+    made.add("decode_1/one", [20.0, 21.0], "tok/s")
+    made.add("decode_1/two", 12.5, "tok/s")
+    made.add("ready", 2.0, "s", peer=100.0)
+    return made
+
+
+def test_better_is_higher_for_rates_and_lower_for_the_rest() -> None:
+    rate, time = Result(42.0, "tok/s", peer=21.0, limit=84.0), Result(2.0, "s", peer=100.0, limit=1.0)
+    assert (rate.ratio, rate.achieved) == (2.0, 0.5)
+    assert (time.ratio, time.achieved) == (50.0, 0.5)
+    assert Result(1.0, "s").ratio is None
+
+
+def test_rounds_become_a_median_with_its_spread() -> None:
+    assert report().results["decode_1"] == Result(42.0, "tok/s", 21.0, 84.0, (40.0, 44.0))
+
+
+def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "deep" / "result.json"
+    report().emit(file)
+    lines = capsys.readouterr().out.splitlines()
+    whole = json.loads(lines[-1])
+    assert whole == json.loads(file.read_text())
+    assert set(whole) == {"bench", "command", "commit", "hardware", "software", "config", "results"}
+    assert whole["results"]["decode_1"] == {
+        "value": 42,
+        "unit": "tok/s",
+        "peer": 21,
+        "limit": 84,
+        "spread": [40, 44],
+    }
+    row = next(line for line in lines if line.startswith("decode_1 "))
+    assert row.split() == ["decode_1", "42", "tok/s", "40..44", "21", "2.00x", "84", "50%"]
+
+
+def test_columns_are_aligned() -> None:
+    lines = table(report().results).splitlines()
+    assert len({line.index("tok/s") for line in lines if "tok/s" in line}) == 1
+
+
+def test_the_machine_is_told() -> None:
+    hardware = machine.hardware()
+    assert hardware["cores"] >= 1 and hardware["memory_gib"] > 0
+    assert machine.commit()
+    assert digits(0.123456789) == 0.12346
+    assert digits(1234567.0) == 1234600
+
+
+def test_a_panel_holds_ours_first_and_the_best_peer_next() -> None:
+    found = {panel.title: panel for panel in panels(report().as_dict()["results"])}
+    assert set(found) == {"decode 1"}  # `ready` has no one beside it here
+    assert [name for name, _, _ in found["decode 1"].bars] == ["emberline", "one", "two"]
+
+
+def test_the_plot_is_an_svg_with_a_bar_for_each_figure(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(report().as_dict()))
+    plot([file, file], tmp_path / "out.svg")
+    root = ET.parse(tmp_path / "out.svg").getroot()
+    widths = [float(r.get("width", "0")) for r in root.iter(f"{SVG}rect") if "%" not in r.get("width", "")]
+    assert len(widths) == 6
+    assert widths[0] / widths[1] == pytest.approx(42.0 / 20.5, rel=0.01)
+    words = "".join(t.text or "" for t in root.iter(f"{SVG}text"))
+    assert "limit 84" in words and "tiny" in words
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"bench": "x"}'])
+def test_what_is_not_a_result_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"bad\.json is not a result"):
+        plot([file], tmp_path / "out.svg")
