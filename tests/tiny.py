@@ -53,7 +53,13 @@ CONFIGS: dict[str, Config] = {
     ),
     "llama-yarn": scaled("yarn", factor=2.0, original_max_position_embeddings=32, beta_fast=4.0),
     "llama-yarn-mscale": scaled(
-        "yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.4, truncate=False
+        "yarn",
+        factor=2.0,
+        original_max_position_embeddings=32,
+        beta_fast=4.0,
+        mscale=0.7,
+        mscale_all_dim=0.4,
+        truncate=False,
     ),
     "llama-longrope": scaled(
         "longrope", factor=4.0, short_factor=SHORT, long_factor=LONG, original_max_position_embeddings=16

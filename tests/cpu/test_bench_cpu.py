@@ -1,4 +1,4 @@
-"""`bench cpu` from end to end on a tiny model: our engine and a peer take turns, and the result has the house's shape."""
+"""`bench cpu` from end to end on a tiny model: our engine and a peer take turns, the result has the one shape."""
 
 from __future__ import annotations
 

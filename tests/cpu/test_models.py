@@ -170,14 +170,24 @@ def test_partial_rotation(tmp_path: Path) -> None:
     assert_close([Cache(load(directory), tokens).step([30])], [theirs])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_weights_are_only_rounded(dtype: str, backend: str, tmp_path: Path) -> None:
-    """Activations stay float32, so a cast model is the float32 model of the rounded matrices."""
-    tensors = tiny.tensors(tiny.CONFIGS["llama"])
-    narrow = getattr(torch, dtype)
-    rounded = {name: t.to(narrow).float() if t.dim() == 2 else t for name, t in tensors.items()}
-    exact = load(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], rounded))
-    model = load(tiny.write_tensors(tmp_path / "b", tiny.CONFIGS["llama"], tensors), dtype)
-    assert (exact.dtype, model.dtype) == (torch.float32, narrow)
+@pytest.mark.parametrize(
+    ("narrow", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)], ids=str
+)
+def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype, backend: str, tmp_path: Path) -> None:
+    """Activations stay float32, so a narrow model is the float32 model of the rounded weights."""
+    tensors = {name: t.to(narrow) for name, t in tiny.tensors(tiny.CONFIGS["llama"]).items()}
+    wide = {name: t.float() for name, t in tensors.items()}
+    model = load(tiny.write_tensors(tmp_path / "narrow", tiny.CONFIGS["llama"], tensors))
+    exact = load(tiny.write_tensors(tmp_path / "wide", tiny.CONFIGS["llama"], wide))
+    assert (model.dtype, exact.dtype) == (kept, torch.float32)
     tokens = prompts(20)
     assert_close([Cache(model, tokens).step([20])], [Cache(exact, tokens).step([20])])
+
+
+def test_casting_rounds_the_matrices(tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    rounded = {name: t.bfloat16() if t.dim() == 2 else t for name, t in tensors.items()}
+    cast = load(tiny.write_tensors(tmp_path / "a", tiny.CONFIGS["llama"], tensors), "bfloat16")
+    kept = load(tiny.write_tensors(tmp_path / "b", tiny.CONFIGS["llama"], rounded))
+    tokens = prompts(20)
+    assert torch.equal(Cache(cast, tokens).step([20]), Cache(kept, tokens).step([20]))

@@ -15,6 +15,8 @@ NEED_SERVER = {"chat_openai.py": "Paris", "structured.py": "inhabitants"}
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_example(name: str, server: str) -> None:
     arguments = [f"{server}/v1"] if name in NEED_SERVER else []
-    done = subprocess.run([sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments], capture_output=True, text=True, timeout=180
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert NEED_SERVER.get(name, "Paris") in done.stdout

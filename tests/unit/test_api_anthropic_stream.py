@@ -92,6 +92,7 @@ ENDINGS = [
     (Finish(0, "stop", "END"), "stop_sequence", "END"),
     (Finish(0, "length"), "max_tokens", None),
     (Finish(0, "tool_calls"), "tool_use", None),
+    (Finish(0, "tool_calls", "END"), "tool_use", None),
     (Finish(0, "abort"), "pause_turn", None),
 ]
 

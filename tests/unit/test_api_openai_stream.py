@@ -174,7 +174,7 @@ def test_running_usage_is_in_every_chunk() -> None:
 
 
 def test_choices_first_appear_in_order() -> None:
-    deltas = [
+    deltas: list[Delta] = [
         TextDelta(2, "c"),
         TextDelta(0, "a"),
         Finish(2, "stop"),
@@ -253,8 +253,8 @@ def test_the_plain_reply_is_the_fold_of_the_stream(talk: tuple[int, list[Delta]]
 COMPLETION: list[Delta] = [
     Started(2),
     PromptDelta(0, "ab", [token("a", None), token("b", -1.0, 1, [token("x", -0.2), token("b", -1.0)])]),
-    TextDelta(0, " c", [token(" c", -0.1, 2, [token(" c", -0.1)])]),
-    TextDelta(0, "d", [token("d", -3.0, 4, [token("e", -0.3)])]),
+    TextDelta(0, " c", [token(" c", -0.1, 0, [token(" c", -0.1)])]),
+    TextDelta(0, "d", [token("d", -3.0, 2, [token("e", -0.3)])]),
     Finish(0, "length"),
     Usage(2, 2),
 ]

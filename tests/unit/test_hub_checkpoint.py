@@ -118,6 +118,7 @@ DAMAGED = {
     "trailing": raw({"a": entry()}, bytes(9)),
     "overlap": raw({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)),
     "hole": raw({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20)),
+    "hole-and-overlap": raw({"a": entry(), "b": entry(offsets=(4, 12)), "c": entry(offsets=(16, 24))}, bytes(24)),
     "wrong-size": raw({"a": entry(shape=(3,))}, bytes(8)),
     "negative": raw({"a": entry(shape=(-2,), offsets=(8, 0))}, bytes(8)),
     "bool-dim": raw({"a": entry(shape=(True, 2))}, bytes(8)),

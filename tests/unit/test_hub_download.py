@@ -67,6 +67,7 @@ def test_a_wrong_part_is_thrown_away(site: Site, tmp_path: Path, part: bytes) ->
 def test_a_server_without_ranges_starts_over(site: Site, tmp_path: Path) -> None:
     fetch(site, tmp_path / "f", Page(BODY, ranges=False, breaks=[300_000]))
     assert (tmp_path / "f").read_bytes() == BODY
+    assert len(site.seen) == 2
 
 
 @pytest.mark.parametrize("body", [BODY[:-1] + b"?", BODY + b"more", BODY[:1000]])

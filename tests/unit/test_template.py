@@ -167,13 +167,13 @@ def test_a_long_conversation_is_no_attack() -> None:
 
 GROW = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ %s }}"
 TALL = "{% set s = 'a' * 1000000 %}{% for i in range(99999) %}"
-HOSTILE = {
+HOSTILE = {  # each small enough to succeed, or to hang, if it were not guarded against
     "loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "loop-conditions": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
     "text-in-loops": "{% for i in range(99999) %}" + "{% if 1 %}some text{% endif %}" * 1000 + "{% endfor %}",
     "range": "{{ range(10 ** 9) | list }}",
-    "times": "{{ 'x' * 1000000000 }}",
-    "list-times": "{{ [1] * 1000000000 }}",
+    "times": "{% set x = 'x' * 100000000 %}",
+    "list-times": "{% set x = [1] * 50000000 %}",
     "power": "{{ 9 ** 9 ** 9 }}",
     "numbers": GROW % ("3", "ns.x * ns.x", "1"),
     "concat": GROW % ("'ab'", "ns.x ~ ns.x", "1"),
@@ -199,11 +199,11 @@ HOSTILE = {
     "format": "{{ '{:1000000000}'.format(1) }}",
     "format-filter": "{{ '%1000000000d' | format(1) }}",
     "percent": "{{ '%1000000000d' % 1 }}",
-    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
-    "replace-filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
-    "join": "{{ ('b' * 1000000).join(range(99999) | list) }}",
-    "join-filter": "{{ range(99999) | list | join('b' * 1000000) }}",
-    "indent": "{{ ('\n' * 1000000) | indent(1000000, true) }}",
+    "replace": "{% set x = ('a' * 10000).replace('a', 'b' * 10000) %}",
+    "replace-filter": "{% set x = ('a' * 10000) | replace('a', 'b' * 10000) %}",
+    "join": "{% set x = ('b' * 10000).join('a' * 10000) %}",
+    "join-filter": "{% set x = ('a' * 10000) | join('b' * 10000) %}",
+    "indent": "{% set x = ('\n' * 10000) | indent(10000, true, true) %}",
     "json-indent": "{{ [1] | tojson(indent=1000000000) }}",
     "searching": TALL + "{% if 'b' in s %}{% endif %}{% endfor %}",
     "counting": TALL + "{% set x = s.count('ab') %}{% endfor %}",

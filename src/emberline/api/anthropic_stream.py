@@ -15,6 +15,7 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
+    Progress,
     PromptDelta,
     ReasoningDelta,
     Started,
@@ -125,8 +126,8 @@ class Renderer:
                 self._usage = delta
                 stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
                 return [{"type": "message_delta", "delta": stop, "usage": self._counts()}]
-            case PromptDelta():
-                raise AssertionError("the protocol has no way to ask for its prompt back")
+            case PromptDelta() | Progress():
+                raise AssertionError("the protocol has no way to ask for it")
 
     def _extend(self, kind: Literal["text", "thinking", "tool_use"], text: str) -> list[dict[str, Any]]:
         if not text:

@@ -1,4 +1,4 @@
-"""The typed stream every protocol renders: what one generation says, piece by piece. Non-streaming replies are folds of it."""
+"""The typed stream every protocol renders: what a generation says, piece by piece. Plain replies are folds of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenInfo:
     bytes: bytes
     logprob: float | None  # None: the first prompt token has none
     top: Sequence[TokenInfo] = ()
-    offset: int = 0  # where its text begins in the choice's text
+    offset: int = 0  # where its text begins: in the prompt's text, or in what was generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What all choices together have cost so far, before the pieces it counts: only when running_usage was asked for."""
+    """What all choices have cost so far, before the pieces it counts: only when running_usage was asked for."""
 
     completion_tokens: int
     reasoning_tokens: int = 0
@@ -94,7 +94,9 @@ class Usage:
     reasoning_tokens: int = 0
 
 
-Delta = Started | Progress | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
+Delta = (
+    Started | Progress | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
+)
 
 
 class Renderer(Protocol):

@@ -21,6 +21,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: TextLogprobs = field(default_factory=TextLogprobs)
     prompt: list[dict[str, Any] | None] | None = None
+    echoed: int = 0  # characters of the prompt before the generated text
     finish: Finish | None = None
 
     def ending(self) -> dict[str, Any]:
@@ -76,8 +77,10 @@ class Renderer:
         choice.texts.append(delta.text)
         top, logprobs = self._call.params.logprobs, None
         if top is not None:
-            choice.logprobs.add(delta.tokens, top)
-            logprobs = TextLogprobs().add(delta.tokens, top).body()
+            choice.logprobs.add(delta.tokens, top, choice.echoed)
+            logprobs = TextLogprobs().add(delta.tokens, top, choice.echoed).body()
+        if isinstance(delta, PromptDelta):
+            choice.echoed = len(delta.text)
         return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}])
 
     def _finish(self, finish: Finish) -> list[bytes]:

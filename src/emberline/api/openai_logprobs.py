@@ -29,12 +29,13 @@ class TextLogprobs:
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[TokenInfo], top: int) -> TextLogprobs:
+    def add(self, tokens: Sequence[TokenInfo], top: int, before: int) -> TextLogprobs:
+        """`before`: how many characters of echoed prompt stand before the text these offsets count in."""
         for token in tokens:
             self.tokens.append(token.text)
             self.token_logprobs.append(None if token.logprob is None else _finite(token.logprob))
             self.top_logprobs.append(None if token.logprob is None else _by_text(token, top))
-            self.text_offset.append(token.offset)
+            self.text_offset.append(before + token.offset)
         return self
 
     def body(self) -> dict[str, Any]:

@@ -60,10 +60,11 @@ ENDPOINTS = (
     ),
     Endpoint("post", "/tokenize", "Text or messages to tokens", TokenizeRequest, replies.Tokens),
     Endpoint("post", "/detokenize", "Tokens to text", DetokenizeRequest, replies.Text),
+    Endpoint("get", "/health", "As /health/ready", needs_key=False, may_be_down=True),
     Endpoint("get", "/health/live", "Whether the server runs", needs_key=False),
     Endpoint("get", "/health/ready", "Whether it takes requests", needs_key=False, may_be_down=True),
     Endpoint("get", "/health/progress", "Whether the engine moves", needs_key=False, may_be_down=True),
-    Endpoint("get", "/stats", "Load, as the playground shows it", needs_key=False),
+    Endpoint("get", "/stats", "Load, as the playground shows it"),
     Endpoint("get", "/metrics", "Metrics for Prometheus", content_type="text/plain", needs_key=False),
     Endpoint("get", "/openapi.json", "This document", needs_key=False),
 )

@@ -35,7 +35,12 @@ def style_for(template: str) -> ReasoningStyle | None:
 
 
 def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Mapping[str, int]) -> Grammar:
-    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are special tokens."""
+    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are special tokens.
+    One that cannot be read comes back as it is: whoever compiles it says why."""
+    try:
+        first, *rest = _parts(grammar)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return grammar
     if style.end in special:
         thought = f"TEXT {literal(style.end, special)}"
         lead = f"lead: {thought}" if opened else f"lead: ({literal(style.begin, special)} {thought})?"
@@ -44,7 +49,6 @@ def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Map
         thought = f"thought[lazy]: {pattern(inside if opened else re.escape(style.begin) + inside)}"
         lead = f"lead: thought{'' if opened else '?'}\n{thought}"
     top = f"start: lead GAP @body\n{lead}\nGAP: /[ \\n]{{0,4}}/\nTEXT: /(.|\\n)*/\n"
-    first, *rest = _parts(grammar)
     return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": top}, {**first, "name": "body"}, *rest]}))
 
 
@@ -59,7 +63,6 @@ def _parts(grammar: Grammar) -> list[dict[str, Any]]:
         case "choice":
             return [{"lark_grammar": "start: " + " | ".join(literal(choice) for choice in json.loads(grammar.text))}]
         case "grammar" if grammar.text.lstrip().startswith("{"):
-            parts: list[dict[str, Any]] = json.loads(grammar.text)["grammars"]
-            return parts
+            return [dict(part) for part in json.loads(grammar.text)["grammars"]]
         case "grammar":
             return [{"lark_grammar": grammar.text}]

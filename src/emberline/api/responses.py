@@ -16,6 +16,7 @@ from emberline.api.call import ChatCall, Tool, ToolChoice
 from emberline.api.openai_grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai_messages import FunctionName, explain_parts
 from emberline.api.openai_sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
+from emberline.api.openai_template import template_args
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.responses_items import Item, transcript, unfinished
 from emberline.api.responses_stream import Renderer
@@ -94,6 +95,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     stream_options: ResponseStreamOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # at their neutral value only
     store: Never | None = None
     background: Never | None = None
@@ -143,7 +145,7 @@ def parse(body: bytes) -> Call:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
-        template_args=_template_args(asked),
+        template_args=template_args(asked.chat_template_kwargs, asked.reasoning.effort if asked.reasoning else None),
         continue_last=unfinished(asked.input),
         generation_prompt=not unfinished(asked.input),
         add_special_tokens=bool(asked.add_special_tokens),
@@ -208,12 +210,6 @@ def _tools(asked: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
             choice = ToolChoice("auto")
     check_tools(tools, choice)
     return tools, choice
-
-
-def _template_args(asked: ResponsesRequest) -> dict[str, Any]:
-    effort = asked.reasoning.effort if asked.reasoning else None
-    # Templates know one or the other name.
-    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _echo(asked: ResponsesRequest) -> dict[str, Any]:

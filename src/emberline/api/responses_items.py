@@ -95,7 +95,7 @@ def transcript(instructions: str | None, input: str | list[Item]) -> Transcript:
 
 def unfinished(input: str | list[Item]) -> bool:
     """Whether the assistant's last message is to be continued."""
-    last = input[-1]
+    last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 
 

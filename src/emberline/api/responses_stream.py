@@ -11,6 +11,7 @@ from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
+    Progress,
     PromptDelta,
     ReasoningDelta,
     Started,
@@ -92,8 +93,8 @@ class Renderer:
                 return []
             case Started():
                 return []
-            case PromptDelta():
-                raise AssertionError("the protocol has no way to ask for its prompt back")
+            case PromptDelta() | Progress():
+                raise AssertionError("the protocol has no way to ask for it")
 
     def _grow(self, kind: type[Message] | type[Reasoning], delta: TextDelta | ReasoningDelta) -> list[Json]:
         if not delta.text and not delta.tokens:

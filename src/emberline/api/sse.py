@@ -9,7 +9,7 @@ import msgspec
 DONE = b"data: [DONE]\n\n"  # how the OpenAI protocols end a stream
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see traffic
 
-_ENCODER = msgspec.json.Encoder()  # as fast as orjson, and takes integers beyond 64 bits, which a request may hold
+_ENCODER = msgspec.json.Encoder()  # not orjson: it refuses integers beyond 64 bits, which replies may repeat
 
 
 def dumps(payload: Any) -> bytes:

@@ -45,7 +45,7 @@ _ARITHMETIC = (
 )
 _QUERY = (
     'root ::= "SELECT " name (", " name)* " FROM " name (" WHERE " name " = " value)?\n'
-    "name ::= [a-z_]+\nvalue ::= [0-9]+ | \"'\" [^']* \"'\"\n"
+    'name ::= [a-z_]+\nvalue ::= [0-9]+ | "\'" [^\']* "\'"\n'
 )
 _PROSE = (
     'A long answer, with "quotes", an accent or two (café, naïve), and 中文, so that most tokens lie inside a string.'

@@ -88,6 +88,8 @@ def _llamacpp(build: str, kind: str) -> Callable[[str, Ground], Spec]:
 PEERS: dict[str, Callable[[str, Ground], Spec]] = {
     "vllm": _vllm("bfloat16", eager=False),
     "vllm-eager": _vllm("bfloat16", eager=True),
+    "vllm-float16": _vllm("float16", eager=False),
+    "vllm-float16-eager": _vllm("float16", eager=True),
     "vllm-float32": _vllm("float32", eager=False),
     "vllm-float32-eager": _vllm("float32", eager=True),
     "llamacpp": _llamacpp("llamacpp", "bf16"),

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import emberline
 from emberline.core.config import core_count
 
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the least to the best
@@ -31,9 +32,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, str]:
-    from emberline import __version__
-
-    found = {"emberline": __version__, "python": platform.python_version(), "system": platform.platform(terse=True)}
+    found = {"emberline": emberline.__version__, "python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -49,12 +48,6 @@ def commit() -> str:
     if not head:
         return "none"
     return head + ("-dirty" if _output("git", "-C", str(here), "status", "--porcelain") else "")
-
-
-def isa() -> str:
-    """A short name for result files: the machine, and the best of what its kernels may use."""
-    flags = hardware()["flags"]
-    return "-".join([platform.machine(), *flags[-1:]])
 
 
 def llc_bytes() -> int:

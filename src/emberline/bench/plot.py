@@ -53,7 +53,8 @@ def panels(results: dict[str, Any]) -> list[Panel]:
         others = {key.split("/", 1)[1]: r for key, r in results.items() if key.startswith(name + "/")}
         if "/" in name or not (others or mine.get("limit")):
             continue
-        rows = [("emberline", mine), *sorted(others.items(), key=lambda row: -row[1]["value"])]
+        ranked = sorted(others.items(), key=lambda row: float(row[1]["value"]), reverse=mine["unit"].endswith("/s"))
+        rows = [("emberline", mine), *ranked]
         bars = [(who, float(r["value"]), tuple(r["spread"]) if "spread" in r else None) for who, r in rows]
         found.append(Panel(name.replace("_", " "), mine["unit"], bars, mine.get("limit")))
     return found

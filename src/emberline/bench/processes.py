@@ -39,7 +39,7 @@ def family(pid: int) -> dict[str, int]:
         with contextlib.suppress(OSError):
             if int(_stat(int(process.name))[1]) == pid:
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                name = words[words.index("-m") + 1].rsplit(".", 1)[-1] if "-m" in words else Path(words[0]).name
+                name = words[words.index("-m") + 1].removeprefix("emberline.") if "-m" in words else Path(words[0]).name
                 found[name if name not in found else f"{name}-{process.name}"] = int(process.name)
     return found
 

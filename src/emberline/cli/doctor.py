@@ -28,7 +28,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="plan the memory of serving this one (default: %(default)s)")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the one to plan for (default: %(default)s)")
     parser.add_argument("--pull", action="store_true", help="fetch the model if it is not here")
 
 
@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
     findings = [*_machine(), *_software(), *_kernels(), *_model(args.model, pull=args.pull)]
     width = max(len(f.what) for f in findings)
     for f in findings:
-        print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}" + (f"\n    {'':<{width}}  hint: {f.hint}" if f.hint else ""))
+        print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}")
+        if f.hint:
+            print(f"    {'':<{width}}  hint: {f.hint}")
     return 1 if any(f.good is False for f in findings) else 0
 
 
@@ -48,10 +50,10 @@ def _machine() -> Iterator[Finding]:
     memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(memory[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
     yield Finding("memory", f"{free:.1f} of {total:.1f} GiB free")
-    place = cache_dir()
-    disk = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists()))
-    low = disk.free < 2 << 30
-    yield Finding("cache", f"{place}, {disk.free / 2**30:.0f} GiB free on its disk", not low, "make room for models" if low else "")
+    folder = cache_dir()
+    disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
+    hint = "make room for models" if disk.free < 2 << 30 else ""
+    yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on its disk", not hint, hint)
     gpu = Path("/proc/driver/nvidia/version").exists()
     yield Finding("gpu", "an NVIDIA driver is here; this version computes on the CPU" if gpu else "none", None)
 
@@ -73,26 +75,28 @@ def _software() -> Iterator[Finding]:
 
 def _kernels() -> Iterator[Finding]:
     compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    yield Finding("compiler", compiler or "none", compiler is not None, "" if compiler else "install g++: kernels run several times faster")
+    hint = "" if compiler else "install g++: kernels run several times faster"
+    yield Finding("compiler", compiler or "none", not hint, hint)
     if importlib.util.find_spec("torch") is None:
         return
     from emberline.kernels import ops
 
     backend = ops.start(cache=cache_dir() / "kernels")
-    yield Finding("kernels", str(backend), backend.library is not None, "" if backend.library else "plain torch is used: correct, but slow")
+    hint = "" if backend.library else "plain torch is used: correct, but slow"
+    yield Finding("kernels", str(backend), not hint, hint)
 
 
 def _model(name: str, *, pull: bool) -> Iterator[Finding]:
     from emberline.hub.checkpoint import Checkpoint
-    from emberline.hub.source import cached, resolve
+    from emberline.hub.pull import place
+    from emberline.hub.source import ALIASES, resolve
     from emberline.models.config import ModelConfig
 
     try:
-        directory = resolve(name) if pull else cached(name)
-        if directory is None:
+        if name in ALIASES and not pull and not place(name, cache_dir()).is_dir():
             yield Finding("model", f"{name} is not in the cache", None, f"emberline pull {name}")
             return
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = Checkpoint.open(resolve(name))
         config = ModelConfig.from_hf(checkpoint.config)
     except EmberlineError as e:
         yield Finding("model", e.message, False, e.hint or "")
@@ -101,4 +105,5 @@ def _model(name: str, *, pull: bool) -> Iterator[Finding]:
     token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     yield Finding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield Finding("  weights", f"{weights / 1e6:.0f} MB")
-    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {token * config.max_context / 1e6:.0f} MB a full context (bfloat16)")
+    context = token * config.max_context
+    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {context / 1e6:.0f} MB a full context (bfloat16)")

@@ -70,6 +70,10 @@ class MethodNotAllowed(EmberlineError):
     status = 405
     code = "method_not_allowed"
 
+    def __init__(self, path: str, method: str, allowed: str) -> None:
+        super().__init__(f"{path} takes {allowed}, not {method[:20]}")
+        self.allowed = allowed
+
 
 class Overloaded(EmberlineError):
     status = 429

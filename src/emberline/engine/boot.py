@@ -52,7 +52,8 @@ def boot(config: EngineConfig) -> Loaded:
         max_tokens=_most_tokens(config, model.context),
     )
     eos = frozenset(model.config.eos)
-    runner = TorchRunner(model, cache, eos, lambda: GrammarCompiler(Path(config.model) / "tokenizer.json", model.config.vocab, sorted(eos)))
+    tokenizer = Path(config.model) / "tokenizer.json"
+    runner = TorchRunner(model, cache, eos, lambda: GrammarCompiler(tokenizer, model.config.vocab, sorted(eos)))
     scheduler = SchedulerConfig(
         block_size=config.block_size,
         max_batch_tokens=max(config.max_batch_tokens, config.max_running),

@@ -1,7 +1,7 @@
 """The place where a stranger's grammar is tried first: a process that may hang, crash or run out of memory.
 
 The library meters its work, but not all of it: some schemas intersect patterns for minutes, some grammars overflow the
-stack and would take the server with them. The trial runs under an alarm, a smaller stack than ours and a memory limit;
+stack and would take the server with them. The trial runs under a timer, a smaller stack than ours and a memory limit;
 whatever survives it is safe to compile in the engine.
 """
 
@@ -27,7 +27,7 @@ from emberline.core.params import Grammar
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
-DEADLINE_S = 1.0
+DEADLINE_S = 1.0  # of processor time, so that a busy machine does not refuse what an idle one takes
 STACK_BYTES = 4 << 20  # half of what a main thread usually has
 MEMORY_BYTES = 2 << 30  # of address space
 REMEMBERED = 1024
@@ -35,7 +35,7 @@ TRIAL_STEPS = 4  # masks to compute; some grammars fail only at the second
 
 
 class GrammarGuard:
-    """`check` blocks for as long as the trial takes, at most about DEADLINE_S: call it off the event loop."""
+    """`check` blocks for as long as the trial takes, about DEADLINE_S at most: call it off the event loop."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         eos = ",".join(map(str, eos_ids))
@@ -91,7 +91,7 @@ class GrammarGuard:
         return InvalidRequest(answer["message"], hint=answer["hint"]) if answer else None
 
     def _post_mortem(self, grammar: Grammar) -> InvalidRequest:
-        late = self._reap() == -signal.SIGALRM
+        late = self._reap() == -signal.SIGPROF
         why = f"it takes more than {DEADLINE_S:g} s to prepare" if late else "it is too deep or too large to prepare"
         return InvalidRequest(f"the {grammar.kind} cannot be used: {why}", hint="make it simpler")
 
@@ -113,9 +113,9 @@ def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         resource.setrlimit(limit, (amount, resource.getrlimit(limit)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is for the server
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)  # unhandled, so that it ends us inside the library too
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled, so that it ends us inside the library too
         answer = _trial(compiler, Grammar(*json.loads(line))) if line.strip() else None
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
 

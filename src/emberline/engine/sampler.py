@@ -107,7 +107,7 @@ class Sampler:
         self._rows.pop(request_id, None)
 
     def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, Sampled], dict[str, str]]:
-        """One token for each id from its row of logits [len(ids), vocab], which is overwritten; or why there is none."""
+        """One token for each id from its row of the logits, which are overwritten; or why there is none."""
         rows = [self._rows[i] for i in ids]
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wants] if wants else logits[:0]

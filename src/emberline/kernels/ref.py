@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels.packed import PackedWeight
+from emberline.kernels.stack import DenseStack
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -119,6 +120,30 @@ def paged_attention(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, -1)
     return out
+
+
+def dense_layers(
+    x: Tensor,
+    stack: DenseStack,
+    positions: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+) -> Tensor:
+    """Runs the stack on x in place: for each layer the same ops, in the same order, as calling them one by one."""
+    heads = stack.heads
+    for layer in stack.layers:
+        k, v = layer.k_cache, layer.v_cache
+        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+        qkv = linear(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm, eps=stack.eps)
+        rope_and_cache(qkv, positions, stack.cos_sin, k, v, slots, *heads, eps=stack.eps, **norms)
+        mixed = paged_attention(
+            qkv, k, v, block_tables, query_start, context, stack.scale, *heads, window=layer.window
+        )
+        linear(mixed, layer.o, layer.o_bias, add_to=x)
+        linear(gate_up_silu(x, layer.gate_up, norm=layer.ffn_norm, eps=stack.eps), layer.down, add_to=x)
+    return x
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:

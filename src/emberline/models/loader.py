@@ -16,13 +16,13 @@ from emberline.models.decoder import Decoder
 from emberline.models.rope import inverse_frequencies
 from emberline.models.weights import Weights
 
-DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 IGNORABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
 SAMPLE = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -> Decoder:
-    """`auto` keeps the dtype of the file. `max_context` bounds the positions (default: the config's own limit)."""
+    """`auto` keeps the dtype of the file; float16 widens. Positions are [0, max_context), by default the config's own."""
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
     checkpoint = Checkpoint.open(directory)

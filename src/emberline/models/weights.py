@@ -18,7 +18,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class Weights:
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
         self.checkpoint = checkpoint
-        self.dtype = dtype  # of matrices; None: as they are in the file
+        self.dtype = dtype  # of matrices; None: as in the file, but float16 widens, since no kernel reads it
         self.taken_bytes = 0  # in the dtype they are used in
         self._left = set(checkpoint.names())
         self._files: dict[Path, mmap.mmap] = {}
@@ -32,7 +32,9 @@ class Weights:
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """A view of the file unless it must be cast: pack or copy it, so that nothing depends on the file later."""
-        return self._take(name, self._view(name, (rows, columns)).to(self.dtype))
+        view = self._view(name, (rows, columns))
+        kept = torch.float32 if view.dtype == torch.float16 else view.dtype
+        return self._take(name, view.to(self.dtype or kept))
 
     def drop_copy(self, name: str, original: Tensor) -> bool:
         """Whether `name` only repeats `original`; then it counts as seen."""

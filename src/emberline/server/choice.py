@@ -1,4 +1,4 @@
-"""Choice: the outputs of one completion become deltas: text with whole characters, reasoning and tool calls told apart."""
+"""Choice: the outputs of one completion become deltas, with reasoning and tool calls told from text."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from emberline.api import (
     responses,
     tokenize,
 )
+from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Delta, Renderer
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.api.openapi import document
@@ -91,33 +92,36 @@ class EngineApp:
         try:
             await self._dispatch(x)
         except ClientGone:
-            self._metrics.replied(known, 499)
-            log.info("%s %s client gone after %.3f s", x.method, x.path, time.perf_counter() - began)
-            return
+            x.note["client"] = "gone"
         except Exception as e:
             if not isinstance(e, EmberlineError):
                 log.exception("%s %s", x.method, x.path)
             if x.status is None:
                 shape = anthropic_error if x.path.startswith("/v1/messages") else openai_error
                 reply = shape(e)
-                await x.json(reply.body, reply.status, reply.headers)
-        self._metrics.replied(known, x.status or 500)
-        log.debug("%s %s %s %.3f s", x.method, x.path, x.status, time.perf_counter() - began)
+                allow = {"allow": e.allowed} if isinstance(e, MethodNotAllowed) else {}
+                await x.json(reply.body, reply.status, {**reply.headers, **allow})
+        else_status = 499 if "client" in x.note else 500
+        self._metrics.replied(known, x.status or else_status)
+        level = logging.INFO if x.note else logging.DEBUG
+        note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
+        log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
 
     async def _dispatch(self, x: Exchange) -> None:
         if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
             await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
             return
-        route = self._routes.get(x.path)
-        if route is None and x.path.startswith("/v1/models/"):
-            route = Route(self._model, "GET")
+        route = self._route(x.path)
         if route is None:
             raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/openapi.json lists what is here")
         if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}")
+            raise MethodNotAllowed(x.path, x.method, route.method)
         if not route.open:
             self._authorize(x)
         await route.handler(x)
+
+    def _route(self, path: str) -> Route | None:
+        return Route(self._model, "GET") if path.startswith("/v1/models/") else self._routes.get(path)
 
     def _authorize(self, x: Exchange) -> None:
         if not self._config.api_keys:
@@ -132,25 +136,28 @@ class EngineApp:
     async def _chat(self, x: Exchange) -> None:
         call = openai_chat.parse(await self._body(x))
         reply = openai_chat.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
-        await self._generate(x, call.stream, reply, self._generator.chat(call))
+        await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _completions(self, x: Exchange) -> None:
         call = openai_completions.parse(await self._body(x))
         reply = openai_completions.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
-        await self._generate(x, call.stream, reply, self._generator.complete(call))
+        await self._generate(x, call, reply, self._generator.complete(call))
 
     async def _responses(self, x: Exchange) -> None:
         call = responses.parse(await self._body(x))
         reply = responses.Renderer(call, _id("resp_"), int(time.time()), self._fingerprint)
-        await self._generate(x, call.stream, reply, self._generator.chat(call))
+        await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _messages(self, x: Exchange) -> None:
         call = anthropic.parse(await self._body(x))
         reply = anthropic.Renderer(call, _id("msg_"), int(time.time()), self._fingerprint)
-        await self._generate(x, call.stream, reply, self._generator.chat(call))
+        await self._generate(x, call, reply, self._generator.chat(call))
 
-    async def _generate(self, x: Exchange, stream: bool, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
-        await x.while_connected(self._stream(x, reply, deltas) if stream else self._fold(x, reply, deltas))
+    async def _generate(
+        self, x: Exchange, call: ChatCall | CompletionCall, reply: Renderer, deltas: AsyncGenerator[Delta, None]
+    ) -> None:
+        x.note |= {"user": call.caller.user, "metadata": getattr(call, "metadata", None), "stream": call.stream}
+        await x.while_connected(self._stream(x, reply, deltas) if call.stream else self._fold(x, reply, deltas))
 
     async def _fold(self, x: Exchange, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
         async with aclosing(deltas):
@@ -176,7 +183,7 @@ class EngineApp:
                 ending = reply.fail(e)
         await x.send_events(ending, last=True)
 
-    # -- the rest of the API --------------------------------------------------------------------------------------------
+    # -- the rest of the API ------------------------------------------------------------------------------------------
 
     async def _count_tokens(self, x: Exchange) -> None:
         call = anthropic.parse_count(await self._body(x))
@@ -221,7 +228,7 @@ class EngineApp:
     async def _openapi(self, x: Exchange) -> None:
         await x.json(self._document)
 
-    # -- how it goes -----------------------------------------------------------------------------------------------------
+    # -- how it goes ---------------------------------------------------------------------------------------------------
 
     async def _live(self, x: Exchange) -> None:
         await x.json({"status": "live"})
@@ -232,7 +239,7 @@ class EngineApp:
         await x.json(body, 200 if ready else 503)
 
     async def _progress(self, x: Exchange) -> None:
-        """Steps of the engine and when it was last heard of: a loop that is stuck shows here, though the server is live."""
+        """When the engine was last heard of: a loop that is stuck shows here, though the server is live."""
         engine = self._engine
         moving = engine.state is State.READY and engine.silent_seconds < STUCK
         await x.json(
@@ -266,7 +273,7 @@ class EngineApp:
         )
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
-    # ---------------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)

@@ -1,4 +1,4 @@
-"""Exchange: one HTTP request and its reply, over raw ASGI. It is answered exactly once, and notices when the client leaves."""
+"""Exchange: one HTTP request and its reply, over raw ASGI. Answered exactly once; notices when the client leaves."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
+        self.note: dict[str, object] = {}  # for the request log
         self._receive = receive
         self._send = send
 

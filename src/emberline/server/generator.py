@@ -1,17 +1,17 @@
-"""Generator: a call in, deltas out. Prompts and grammars on the way to the engine; text, tools and usage on the way back."""
+"""Generator: a call in, deltas out. Prompts and grammars on the way in; text, tools and usage on the way back."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from emberline.api import reasoning as thinking
 from emberline.api import tools
 from emberline.api.call import Caller, ChatCall, CompletionCall
-from emberline.api.deltas import Delta, PromptDelta, Started, Usage
+from emberline.api.deltas import Delta, Progress, PromptDelta, Started, Usage
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.splitter import Splitter
 from emberline.api.toolstyle import ToolStyle
@@ -36,6 +36,12 @@ class Job:
     ids: list[int]
     first: int
     echo: bool = False
+
+
+def _cost(choices: Iterable[Choice]) -> tuple[int, int]:
+    """Tokens of all choices so far, and how many of them were reasoning."""
+    pairs = [(choice.num_tokens, choice.reasoning_tokens) for choice in choices]
+    return sum(n for n, _ in pairs), sum(r for _, r in pairs)
 
 
 def _call_id() -> str:
@@ -89,7 +95,8 @@ class Generator:
                 return None
             return Splitter(index, _call_id, style, self._reasoning, inside=opened)
 
-        async with aclosing(self._run([Job(ids, 0)], params, call.caller, splitter, style)) as deltas:
+        job = Job(ids, 0, echo=params.prompt_logprobs is not None)
+        async with aclosing(self._run([job], params, call, splitter, style)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -102,7 +109,7 @@ class Generator:
             jobs.append(Job(ids, i * call.params.n, call.echo or call.params.prompt_logprobs is not None))
         if call.params.grammar is not None:
             await asyncio.to_thread(self._guard.check, call.params.grammar)
-        async with aclosing(self._run(jobs, call.params, call.caller, lambda index: None, None)) as deltas:
+        async with aclosing(self._run(jobs, call.params, call, lambda index: None, None)) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -168,7 +175,7 @@ class Generator:
         self,
         jobs: Sequence[Job],
         params: SamplingParams,
-        caller: Caller,
+        call: ChatCall | CompletionCall,
         splitter: MakeSplitter,
         style: ToolStyle | None,
     ) -> AsyncGenerator[Delta, None]:
@@ -180,7 +187,7 @@ class Generator:
             self._metrics.asked(len(job.ids), params.n, params.max_tokens)
             for index in range(job.first, job.first + params.n):
                 choices[index] = Choice(index, self.prompts.tokenizer, params, splitter(index), kept)
-        async with aclosing(self._outputs(jobs, params, caller)) as outputs:
+        async with aclosing(self._outputs(jobs, params, call.caller)) as outputs:
             first = True
             async for job, output in outputs:
                 choice = choices[job.first + output.index]
@@ -192,18 +199,17 @@ class Generator:
                     yield Started(prompt_tokens, cached)
                 if job.echo and choice.num_tokens == 0 and output.tokens:
                     yield self._echoed(choice.index, job.ids, output.prompt_logprobs)
-                for delta in choice.take(output):
+                pieces = choice.take(output)
+                if call.running_usage:
+                    yield Progress(*_cost(choices.values()))
+                for delta in pieces:
                     yield delta
                 if choice.stopped_early:
                     choice.stopped_early = False
                     self.engine.abort_one(output.id, output.index)
                 self._measure(choice, output)
-        yield Usage(
-            prompt_tokens,
-            sum(choice.num_tokens for choice in choices.values()),
-            cached,
-            sum(choice.reasoning_tokens for choice in choices.values()),
-        )
+        tokens, reasoning_tokens = _cost(choices.values())
+        yield Usage(prompt_tokens, tokens, cached, reasoning_tokens)
 
     def _measure(self, choice: Choice, output: Output) -> None:
         now = self.engine.now()

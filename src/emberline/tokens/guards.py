@@ -55,8 +55,9 @@ class Guarding(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        node.expr = _guard(node.expr, "guard deep")
-        for operand in node.ops:
+        for (
+            operand
+        ) in node.ops:  # the other side costs no more: a comparison ends with the shorter, a search is in this one
             operand.expr = _guard(operand.expr, "guard deep")
         return node
 

@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "entries.h"
+#include "exp.h"
 #include "micro.h"
 #include "pool.h"
 

@@ -1,8 +1,10 @@
 // The instruction set is chosen by what the compiler was told to target; each header offers the same few primitives.
 #pragma once
-#if defined(__aarch64__)
+#if defined(EMBER_PORTABLE)
+#include "portable.h"
+#elif defined(__aarch64__)
 #include "neon.h"
-#elif defined(__AVX512F__)
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
 #include "avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__)
 #include "avx2.h"

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "entries.h"
+#include "exp.h"
 #include "micro.h"
 #include "pool.h"
 
@@ -11,8 +13,6 @@ namespace {
 constexpr int kChunk = 5 * kSpan;            // k of one widened piece of a panel: it and its inputs stay in L1
 constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
 constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
-
-enum Mode { kStore, kAdd, kGated };
 
 struct Linear {
     const float* x;
@@ -157,10 +157,10 @@ void ember_pack(const void* from, void* to, int wide, int n, int k, int gated) {
     else pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
 }
 
-void ember_linear(const float* x, const void* w, int wide, int m, int n, int k, const float* bias, const float* norm, float eps,
+void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode) {
     Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
-    if (wide) run(op, static_cast<const float*>(w));
+    if (layout) run(op, static_cast<const float*>(w));
     else run(op, static_cast<const bf16*>(w));
 }
 

@@ -13,7 +13,7 @@ using Body = std::function<void(long begin, long end)>;
 void parallel(long items, const Body& body);
 
 // This thread's reusable memory, at least `floats` long and 64-byte aligned. One purpose, one slot.
-enum Slot { kInputs, kSums, kWeights, kQueries, kScores, kKeys, kValues, kPartial, kFold, kSlots };
+enum Slot { kInputs, kSums, kWeights, kQueries, kScores, kKeys, kValues, kPartial, kFold, kQkv, kMixed, kGate, kSlots };
 float* scratch(Slot slot, long floats);
 
 }  // namespace ember

@@ -1,6 +1,7 @@
 // Between the qkv product and attention: optional per-head norms, rotary positions, and the writes into the cache.
 #include <algorithm>
 
+#include "entries.h"
 #include "pool.h"
 #include "scalar.h"
 

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
+#include "exp.h"
 #include "pool.h"
-#include "scalar.h"
 
 namespace ember {
 namespace {

@@ -1,0 +1,35 @@
+// The entries that others in this folder call too, and the structures Python fills for them (library.py has the same order).
+#pragma once
+
+extern "C" {
+
+enum Mode { kStore, kAdd, kGated };
+
+struct Layer {
+    const void *qkv, *o, *gate_up, *down;
+    const float *qkv_bias, *o_bias, *attention_norm, *ffn_norm, *q_norm, *k_norm;
+    void *keys, *values;
+    int layout, window;
+};
+
+struct Step {
+    const float* cos_sin;
+    const int* positions;
+    const long* slots;
+    const int *tables, *query_start, *context;
+    long key_stride, value_stride;
+    int tokens, sequences, table_stride, wide, rotary, block_size, hidden, ffn, q_heads, kv_heads, dim;
+    float eps, scale;
+};
+
+void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
+                  float* y, int mode);
+
+void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm, const float* k_norm,
+                float eps, void* keys, void* values, int wide, long key_stride, long value_stride, const long* slots, int tokens,
+                int q_heads, int kv_heads, int dim, int block_size);
+
+void ember_attention(const float* qkv, const void* keys, const void* values, int wide, long key_stride, long value_stride,
+                     const int* tables, int table_stride, const int* query_start, const int* context, int sequences, float scale,
+                     int window, int q_heads, int kv_heads, int dim, int block_size, float* out);
+}

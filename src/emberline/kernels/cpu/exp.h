@@ -1,0 +1,26 @@
+// The exponential, for softmax and the sigmoid.
+#pragma once
+#include "isa.h"
+
+namespace ember {
+
+// e^x for x <= 0, within 2 ulp, and e^-87 below that: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a float or
+// a Vec. Paired terms, not Horner's rule: half the latency.
+template <class V>
+inline V exp_negative(V x) {
+    const V shift = splat<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+    x = max(x, splat<V>(-87.0f));
+    V n = fma(x, splat<V>(1.44269504f), shift), whole = sub(n, shift);
+    V r = fma(whole, splat<V>(-1.42860677e-6f), fma(whole, splat<V>(-0.693145752f), x)), r2 = mul(r, r);
+    V high = fma(r, splat<V>(1.0f / 720), splat<V>(1.0f / 120)), low = fma(r, splat<V>(1.0f / 24), splat<V>(1.0f / 6));
+    V p = fma(fma(fma(high, r2, low), r, splat<V>(0.5f)), r2, r);
+    return scale_by_exponent(add(p, splat<V>(1.0f)), n);
+}
+
+// Both branches of the sigmoid from e^-|x|, which cannot overflow.
+inline float silu(float x) {
+    float e = exp_negative(x < 0.0f ? x : -x);
+    return (x < 0.0f ? x * e : x) / (1.0f + e);
+}
+
+}  // namespace ember

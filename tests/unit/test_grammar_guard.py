@@ -1,0 +1,67 @@
+"""The guard outlives what its child does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
+
+from emberline.core.errors import EngineUnavailable, InvalidRequest
+from emberline.core.params import Grammar
+from emberline.engine import grammar_guard
+from emberline.engine.grammar_guard import GrammarGuard
+
+FINE = Grammar("json_object")
+ENDLESS = Grammar(
+    "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".*{c}.*"} for c in "abcdefghijklmnopqrst"]})
+)
+BOTTOMLESS = Grammar("grammar", "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(9000)) + '\nr9000: "z"')
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GrammarGuard]:
+    guard = GrammarGuard(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
+    guard.start()
+    yield guard
+    guard.close()
+
+
+@pytest.mark.parametrize(("grammar", "says"), [(ENDLESS, "more than"), (BOTTOMLESS, "too deep")], ids=["hang", "crash"])
+def test_what_ends_the_child_is_refused_and_the_next_is_served(
+    guard: GrammarGuard, grammar: Grammar, says: str
+) -> None:
+    for _ in range(2):  # the second time it is known
+        with pytest.raises(InvalidRequest, match=says) as caught:
+            guard.check(grammar, param="text.format")
+        assert caught.value.param == "text.format"
+    guard.check(FINE)
+
+
+def test_a_refusal_says_what_the_compiler_said(guard: GrammarGuard) -> None:
+    with pytest.raises(InvalidRequest, match="uniqueItems") as caught:
+        guard.check(Grammar("json_schema", '{"type": "array", "uniqueItems": true}'), param="tools")
+    assert caught.value.param == "tools" and caught.value.hint
+
+
+def test_odd_characters_pass(guard: GrammarGuard) -> None:
+    guard.check(Grammar("choice", json.dumps(["é\n", "\u2028", "\x00"])))
+    with pytest.raises(InvalidRequest):
+        guard.check(Grammar("regex", "\ud800"))
+
+
+def test_verdicts_are_remembered_up_to_a_number(guard: GrammarGuard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_guard, "REMEMBERED", 3)
+    before = len(guard._verdicts)
+    for i in range(10):
+        guard.check(Grammar("choice", json.dumps([f"w{i}"])))
+    assert len(guard._verdicts) == max(before, 3)
+
+
+def test_a_child_that_cannot_start_is_our_fault_not_the_requests(tmp_path: Path) -> None:
+    guard = GrammarGuard(tmp_path / "missing.json", VOCAB_SIZE, [EOS])
+    with pytest.raises(EngineUnavailable):
+        guard.check(FINE)
+    guard.close()

@@ -1,0 +1,242 @@
+"""Tools: styles found in templates, tools told to those that know none, and grammars that hold a model to calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bytelevel import EOS, SPECIALS, VOCAB_SIZE, build, tokenizer_file
+from tokenizers import AddedToken
+
+from emberline.api.call import Tool, ToolChoice
+from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle, reasoned
+from emberline.api.reasoning import style_for as reasoning_for
+from emberline.api.tools import MAX_CALLS, fit_ids, grammar_for, inject, knows_tools, shown, written
+from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, STYLES, ToolStyle, style_for
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import Grammar
+from emberline.engine.grammar import GrammarCompiler
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+PLACE = {
+    "$defs": {"c": {"enum": ["Rome", "Bonn"]}},
+    "properties": {"city": {"$ref": "#/$defs/c"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = Tool("weather", "Says the weather.", PLACE)
+STRICT = Tool("weather", "Says the weather.", PLACE, strict=True)
+TIME = Tool("time")
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+IDS = {text: VOCAB_SIZE - len(SPECIALS) + i for i, text in enumerate(SPECIALS)}
+ALL = list(STYLES.values())
+ROME = ("weather", '{"city": "Rome"}')
+NOW = ("time", "{}")
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer_file(tmp_path_factory.mktemp("tokenizer")), VOCAB_SIZE, [EOS])
+
+
+def takes(compiler: GrammarCompiler, grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None
+    matcher = compiler.compile(grammar)
+    return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed()
+
+
+def special(style: ToolStyle) -> dict[str, int]:
+    return {marker: IDS[marker] for marker in style.markers if marker in IDS}
+
+
+@pytest.mark.parametrize(
+    ("template", "style"),
+    [
+        (CHATML, HERMES),
+        ("{% if tools %}<tool_call>{% endif %}<|im_start|>", HERMES),
+        ("<|start_header_id|>{% if tools %}<|python_tag|>", LLAMA3),
+        ("<|start_header_id|>system", LLAMA3),
+        ("[AVAILABLE_TOOLS][TOOL_CALLS] [", MISTRAL),
+        ("[TOOL_CALLS]{{ name }}[ARGS]", MISTRAL_ARGS),
+        ("<|start_header_id|> <tool_call>", HERMES),
+    ],
+)
+def test_a_style_is_found_by_its_markers(template: str, style: ToolStyle) -> None:
+    assert style_for(template) is style
+    assert style_for(template, "mistral") is MISTRAL
+    with pytest.raises(InvalidRequest, match="hermes"):
+        style_for(template, "klingon")
+
+
+def test_which_templates_know_tools_and_reasoning() -> None:
+    assert not knows_tools(CHATML) and knows_tools("{% if tools %}") and not knows_tools("toolset")
+    assert reasoning_for(CHATML) is None and reasoning_for("x.split('</think>')") is THINK
+    assert reasoning_for("[THINK][/THINK]") is MAGISTRAL
+    assert THINK.opened_by("<|assistant|><think>\n") and not THINK.opened_by("<think>\n\n</think>\n\n")
+
+
+def test_tools_as_templates_take_them() -> None:
+    assert shown([WEATHER, TIME]) == [
+        {"type": "function", "function": {"name": "weather", "description": "Says the weather.", "parameters": PLACE}},
+        {"type": "function", "function": {"name": "time", "description": "", "parameters": NOTHING}},
+    ]
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Rome?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_000000000000000000000abc", "function": {"name": "weather", "arguments": {"city": "Rome"}}},
+        {"id": "call_000000000000000000000def", "function": {"name": "time", "arguments": {}}},
+    ]},
+    {"role": "tool", "tool_call_id": "call_000000000000000000000abc", "content": "sunny"},
+    {"role": "tool", "tool_call_id": "call_000000000000000000000def", "content": "noon"},
+    {"role": "assistant", "content": "Sunny."},
+]  # fmt: skip
+
+
+def test_inject_puts_tools_into_the_system_message_and_calls_into_text() -> None:
+    before = json.dumps(HISTORY)
+    told = inject(HISTORY, [WEATHER, TIME], HERMES)
+    assert json.dumps(HISTORY) == before, "the caller's messages stay as they were"
+    assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "assistant"]
+    assert told[0]["content"].startswith("Be kind.\n\n") and '"Rome", "Bonn"' in told[0]["content"]
+    assert HERMES.begin in told[0]["content"]
+    assert told[2] == {"role": "assistant", "content": written([ROME, NOW], HERMES)}
+    assert told[3]["content"].count("<tool_response>") == 2 and "answers" not in told[3]
+
+
+def test_inject_makes_a_system_message_and_without_tools_says_nothing() -> None:
+    question = [{"role": "user", "content": "Hi"}]
+    assert [m["role"] for m in inject(question, [TIME], HERMES)] == ["system", "user"]
+    assert inject(question, [], HERMES) == question
+    assert inject(HISTORY, [], HERMES)[0] == HISTORY[0]
+
+
+def test_mistral_gets_the_ids_its_templates_take() -> None:
+    fitted = fit_ids(HISTORY, MISTRAL)
+    ids = [call["id"] for call in fitted[2]["tool_calls"]]
+    assert ids == ["000000abc", "000000def"] == [m["tool_call_id"] for m in fitted[3:5]]
+    assert fit_ids(HISTORY, HERMES) == HISTORY
+    assert fit_ids([{"role": "tool", "tool_call_id": "x-1"}], MISTRAL_ARGS)[0]["tool_call_id"] == "0000000x1"
+
+
+@pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
+def test_required_forces_calls(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    grammar = grammar_for([WEATHER, TIME], ToolChoice("required"), style, True, special(style))
+    assert takes(compiler, grammar, written([ROME], style))
+    assert takes(compiler, grammar, written([ROME, NOW, ROME], style))
+    assert takes(compiler, grammar, written([NOW] * MAX_CALLS, style))
+    assert not takes(compiler, grammar, written([NOW] * (MAX_CALLS + 1), style))
+    for wrong in ("Hello", "", written([("other", "{}")], style), written([("weather", '{"city": "Oslo"}')], style)):
+        assert not takes(compiler, grammar, wrong)
+    assert not takes(compiler, grammar, written([("weather", "[]")], style))
+
+
+@pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
+def test_one_call_where_only_one_is_wanted(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    for choice, parallel in ((ToolChoice("required"), False), (ToolChoice("named", "weather"), True)):
+        grammar = grammar_for([WEATHER, TIME], choice, style, parallel, special(style))
+        assert takes(compiler, grammar, written([ROME], style))
+        assert not takes(compiler, grammar, written([ROME, ROME], style))
+        assert takes(compiler, grammar, written([NOW], style)) == (choice.mode == "required")
+
+
+def test_a_call_that_is_complete_ends_the_request(compiler: GrammarCompiler) -> None:
+    grammar = grammar_for([TIME], ToolChoice("named", "time"), HERMES, True)
+    assert grammar is not None
+    matcher = compiler.compile(grammar)
+    assert all(matcher.accept(token) for token in build().encode(written([NOW], HERMES)).ids) and matcher.done
+
+
+@pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
+def test_auto_holds_calls_to_strict_tools_and_leaves_text_free(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    grammar = grammar_for([STRICT, TIME], ToolChoice("auto"), style, True, special(style))
+    text = "It is <tool_cal or {so} [x].\n"
+    lead = "" if style.bare else text
+    assert takes(compiler, grammar, text) and takes(compiler, grammar, "")
+    assert takes(compiler, grammar, lead + written([ROME], style))
+    assert takes(compiler, grammar, lead + written([ROME, NOW], style))
+    assert not takes(compiler, grammar, lead + written([("weather", '{"city": "Oslo"}')], style))
+    assert not takes(compiler, grammar, lead + written([("other", "{}")], style))
+    tagged = grammar_for([STRICT], ToolChoice("auto"), LLAMA3, True, special(LLAMA3))
+    assert takes(compiler, tagged, "Well. <|python_tag|>" + written([ROME], LLAMA3))
+
+
+@pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
+def test_auto_without_parallel_allows_one_call(compiler: GrammarCompiler, style: ToolStyle) -> None:
+    grammar = grammar_for([WEATHER, TIME], ToolChoice("auto"), style, False, special(style))
+    assert takes(compiler, grammar, "Hello") and takes(compiler, grammar, written([NOW], style))
+    assert not takes(compiler, grammar, written([NOW, NOW], style))
+
+
+def test_when_nothing_is_to_be_held() -> None:
+    assert grammar_for([WEATHER], ToolChoice("none"), HERMES, True) is None
+    assert grammar_for([WEATHER], ToolChoice("auto"), HERMES, True) is None
+    assert grammar_for([], ToolChoice("auto"), HERMES, False) is None
+    with pytest.raises(InvalidRequest) as caught:
+        grammar_for([WEATHER], ToolChoice("named", "nope"), HERMES, True)
+    assert caught.value.param == "tool_choice"
+
+
+def test_only_strict_tools_insist_on_every_keyword(compiler: GrammarCompiler) -> None:
+    for strict in (False, True):
+        tool = Tool("t", "", {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, strict)
+        grammar = grammar_for([tool], ToolChoice("required"), HERMES, True)
+        if strict:
+            with pytest.raises(InvalidRequest, match="uniqueItems"):
+                takes(compiler, grammar, "")
+        else:
+            assert takes(compiler, grammar, written([("t", '{"a": []}')], HERMES))
+
+
+BOTH = [
+    Grammar("json_object"),
+    Grammar("json_schema", '{"type": "object"}'),
+    Grammar("regex", r"\{(/|\n)?\}"),
+    Grammar("choice", '["{}", "x"]'),
+    Grammar("grammar", 'start: "{}"'),
+    Grammar("grammar", 'root ::= "{}"'),
+]
+
+
+@pytest.mark.parametrize("grammar", BOTH, ids=lambda g: f"{g.kind}-{g.text}")
+@pytest.mark.parametrize("style", [THINK, ReasoningStyle("[ARGS]", "[TOOL_CALLS]")], ids=["text", "special"])
+def test_a_constraint_holds_after_the_reasoning(
+    compiler: GrammarCompiler, grammar: Grammar, style: ReasoningStyle
+) -> None:
+    ids = {marker: IDS[marker] for marker in style.markers if marker in IDS}
+    thought = f"Hm.\n{{ {style.end}"
+    free, inside = (reasoned(grammar, style, opened, ids) for opened in (False, True))
+    assert takes(compiler, free, f"{style.begin}{thought}\n\n{{}}") and takes(compiler, free, "{}")
+    assert takes(compiler, inside, thought + "{}") and not takes(compiler, inside, "{}")
+    for wrong in (f"{style.begin}{thought}y", "y", style.begin + "Hm. {}"):
+        assert not takes(compiler, free, wrong)
+
+
+def test_forced_calls_may_be_reasoned_about(compiler: GrammarCompiler) -> None:
+    grammar = grammar_for([WEATHER], ToolChoice("required"), HERMES, True)
+    assert grammar is not None
+    held = reasoned(grammar, THINK, True, {})
+    assert takes(compiler, held, "Rome, I think.</think>\n\n" + written([ROME], HERMES))
+    assert not takes(compiler, held, "Rome, I think.</think>\n\nRome")
+
+
+@pytest.mark.parametrize("text", ["{", '{"grammars": 1}', '{"grammars": []}', '{"grammars": [1]}', '{"a":' * 9999])
+def test_what_cannot_be_read_is_left_to_the_compiler(text: str) -> None:
+    grammar = Grammar("grammar", text)
+    assert reasoned(grammar, THINK, True, {}) is grammar
+
+
+def test_a_marker_that_is_one_ordinary_token_may_be_written_as_that_token(tmp_path: Path) -> None:
+    """Qwen's <tool_call> is an added token, but not a special one."""
+    tokenizer = build()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    grammar = grammar_for([TIME], ToolChoice("required"), HERMES, True)
+    assert grammar is not None
+    matcher = GrammarCompiler(tmp_path / "tokenizer.json", VOCAB_SIZE + 1, [EOS]).compile(grammar)
+    ids = tokenizer.encode(written([NOW], HERMES)).ids
+    assert ids[0] == VOCAB_SIZE and all(token in matcher.allowed() and matcher.accept(token) for token in ids)
