@@ -11,11 +11,16 @@ EOS, SPECIAL = 256, 257
 VOCAB_SIZE = 256 + len(SPECIALS)
 
 
-def build() -> Tokenizer:
+def byte_level() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def build() -> Tokenizer:
+    tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     return tokenizer
 

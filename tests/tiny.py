@@ -54,6 +54,7 @@ CONFIGS: dict[str, Config] = {
     "llama-yarn": scaled("yarn", factor=2.0, original_max_position_embeddings=32, beta_fast=4.0),
     "llama-yarn-mscale": scaled(
         "yarn",
+        rope_theta=20.0,  # spreads the ramp over several pairs, so that truncate shows
         factor=2.0,
         original_max_position_embeddings=32,
         beta_fast=4.0,

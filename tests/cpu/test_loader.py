@@ -135,7 +135,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     directory = tiny.write(tmp_path)
     with pytest.raises(InvalidRequest, match="int4"):
         load(directory, "int4")
-    for context in (-1, 65):
+    for context in (-1, 0, 65):
         with pytest.raises(InvalidRequest, match="1 to 64"):
             load(directory, max_context=context)
     assert load(directory, max_context=16).context == 16

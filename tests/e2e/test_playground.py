@@ -127,7 +127,7 @@ def test_a_conversation_its_costs_and_the_charts(page: Chromium, server: str) ->
 
     page.prefer("dark")
     ask(page, "Explain in simple words why the sky is blue.")
-    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 200 || {IDLE}")
+    page.wait(f"document.querySelector('{LAST} .text').innerText.length > 200 || {IDLE}", 120)
     shot(page, "playground-dark", settle=0)
     if not PICTURE.exists():
         PICTURE.parent.mkdir(exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bytelevel import EOS, SPECIALS, VOCAB_SIZE, build, tokenizer_file
+from bytelevel import EOS, SPECIALS, VOCAB_SIZE, build, byte_level, tokenizer_file
 from tokenizers import AddedToken
 
 from emberline.api.call import Tool, ToolChoice
@@ -230,13 +230,25 @@ def test_what_cannot_be_read_is_left_to_the_compiler(text: str) -> None:
     assert reasoned(grammar, THINK, True, {}) is grammar
 
 
-def test_a_marker_that_is_one_ordinary_token_may_be_written_as_that_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("flagged", [True, False])
+def test_markers_may_be_tokens_flagged_special_or_not(tmp_path: Path, style: ToolStyle, flagged: bool) -> None:
     """Qwen's <tool_call> is an added token, but not a special one."""
-    tokenizer = build()
-    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(marker, special=flagged) for marker in ("<|end|>", *style.markers)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    grammar = grammar_for([TIME], ToolChoice("required"), HERMES, True)
-    assert grammar is not None
-    matcher = GrammarCompiler(tmp_path / "tokenizer.json", VOCAB_SIZE + 1, [EOS]).compile(grammar)
-    ids = tokenizer.encode(written([NOW], HERMES)).ids
-    assert ids[0] == VOCAB_SIZE and all(token in matcher.allowed() and matcher.accept(token) for token in ids)
+    ids = {marker: tokenizer.token_to_id(marker) for marker in style.markers}
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", tokenizer.get_vocab_size(), [EOS])
+    for choice in (ToolChoice("required"), ToolChoice("auto")):
+        for said, fits in (([ROME, NOW], True), ([ROME, ("time", "[]")], False)):
+            grammar = grammar_for([STRICT, TIME], choice, style, True, ids)
+            assert grammar is not None
+            matcher = compiler.compile(grammar)
+            tokens = tokenizer.encode(written(said, style)).ids
+            assert all(token in matcher.allowed() and matcher.accept(token) for token in tokens) == fits
+
+
+def test_a_style_whose_markers_are_no_tokens_is_held_by_their_text(compiler: GrammarCompiler) -> None:
+    grammar = grammar_for([STRICT], ToolChoice("auto"), LLAMA3, True)
+    assert takes(compiler, grammar, written([ROME, ROME], LLAMA3)) and takes(compiler, grammar, "Well")
+    assert not takes(compiler, grammar, written([("weather", "{}")], LLAMA3))

@@ -8,6 +8,7 @@ import anthropic
 import pytest
 
 MODEL = "smollm2"
+GREEDY = {"temperature": 0}  # not among the arguments of the client any more
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER: Any = {
     "name": "get_weather",
@@ -27,14 +28,14 @@ def client(running: Any) -> anthropic.Anthropic:
 
 
 def test_messages(client: anthropic.Anthropic) -> None:
-    reply = client.messages.create(model=MODEL, max_tokens=30, temperature=0, messages=FRANCE)
+    reply = client.messages.create(model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY)
     assert reply.content[0].type == "text" and "Paris" in reply.content[0].text
     assert reply.stop_reason == "end_turn" and reply.usage.output_tokens > 3
 
 
 def test_streamed_messages(client: anthropic.Anthropic) -> None:
-    plain = client.messages.create(model=MODEL, max_tokens=30, temperature=0, messages=FRANCE)
-    with client.messages.stream(model=MODEL, max_tokens=30, temperature=0, messages=FRANCE) as stream:
+    plain = client.messages.create(model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY)
+    with client.messages.stream(model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert len(pieces) > 3 and plain.content[0].type == "text" and "".join(pieces) == plain.content[0].text
@@ -44,7 +45,7 @@ def test_streamed_messages(client: anthropic.Anthropic) -> None:
 
 def test_tool_use(client: anthropic.Anthropic) -> None:
     ask: Any = {"model": MODEL, "max_tokens": 120, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"},
-                "messages": [{"role": "user", "content": "Weather in Paris?"}], "temperature": 0}
+                "messages": [{"role": "user", "content": "Weather in Paris?"}], "extra_body": GREEDY}
     reply = client.messages.create(**ask)
     calls = [block for block in reply.content if block.type == "tool_use"]
     assert reply.stop_reason == "tool_use" and len(calls) == 1
@@ -67,9 +68,9 @@ def test_tool_use(client: anthropic.Anthropic) -> None:
 
 
 def test_limits_and_stop_sequences(client: anthropic.Anthropic) -> None:
-    cut = client.messages.create(model=MODEL, max_tokens=2, temperature=0, messages=FRANCE)
+    cut = client.messages.create(model=MODEL, max_tokens=2, messages=FRANCE, extra_body=GREEDY)
     assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
-    stopped = client.messages.create(model=MODEL, max_tokens=30, temperature=0, messages=FRANCE, stop_sequences=["France"])
+    stopped = client.messages.create(model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY, stop_sequences=["France"])
     assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "France"
 
 
@@ -83,6 +84,6 @@ def test_errors(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude", max_tokens=4, messages=FRANCE)
     with pytest.raises(anthropic.BadRequestError):
-        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, temperature=-1)
+        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"temperature": -1})
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"no_such_field": 1})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
-    """Matches exactly this text; markers in `special` match their token, which no text can spell."""
+    """Matches exactly this text; markers in `special` match their token, which text does not spell."""
     if not special:
         return json.dumps(text)
     parts = re.split(f"({'|'.join(map(re.escape, special))})", text)

@@ -35,7 +35,7 @@ def style_for(template: str) -> ReasoningStyle | None:
 
 
 def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Mapping[str, int]) -> Grammar:
-    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are special tokens.
+    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are tokens of their own.
     One that cannot be read comes back as it is: whoever compiles it says why."""
     try:
         first, *rest = _parts(grammar)

@@ -110,7 +110,7 @@ def grammar_for(
     parallel: bool,
     special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """What holds the model to its choice. `special`: the ids of the style's markers that are special tokens.
+    """What holds the model to its choice. `special`: the ids of the style's markers that are tokens of their own.
 
     required, named   the reply is a call, or several (required and parallel)
     auto              free text; but once a call begins it is held to the tools' names and the schemas of strict ones.
@@ -145,15 +145,15 @@ def _forced(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
 
 def _free(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
     region = _region(style, several)
+    text = r"(\s*[^{\s](.|\n)*)?" if style.bare else r"(.|\n)*"
     if style.begin in special:
         lead = f"lead: TEXT {literal(style.begin, special)}"
     else:
-        lead = "lead[lazy]: " + pattern(r"(.|\n)*" + re.escape(style.begin))
+        lead = f"lead[lazy]: {pattern(text + re.escape(style.begin))}"
     start = f"(lead {region})* TEXT" if several and style.listed is None else f"TEXT | lead {region}"
     if style.bare:  # then a reply that starts with a brace is a call too
         start = f"{start} | {region}"
-    text = r"/(\s*[^{\s](.|\n)*)?/" if style.bare else r"/(.|\n)*/"
-    return f"start: {start}\n{lead}\nTEXT: {text}"
+    return f"start: {start}\n{lead}\nTEXT: {pattern(text)}"
 
 
 def _region(style: ToolStyle, several: bool) -> str:

@@ -13,7 +13,6 @@ What each kind of Grammar holds:
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ class GrammarCompiler:
     """Trusts its input to the library's own limits. What comes from outside passes a GrammarGuard first."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        text = _with_markers_as_text(tokenizer.read_text("utf-8"))
+        text = tokenizer.read_text("utf-8")
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
@@ -121,18 +120,6 @@ class GrammarCompiler:
             nothing = "NoExtension" in matcher.error
             raise _refusal(grammar.kind, "no text can match it" if nothing else matcher.error, param)
         return matcher
-
-
-def _with_markers_as_text(tokenizer: str) -> str:
-    """The library takes every added token that looks like <this> for a special one, which no text can spell; but
-    <tool_call> and <think> are ordinary text to the models that have them, as entries of the vocabulary are."""
-    content = json.loads(tokenizer)
-    added, vocab = content["added_tokens"], content["model"].get("vocab")
-    markers = [t for t in added if not t["special"] and re.fullmatch(r"<[!-~]+>", t["content"])]
-    if not markers or not isinstance(vocab, dict):
-        return tokenizer
-    vocab.update({t["content"]: t["id"] for t in added})  # all of them, or the special ones are numbered anew
-    return json.dumps({**content, "added_tokens": [t for t in added if t not in markers]})
 
 
 def _json_schema(text: str) -> str:

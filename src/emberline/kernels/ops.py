@@ -1,7 +1,7 @@
 """The ops others call: native kernels where they could be built, plain torch otherwise. `ref` says what each one means.
 
-One library and one pool of threads serve the process, as torch's own do: the one thing here that is ambient. `start` chooses
-them; the first op does so by default.
+One library and one pool of threads serve the process, as torch's own do: the one thing here that is ambient. `start`
+chooses them; the first op does so by default. A forked child has no pool threads: start workers by spawn.
 """
 
 from __future__ import annotations
@@ -167,10 +167,11 @@ def rope_and_cache(
 ) -> None:
     library = describe().library
     if library is None:
-        return ref.rope_and_cache(
+        ref.rope_and_cache(
             qkv, positions, cos_sin, k_cache, v_cache, slots, q_heads, kv_heads, head_dim,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
+        return
     assert positions.dtype == torch.int32 and slots.dtype == torch.int64 and qkv.is_contiguous()
     library.ember_rope(
         qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1], _ptr(q_norm), _ptr(k_norm), eps,
@@ -227,9 +228,10 @@ def dense_layers(
     assert positions.dtype == block_tables.dtype == query_start.dtype == context.dtype == torch.int32
     assert slots.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.k
     step = NativeStep(
-        stack.cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), block_tables.data_ptr(), query_start.data_ptr(),
-        context.data_ptr(), k.stride(0), v.stride(0), tokens, len(context), block_tables.stride(0), _wide(k),
-        stack.cos_sin.shape[1], v.shape[2], hidden, first.gate_up.n // 2, *stack.heads, stack.eps, stack.scale,
+        stack.cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), block_tables.data_ptr(),
+        query_start.data_ptr(), context.data_ptr(), k.stride(0), v.stride(0), tokens, len(context),
+        block_tables.stride(0), _wide(k), stack.cos_sin.shape[1], v.shape[2], hidden, first.gate_up.n // 2,
+        *stack.heads, stack.eps, stack.scale,
     )  # fmt: skip
     library = describe().library
     assert library is not None
@@ -270,7 +272,8 @@ def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, 
 def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     library = describe().library
     if library is None:
-        return ref.apply_bitmask(logits, mask, rows)
+        ref.apply_bitmask(logits, mask, rows)
+        return
     assert mask.dtype == torch.int32 and rows.dtype == torch.int64 and logits.is_contiguous() and mask.is_contiguous()
     words = mask.shape[1]
     library.ember_bitmask(logits.data_ptr(), logits.shape[1], mask.data_ptr(), words, rows.data_ptr(), len(rows))
@@ -288,7 +291,8 @@ def _ptr(tensor: Tensor | None) -> int | None:
 
 
 def _wide(cache: Tensor) -> bool:
-    _, heads, size, dim = cache.shape
-    assert cache.stride()[1:] == (size * dim, dim, 1) and dim % 8 == 0 and (64 % size == 0 or size % 64 == 0) and size >= 8
+    _, _, size, dim = cache.shape
+    assert cache.stride()[1:] == (size * dim, dim, 1) and dim % 8 == 0
+    assert size >= 8 and (64 % size == 0 or size % 64 == 0)
     assert cache.dtype in (torch.bfloat16, torch.float32)
     return cache.dtype == torch.float32

@@ -1,8 +1,9 @@
 """Every op in plain torch: the definition the native kernels are tested against, and the fallback without a compiler.
 
-All activations are float32. Positions and block tables are int32, slots and token ids int64. `k_cache` and `v_cache` are
+All activations are float32. Positions and block tables are int32, slots and ids int64. `k_cache` and `v_cache` are
 [blocks, kv_heads, block_size, head_dim]; inside a block, the K bytes lie as [head_dim][block_size], so that a block is
-already the panel that a product with queries wants. Only these ops look inside a block.
+already the panel that a product with queries wants. Only these ops look inside a block. block_size divides 64 or is a
+multiple of it, and is at least 8; head_dim is a multiple of 8.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotates q inside `qkv` and writes the rotated k, and v, at `slots`. A slot is block * block_size + offset; -1 writes nothing."""
+    """Rotates q inside `qkv`; writes the rotated k, and v, at `slots`: block * block_size + offset, or -1 for none."""
     block_size = v_cache.shape[2]
     heads = qkv.view(len(qkv), q_heads + 2 * kv_heads, head_dim)
-    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = heads[:, :q_heads], heads[:, q_heads:-kv_heads], heads[:, -kv_heads:]
     q.copy_(_rotate(q if q_norm is None else rms_norm(q, q_norm, eps), positions, cos_sin))
     k = _rotate(k if k_norm is None else rms_norm(k, k_norm, eps), positions, cos_sin)
     kept = slots >= 0
@@ -135,12 +136,11 @@ def dense_layers(
     heads = stack.heads
     for layer in stack.layers:
         k, v = layer.k_cache, layer.v_cache
-        norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
         qkv = linear(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm, eps=stack.eps)
-        rope_and_cache(qkv, positions, stack.cos_sin, k, v, slots, *heads, eps=stack.eps, **norms)
-        mixed = paged_attention(
-            qkv, k, v, block_tables, query_start, context, stack.scale, *heads, window=layer.window
+        rope_and_cache(
+            qkv, positions, stack.cos_sin, k, v, slots, *heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=stack.eps
         )
+        mixed = paged_attention(qkv, k, v, block_tables, query_start, context, stack.scale, *heads, window=layer.window)
         linear(mixed, layer.o, layer.o_bias, add_to=x)
         linear(gate_up_silu(x, layer.gate_up, norm=layer.ffn_norm, eps=stack.eps), layer.down, add_to=x)
     return x
@@ -154,16 +154,19 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """One id per row; each row's answer depends on nothing but that row. May overwrite `logits`.
+    """One id per row; each row's answer depends on nothing but that row. Overwrites `logits`: take log_probs before.
 
     Temperature 0 takes the largest logit, the lowest id among equals. Otherwise tokens are ordered by (probability
-    descending, id ascending); top-k keeps a prefix, top-p the smallest prefix whose share of what top-k kept reaches p, min-p
-    those at least min_p times as probable as the first; `uniform` in [0, 1) then picks by inverse CDF along that order.
+    descending, id ascending); top-k keeps a prefix, top-p the smallest prefix whose share of what top-k kept reaches
+    p, min-p those at least min_p times as probable as the first; `uniform` in [0, 1) then picks by inverse CDF.
     """
-    return torch.stack([_sample_row(*row) for row in zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)])
+    rows = zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)
+    return torch.stack([_sample_row(*row) for row in rows])
 
 
-def _sample_row(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+def _sample_row(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
+) -> Tensor:
     if temperature == 0:
         return logits.argmax()
     scaled, order = (logits.double() / temperature.double()).sort(descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""Consecutive dense decoder layers that run as one op: attention with its norm and residual, then a gated feed-forward."""
+"""Consecutive dense decoder layers that run as one op: norm, attention, residual, then gated feed-forward likewise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class DenseLayer:
 class DenseStack:
     """Layers of one shape over caches that stay where they are; only the step's tensors change from call to call."""
 
-    def __init__(self, layers: Sequence[DenseLayer], cos_sin: Tensor, heads: tuple[int, int, int], eps: float, scale: float):
+    def __init__(
+        self, layers: Sequence[DenseLayer], cos_sin: Tensor, heads: tuple[int, int, int], eps: float, scale: float
+    ) -> None:
         first = layers[0]
         assert all((x.qkv.layout, x.k_cache.dtype) == (first.qkv.layout, first.k_cache.dtype) for x in layers)
         assert all(x.k_cache.stride() == first.k_cache.stride() for x in layers)

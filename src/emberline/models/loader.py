@@ -22,12 +22,12 @@ SAMPLE = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -> Decoder:
-    """`auto` keeps the dtype of the file; float16 widens. Positions are [0, max_context), by default the config's own."""
+    """`auto` keeps the dtype of the file; float16 widens. Positions are [0, max_context), by default the config's."""
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
-    context = max_context or config.max_context
+    context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:
         raise InvalidRequest(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import shutil
 import subprocess
@@ -14,9 +13,8 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 # No contraction: products and sums fuse only where the source says fma, so bits do not depend on what was vectorised.
 # No early scheduling: it lengthens the tiles' register lives until they spill.
-FLAGS = (
-    "-std=c++20 -O3 -fPIC -shared -pthread -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-schedule-insns"
-).split()
+MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-schedule-insns")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATHS)
 BUILD_SECONDS = 300
 
 
@@ -42,7 +40,7 @@ def _compile(command: list[str], path: Path) -> None:
         made = Path(folder) / path.name
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
         _run([*command, *sources, "-o", str(made)])
-        os.replace(made, path)  # whole or not at all: another process may be building the same
+        made.replace(path)  # whole or not at all: another process may be building the same
 
 
 def _run(command: list[str]) -> bytes:
