@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Server, start_server, stop_server
+from servers import Server, start_server, stop_server
 
 LONG: Any = {
     "model": "smollm2",

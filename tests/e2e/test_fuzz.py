@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
+from servers import Server
+
+
+@pytest.fixture(scope="module")
+def api_schema(running: Server) -> schemathesis.schemas.BaseSchema:
+    return schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+
 
 schema = schemathesis.pytest.from_fixture("api_schema")
 

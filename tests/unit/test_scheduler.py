@@ -253,7 +253,7 @@ def test_prompt_logprobs_cover_the_prompt_once() -> None:
 
 
 def test_what_cannot_be_served_is_refused_at_the_door() -> None:
-    e = engine(blocks=4, waiting=1)
+    e = engine(blocks=4, running=1, waiting=1)
     with pytest.raises(ContextLengthExceeded):
         e.add(submission("long", 32))
     with pytest.raises(InvalidRequest):
@@ -262,6 +262,7 @@ def test_what_cannot_be_served_is_refused_at_the_door() -> None:
         e.add(Submission("range", [5000], SamplingParams()))
     with pytest.raises(InvalidRequest):
         e.add(submission("bias", 4, logit_bias={1000: 1.0}))
-    e.add(submission("a", 4))
+    e.add(submission("running", 4))
+    e.add(submission("waiting", 4))
     with pytest.raises(Overloaded):
-        e.add(submission("b", 4))
+        e.add(submission("one too many", 4))

@@ -44,8 +44,14 @@ def test_streamed_messages(client: anthropic.Anthropic) -> None:
 
 
 def test_tool_use(client: anthropic.Anthropic) -> None:
-    ask: Any = {"model": MODEL, "max_tokens": 120, "tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"},
-                "messages": [{"role": "user", "content": "Weather in Paris?"}], "extra_body": GREEDY}
+    ask: Any = {
+        "model": MODEL,
+        "max_tokens": 120,
+        "tools": [WEATHER],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "messages": [{"role": "user", "content": "Weather in Paris?"}],
+        "extra_body": GREEDY,
+    }
     reply = client.messages.create(**ask)
     calls = [block for block in reply.content if block.type == "tool_use"]
     assert reply.stop_reason == "tool_use" and len(calls) == 1
@@ -70,7 +76,9 @@ def test_tool_use(client: anthropic.Anthropic) -> None:
 def test_limits_and_stop_sequences(client: anthropic.Anthropic) -> None:
     cut = client.messages.create(model=MODEL, max_tokens=2, messages=FRANCE, extra_body=GREEDY)
     assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 2
-    stopped = client.messages.create(model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY, stop_sequences=["France"])
+    stopped = client.messages.create(
+        model=MODEL, max_tokens=30, messages=FRANCE, extra_body=GREEDY, stop_sequences=["France"]
+    )
     assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "France"
 
 

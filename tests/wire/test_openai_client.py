@@ -27,7 +27,10 @@ WEATHER: Any = {
 }
 PERSON: Any = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -42,7 +45,10 @@ def test_chat(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=0)
     assert "Paris" in (reply.choices[0].message.content or "")
     assert reply.choices[0].finish_reason == "stop"
-    assert reply.usage is not None and reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert (
+        reply.usage is not None
+        and reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    )
 
 
 def test_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
@@ -62,7 +68,9 @@ def test_streamed_chat_is_the_same_text_in_pieces(client: openai.OpenAI) -> None
 
 def test_seeded_choices_repeat_and_differ(client: openai.OpenAI) -> None:
     def texts() -> list[str | None]:
-        reply = client.chat.completions.create(model=MODEL, messages=FRANCE, temperature=1.2, n=3, seed=7, max_tokens=12)
+        reply = client.chat.completions.create(
+            model=MODEL, messages=FRANCE, temperature=1.2, n=3, seed=7, max_tokens=12
+        )
         return [choice.message.content for choice in sorted(reply.choices, key=lambda c: c.index)]
 
     first = texts()
@@ -107,8 +115,15 @@ def test_json_object_and_regex_and_choice(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
-    ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Weather in Paris?"}], "tools": [WEATHER],
-                "tool_choice": choice, "parallel_tool_calls": False, "seed": 5, "max_tokens": 120}
+    ask: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Weather in Paris?"}],
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "seed": 5,
+        "max_tokens": 120,
+    }
     reply = client.chat.completions.create(**ask)
     assert reply.choices[0].finish_reason == "tool_calls"
     calls = reply.choices[0].message.tool_calls or []
@@ -126,29 +141,45 @@ def test_a_tool_that_must_be_called(client: openai.OpenAI, choice: Any) -> None:
 
 
 def test_a_tool_result_goes_back_into_the_conversation(client: openai.OpenAI) -> None:
-    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Paris", "unit": "celsius"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris", "unit": "celsius"}'},
+    }
     messages: Any = [
         {"role": "user", "content": "Weather in Paris?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees, sunny"},
     ]
-    reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=30)
+    reply = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=30
+    )
     assert reply.choices[0].message.content and not reply.choices[0].message.tool_calls
 
 
 def test_completions_with_echo_and_prompt_logprobs(client: openai.OpenAI) -> None:
-    reply = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=3, temperature=0, echo=True, logprobs=1)
+    reply = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=3, temperature=0, echo=True, logprobs=1
+    )
     choice = reply.choices[0]
     assert choice.text.startswith("The capital of France is") and "Paris" in choice.text
-    assert choice.logprobs is not None and choice.logprobs.tokens is not None and choice.logprobs.token_logprobs is not None
+    assert (
+        choice.logprobs is not None
+        and choice.logprobs.tokens is not None
+        and choice.logprobs.token_logprobs is not None
+    )
     assert "".join(choice.logprobs.tokens) == choice.text
     assert choice.logprobs.token_logprobs[0] is None and all(p <= 0 for p in choice.logprobs.token_logprobs[1:])
-    scored = client.completions.create(model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=1)
+    scored = client.completions.create(
+        model=MODEL, prompt="The capital of France is", max_tokens=0, echo=True, logprobs=1
+    )
     assert scored.choices[0].text == "The capital of France is"
 
 
 def test_several_prompts_stop_strings_and_length(client: openai.OpenAI) -> None:
-    reply = client.completions.create(model=MODEL, prompt=["One, two, three,", "A B C"], max_tokens=8, temperature=0, stop=["six"])
+    reply = client.completions.create(
+        model=MODEL, prompt=["One, two, three,", "A B C"], max_tokens=8, temperature=0, stop=["six"]
+    )
     assert len(reply.choices) == 2
     assert all("six" not in choice.text for choice in reply.choices)
     cut = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=4, temperature=0)
@@ -158,13 +189,17 @@ def test_several_prompts_stop_strings_and_length(client: openai.OpenAI) -> None:
 def test_responses(client: openai.OpenAI) -> None:
     reply = client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, store=False)
     assert "Paris" in reply.output_text and reply.status == "completed"
-    events = list(client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, stream=True))
+    events = list(
+        client.responses.create(model=MODEL, input="What is the capital of France?", temperature=0, stream=True)
+    )
     assert events[0].type == "response.created" and events[-1].type == "response.completed"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == reply.output_text
 
 
 def test_embeddings(client: openai.OpenAI) -> None:
-    reply = client.embeddings.create(model="minilm", input=["a cat sits", "a kitten is sitting", "the stock market fell"])
+    reply = client.embeddings.create(
+        model="minilm", input=["a cat sits", "a kitten is sitting", "the stock market fell"]
+    )
     a, b, c = (item.embedding for item in reply.data)
     assert len(a) == 384 and sum(x * x for x in a) == pytest.approx(1, abs=1e-3)
     assert sum(x * y for x, y in zip(a, b, strict=True)) > 0.5 > sum(x * y for x, y in zip(a, c, strict=True))
@@ -186,7 +221,9 @@ def test_models(client: openai.OpenAI) -> None:
         (openai.BadRequestError, {"logit_bias": {"999999": 1}}),
     ],
 )
-def test_errors_are_typed_and_name_the_field(client: openai.OpenAI, error: type[openai.APIStatusError], change: dict[str, Any]) -> None:
+def test_errors_are_typed_and_name_the_field(
+    client: openai.OpenAI, error: type[openai.APIStatusError], change: dict[str, Any]
+) -> None:
     ask: dict[str, Any] = {"model": MODEL, "messages": FRANCE, "max_tokens": 4}
     with pytest.raises(error) as raised:
         client.chat.completions.create(**{**ask, **change})

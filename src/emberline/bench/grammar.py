@@ -9,17 +9,16 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
-import threading
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from emberline.bench.grammar_cases import HOSTILE, ORDINARY, Case
+from emberline.bench.grammar_child import DEADLINE_S
 
-DEADLINE_S = 20.0
-START_S = 120.0  # importing one of them brings torch in
 LIBRARIES = ("llguidance", "xgrammar")
 
 
@@ -34,35 +33,20 @@ class Child:
         self.process = subprocess.Popen(
             self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-        ready, _ = self._answer(START_S)
-        assert ready is not None, f"{' '.join(self.command)} did not start"
-        self.ready = ready
+        assert self.process.stdout is not None
+        self.ready: dict[str, Any] = json.loads(self.process.stdout.readline())
 
     def ask(self, case: Case) -> dict[str, Any]:
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         question = {"kind": case.grammar.kind, "text": case.grammar.text, "sample": case.sample}
         self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        answer, late = self._answer(DEADLINE_S)
-        if answer is not None:
+        if line := self.process.stdout.readline():
+            answer: dict[str, Any] = json.loads(line)
             return answer
-        self.stop()
+        how = "hung" if self.process.wait() == -signal.SIGPROF else "crashed"
         self.start()
-        return {"hung": True} if late else {"crashed": True}
-
-    def _answer(self, seconds: float) -> tuple[dict[str, Any] | None, bool]:
-        assert self.process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self.process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.start()
-        line = self.process.stdout.readline()
-        timer.cancel()
-        return (json.loads(line) if line else None), late.is_set()
+        return {how: True}
 
     def stop(self) -> None:
         self.process.kill()
@@ -153,6 +137,7 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
             "model": model,
             "value_is": chosen,
             "peer_is": peer,
+            "clock": "processor time of one process, one thread",
             "deadline_s": DEADLINE_S,
             "hostile": detail,
             "failed": failed,

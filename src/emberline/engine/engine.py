@@ -45,7 +45,7 @@ class Engine:
     def add(self, submission: Submission) -> None:
         """Takes a submission in, or raises; what is taken in ends exactly once per completion."""
         self._validate(submission)
-        if self.scheduler.num_waiting >= self.config.max_waiting:
+        if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(f"{self.scheduler.num_waiting} requests are waiting", hint="retry after the given time")
         prompt, params, now = submission.prompt, submission.params, self.clock.now()
         room = self.max_context - len(prompt)

@@ -17,7 +17,14 @@ from emberline.tokens.tokenizer import Tokenizer
 
 class Choice:
     def __init__(
-        self, index: int, tokenizer: Tokenizer, params: SamplingParams, splitter: Splitter | None, kept: frozenset[int]
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        splitter: Splitter | None,
+        *,
+        kept: frozenset[int],  # special tokens that are shown nevertheless
+        continuing: bool,  # the text goes on from the prompt's, as a chat's reply does not
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -29,7 +36,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._params = params
         self._text = Detokenizer(
-            tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True, keep=kept
+            tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=continuing, keep=kept
         )
         self._splitter = splitter
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back

@@ -180,13 +180,16 @@ class Generator:
         style: ToolStyle | None,
     ) -> AsyncGenerator[Delta, None]:
         kept = frozenset(self._special_markers(style).values())
+        continuing = isinstance(call, CompletionCall) or call.continue_last
         choices: dict[int, Choice] = {}
         prompt_tokens = sum(len(job.ids) for job in jobs)
         cached = 0
         for job in jobs:
             self._metrics.asked(len(job.ids), params.n, params.max_tokens)
             for index in range(job.first, job.first + params.n):
-                choices[index] = Choice(index, self.prompts.tokenizer, params, splitter(index), kept)
+                choices[index] = Choice(
+                    index, self.prompts.tokenizer, params, splitter(index), kept=kept, continuing=continuing
+                )
         async with aclosing(self._outputs(jobs, params, call.caller)) as outputs:
             first = True
             async for job, output in outputs:
