@@ -1,4 +1,4 @@
-"""The same tokens, bit for bit, whichever way a request is computed: alone, batched, chunked, cached, preempted, in n."""
+"""The same tokens, bit for bit, whichever way a request is computed: alone, batched, chunked, cached, preempted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine(model: Decoder, blocks: int = 64, *, budget: int = 256, running: int = 16, prefix: bool = True) -> Engine:
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
-    config = SchedulerConfig(block_size=8, max_batch_tokens=budget, max_running=running, max_context=64, prefix_cache=prefix)
+    config = SchedulerConfig(
+        block_size=8, max_batch_tokens=budget, max_running=running, max_context=64, prefix_cache=prefix
+    )
     return Engine(config, TorchRunner(model, cache, frozenset()))
 
 
@@ -63,7 +65,7 @@ PARAMS = {
     "greedy": SamplingParams(max_tokens=OUT, temperature=0.0, logprobs=0),
     "seeded": SamplingParams(max_tokens=OUT, temperature=1.5, top_p=0.95, top_k=50, seed=11, logprobs=0),
     "penalised": SamplingParams(
-        max_tokens=OUT, temperature=1.0, seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, logprobs=0
+        max_tokens=OUT, seed=3, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, logprobs=0
     ),
 }
 

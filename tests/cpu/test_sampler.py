@@ -14,7 +14,13 @@ VOCAB = 64
 EOS = frozenset({2})
 
 
-def sample(params: SamplingParams, logits: torch.Tensor, tokens: list[int] | None = None, prompt_len: int | None = None, seed: int = 1) -> Sampled:
+def sample(
+    params: SamplingParams,
+    logits: torch.Tensor,
+    tokens: list[int] | None = None,
+    prompt_len: int | None = None,
+    seed: int = 1,
+) -> Sampled:
     sampler = Sampler(VOCAB, EOS, None)
     tokens = tokens or [5]
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None

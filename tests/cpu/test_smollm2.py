@@ -33,7 +33,8 @@ def test_200_greedy_tokens_equal_those_of_transformers(llm: LLM) -> None:
 
 
 def test_it_knows_the_capital_of_france(llm: LLM) -> None:
-    answer = llm.chat([{"role": "user", "content": "What is the capital of France?"}], SamplingParams(max_tokens=20, temperature=0.0))
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(max_tokens=20, temperature=0.0))
     assert "Paris" in answer.text and answer.finish_reason == "stop"
 
 

@@ -128,8 +128,8 @@ def open_stream_soon(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     raw = socket.create_connection((host, int(port)))
     body = json.dumps(LONG).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: {len(body)}\r\n\r\n"
-    raw.sendall(head.encode() + body)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-length: {len(body)}"
+    raw.sendall(f"{head}\r\n\r\n".encode() + body)
     return raw
 
 

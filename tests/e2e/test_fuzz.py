@@ -1,4 +1,4 @@
-"""The API fuzzed from its own OpenAPI document: whatever is sent, the server answers as the document says and stays up."""
+"""The API fuzzed from its own OpenAPI document: the server answers as it says and stays up."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from emberline.api.anthropic import Call, CountTokensRequest, MessagesRequest, parse, parse_count, token_count
-from emberline.api.anthropic_stream import signature
+from emberline.api.anthropic.request import Call, CountTokensRequest, MessagesRequest, parse, parse_count, token_count
+from emberline.api.anthropic.stream import signature
 from emberline.api.call import Tool, ToolChoice
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar

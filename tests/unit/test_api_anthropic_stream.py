@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from replies import Answering, events, play, replies
 
-from emberline.api import anthropic, sse
+from emberline.api import sse
+from emberline.api.anthropic import request as anthropic
 from emberline.api.deltas import (
     Delta,
     Finish,

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import anthropic, responses, sse
+from emberline.api import sse
+from emberline.api.anthropic import request as anthropic
+from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 
 TOOL = {"name": "f", "description": "d", "strict": True}

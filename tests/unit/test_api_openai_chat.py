@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.openai_chat import Call, ChatRequest, parse
+from emberline.api.openai.chat import Call, ChatRequest, parse
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.request import Priority

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from openai.types import CreateEmbeddingResponse, Model
 
-from emberline.api import openai_completions, openai_embeddings, openai_models, tokenize
+from emberline.api import tokenize
 from emberline.api.call import ChatCall, Tool
+from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import embeddings as openai_embeddings
+from emberline.api.openai import models as openai_models
 from emberline.core.errors import InvalidRequest, ModelNotFound
 from emberline.core.params import Grammar
 

@@ -15,7 +15,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from emberline.api import openai_chat, openai_completions, sse
+from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
@@ -30,6 +30,8 @@ from emberline.api.deltas import (
     ToolCallStart,
     Usage,
 )
+from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import completions as openai_completions
 from emberline.core.errors import EngineFailed
 
 USER = {"role": "user", "content": "hi"}

@@ -9,21 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from emberline.api import (
-    anthropic,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_models,
-    openapi,
-    replies,
-    responses,
-    tokenize,
-)
+from emberline.api import openapi, replies, tokenize
+from emberline.api.anthropic import request as anthropic
 from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, TokenInfo, Usage
 from emberline.api.deltas import ToolCallArguments as Arguments
 from emberline.api.deltas import ToolCallStart as Call
 from emberline.api.errors import anthropic_error, openai_error
+from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import embeddings as openai_embeddings
+from emberline.api.openai import models as openai_models
+from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 
 DOCUMENT = openapi.document("1.2.3")

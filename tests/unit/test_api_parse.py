@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import anthropic, openai_chat, openai_completions, openai_embeddings, responses, tokenize
+from emberline.api import tokenize
+from emberline.api.anthropic import request as anthropic
+from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import embeddings as openai_embeddings
 from emberline.api.parse import MAX_DEPTH, Wire, decode, decode_object, encode_text
+from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
 
 

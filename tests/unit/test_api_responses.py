@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.responses import Call, ResponsesRequest, parse
-from emberline.api.responses_items import seal
+from emberline.api.responses.items import seal
+from emberline.api.responses.request import Call, ResponsesRequest, parse
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.request import Priority

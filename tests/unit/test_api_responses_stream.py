@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from replies import Answering, events, play, replies, token
 
-from emberline.api import responses, sse
+from emberline.api import sse
 from emberline.api.deltas import (
     Delta,
     Finish,
@@ -26,6 +26,7 @@ from emberline.api.deltas import (
     ToolCallStart,
     Usage,
 )
+from emberline.api.responses import request as responses
 from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.api import replies
-from emberline.api.anthropic import CountTokensRequest, MessagesRequest
-from emberline.api.openai_chat import ChatRequest
-from emberline.api.openai_completions import CompletionRequest
-from emberline.api.openai_embeddings import EmbeddingRequest
-from emberline.api.responses import ResponsesRequest
+from emberline.api.anthropic.request import CountTokensRequest, MessagesRequest
+from emberline.api.openai.chat import ChatRequest
+from emberline.api.openai.completions import CompletionRequest
+from emberline.api.openai.embeddings import EmbeddingRequest
+from emberline.api.responses.request import ResponsesRequest
 from emberline.api.tokenize import DetokenizeRequest, TokenizeRequest
 
 Json = dict[str, Any]

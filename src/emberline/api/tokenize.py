@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from emberline.api.call import Caller, ChatCall
-from emberline.api.openai_messages import Message, explain_parts, for_template
-from emberline.api.openai_sampling import Name, TokenId
-from emberline.api.openai_template import continues_last, template_args
-from emberline.api.openai_tools import Tools, toolbox
+from emberline.api.openai.messages import Message, explain_parts, for_template
+from emberline.api.openai.sampling import Name, TokenId
+from emberline.api.openai.template import continues_last, template_args
+from emberline.api.openai.tools import Tools, toolbox
 from emberline.api.parse import Wire, decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams

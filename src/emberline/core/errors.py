@@ -70,8 +70,8 @@ class MethodNotAllowed(EmberlineError):
     status = 405
     code = "method_not_allowed"
 
-    def __init__(self, path: str, method: str, allowed: str) -> None:
-        super().__init__(f"{path} takes {allowed}, not {method[:20]}")
+    def __init__(self, message: str, *, allowed: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.allowed = allowed
 
 

@@ -33,7 +33,7 @@ class KVCache:
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros, so that masked lanes never meet a stray NaN. In main memory they are pages that cost nothing until written."""
+    """Zeros, so that masked lanes never meet a stray NaN. In main memory, pages cost nothing until they are written."""
     if device != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)

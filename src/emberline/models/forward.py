@@ -1,4 +1,4 @@
-"""Forward: all the tensors of one step, built by engine/batch.py and by nobody else. A model's forward takes this one argument."""
+"""Forward: all the tensors of one step, built by engine/batch.py alone. It is the one argument of a model's forward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """A mixed batch of B requests with T new tokens between them; request b's are rows query_start[b] .. query_start[b + 1]."""
+    """B requests with T new tokens between them; those of request b are rows [query_start[b], query_start[b + 1])."""
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] int32

@@ -11,19 +11,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from emberline import __version__
-from emberline.api import (
-    anthropic,
-    openai_chat,
-    openai_completions,
-    openai_embeddings,
-    openai_models,
-    responses,
-    tokenize,
-)
+from emberline.api import tokenize
+from emberline.api.anthropic import request as anthropic
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Delta, Renderer
 from emberline.api.errors import anthropic_error, openai_error
+from emberline.api.openai import chat, completions, embeddings, models
 from emberline.api.openapi import document
+from emberline.api.responses import request as responses
 from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
 from emberline.engine.stream import State
@@ -115,7 +110,7 @@ class EngineApp:
         if route is None:
             raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/openapi.json lists what is here")
         if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(x.path, x.method, route.method)
+            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
         if not route.open:
             self._authorize(x)
         await route.handler(x)
@@ -134,13 +129,13 @@ class EngineApp:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     async def _chat(self, x: Exchange) -> None:
-        call = openai_chat.parse(await self._body(x))
-        reply = openai_chat.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
+        call = chat.parse(await self._body(x))
+        reply = chat.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _completions(self, x: Exchange) -> None:
-        call = openai_completions.parse(await self._body(x))
-        reply = openai_completions.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
+        call = completions.parse(await self._body(x))
+        reply = completions.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.complete(call))
 
     async def _responses(self, x: Exchange) -> None:
@@ -190,11 +185,11 @@ class EngineApp:
         await x.json(anthropic.token_count(await self._generator.count(call)))
 
     async def _embed(self, x: Exchange) -> None:
-        call = openai_embeddings.parse(await self._body(x))
+        call = embeddings.parse(await self._body(x))
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="serve with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
-        await x.json(openai_embeddings.render(call, vectors, tokens))
+        await x.json(embeddings.render(call, vectors, tokens))
 
     async def _tokenize(self, x: Exchange) -> None:
         call = tokenize.parse(await self._body(x))
@@ -220,10 +215,10 @@ class EngineApp:
         await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
 
     async def _models(self, x: Exchange) -> None:
-        await x.json(openai_models.list_models(self._served()))
+        await x.json(models.list_models(self._served()))
 
     async def _model(self, x: Exchange) -> None:
-        await x.json(openai_models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
+        await x.json(models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
 
     async def _openapi(self, x: Exchange) -> None:
         await x.json(self._document)
@@ -278,17 +273,17 @@ class EngineApp:
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)
 
-    def _served(self) -> list[openai_models.ServedModel]:
-        models = [
-            openai_models.ServedModel(
+    def _served(self) -> list[models.ServedModel]:
+        served = [
+            models.ServedModel(
                 self._generator.served_name, int(self._began), self._generator.prompts.max_context
             )
         ]
         if self._embeddings is not None:
-            models.append(
-                openai_models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length)
+            served.append(
+                models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length)
             )
-        return models
+        return served
 
 
 def _id(prefix: str) -> str:

@@ -21,10 +21,10 @@ from emberline.api.deltas import (
     Usage,
 )
 from emberline.api.errors import openai_error
-from emberline.api.responses_output import FunctionCall, Json, Message, OutputItem, Reasoning
+from emberline.api.responses.output import FunctionCall, Json, Message, OutputItem, Reasoning
 
 if TYPE_CHECKING:
-    from emberline.api.responses import Call
+    from emberline.api.responses.request import Call
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of the protocol's own; all others: server_error
 

@@ -27,7 +27,7 @@ from emberline.api.deltas import (
 from emberline.api.errors import anthropic_error
 
 if TYPE_CHECKING:
-    from emberline.api.anthropic import Call
+    from emberline.api.anthropic.request import Call
 
 # An aborted reply can be given back and continued, which is what pause_turn tells the client.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}

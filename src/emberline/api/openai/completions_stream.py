@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from emberline.api import sse
 from emberline.api.deltas import Delta, Finish, Progress, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
 from emberline.api.errors import openai_error
-from emberline.api.openai_logprobs import TextLogprobs, prompt_logprobs
-from emberline.api.openai_usage import usage_of
+from emberline.api.openai.logprobs import TextLogprobs, prompt_logprobs
+from emberline.api.openai.usage import usage_of
 
 if TYPE_CHECKING:
-    from emberline.api.openai_completions import Call
+    from emberline.api.openai.completions import Call
 
 
 @dataclass(slots=True)

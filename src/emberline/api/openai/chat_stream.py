@@ -19,12 +19,12 @@ from emberline.api.deltas import (
     Usage,
 )
 from emberline.api.errors import openai_error
-from emberline.api.openai_logprobs import chat_logprobs, prompt_logprobs
-from emberline.api.openai_usage import usage_of
+from emberline.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from emberline.api.openai.usage import usage_of
 from emberline.core.request import Priority
 
 if TYPE_CHECKING:
-    from emberline.api.openai_chat import Call
+    from emberline.api.openai.chat import Call
 
 
 @dataclass(slots=True)

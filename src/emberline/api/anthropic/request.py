@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta
 
-from emberline.api.anthropic_messages import CacheControl, Message, TextBlock, ToolName, transcript
-from emberline.api.anthropic_stream import Renderer
+from emberline.api.anthropic.content import CacheControl, Message, TextBlock, ToolName, transcript
+from emberline.api.anthropic.stream import Renderer
 from emberline.api.call import Caller, ChatCall, Tool, ToolChoice
-from emberline.api.openai_sampling import Never, refuse_true
+from emberline.api.openai.sampling import Never, refuse_true
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.toolset import check_tools
 from emberline.core.errors import InvalidRequest

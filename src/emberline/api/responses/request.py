@@ -13,13 +13,13 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
-from emberline.api.openai_grammar import JsonObjectFormat, TextFormat
-from emberline.api.openai_messages import FunctionName, explain_parts
-from emberline.api.openai_sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
-from emberline.api.openai_template import template_args
+from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
+from emberline.api.openai.messages import FunctionName, explain_parts
+from emberline.api.openai.sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
+from emberline.api.openai.template import template_args
 from emberline.api.parse import Wire, decode, encode_text
-from emberline.api.responses_items import Item, transcript, unfinished
-from emberline.api.responses_stream import Renderer
+from emberline.api.responses.items import Item, transcript, unfinished
+from emberline.api.responses.stream import Renderer
 from emberline.api.toolset import check_tools
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar

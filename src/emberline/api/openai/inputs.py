@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from emberline.api.openai_sampling import TokenId
+from emberline.api.openai.sampling import TokenId
 from emberline.core.errors import InvalidRequest
 
 MAX_INPUTS = 2048  # of one request

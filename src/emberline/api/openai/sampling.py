@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from emberline.api.call import Caller
-from emberline.api.openai_grammar import GrammarFields
+from emberline.api.openai.grammar import GrammarFields
 from emberline.api.parse import Wire
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams

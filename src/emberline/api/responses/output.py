@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from emberline.api.deltas import TokenInfo
-from emberline.api.openai_logprobs import chat_logprobs
-from emberline.api.responses_items import Status, seal
+from emberline.api.openai.logprobs import chat_logprobs
+from emberline.api.responses.items import Status, seal
 
 Json = dict[str, Any]
 

@@ -15,9 +15,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from emberline.api.call import CompletionCall
-from emberline.api.openai_completions_stream import Renderer
-from emberline.api.openai_inputs import MAX_INPUTS, Inputs, each_input
-from emberline.api.openai_sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
+from emberline.api.openai.completions_stream import Renderer
+from emberline.api.openai.inputs import MAX_INPUTS, Inputs, each_input
+from emberline.api.openai.sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from emberline.api.call import Caller, EmbeddingCall
-from emberline.api.openai_inputs import Inputs, each_input
-from emberline.api.openai_sampling import Name
+from emberline.api.openai.inputs import Inputs, each_input
+from emberline.api.openai.sampling import Name
 from emberline.api.parse import Wire, decode
 
 

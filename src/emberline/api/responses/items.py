@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from emberline.api.openai_messages import FunctionName
+from emberline.api.openai.messages import FunctionName
 from emberline.api.parse import Wire, decode_object
 from emberline.api.transcript import Transcript
 from emberline.core.errors import InvalidRequest

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from emberline.api.anthropic_stream import signature
+from emberline.api.anthropic.stream import signature
 from emberline.api.parse import Wire
 from emberline.api.transcript import Role, Transcript
 from emberline.core.errors import InvalidRequest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.api.openai_messages import AssistantMessage, Message
+from emberline.api.openai.messages import AssistantMessage, Message
 from emberline.core.errors import InvalidRequest
 
 RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})

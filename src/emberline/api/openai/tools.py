@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from emberline.api.call import Tool, ToolChoice
-from emberline.api.openai_messages import FunctionName
+from emberline.api.openai.messages import FunctionName
 from emberline.api.parse import Wire
 from emberline.core.errors import InvalidRequest
 

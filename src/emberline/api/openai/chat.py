@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
-from emberline.api.openai_chat_stream import Renderer
-from emberline.api.openai_messages import Message, explain_parts, for_template
-from emberline.api.openai_sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
-from emberline.api.openai_template import continues_last, template_args
-from emberline.api.openai_tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
+from emberline.api.openai.chat_stream import Renderer
+from emberline.api.openai.messages import Message, explain_parts, for_template
+from emberline.api.openai.sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
+from emberline.api.openai.template import continues_last, template_args
+from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 
