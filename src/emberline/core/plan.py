@@ -68,5 +68,5 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(
         default_factory=dict
     )  # one per token computed, of its successor
-    failed: dict[str, str] = field(default_factory=dict)  # id -> why this request cannot go on
+    failed: dict[str, str] = field(default_factory=dict)  # id -> why this request's own grammar cannot be followed
     seconds: float = 0.0

@@ -2,7 +2,7 @@
 
 The library meters its work, but not all of it: some schemas intersect patterns for minutes, some grammars overflow the
 stack and would take the server with them. The trial runs under a timer, a smaller stack than ours and a memory limit;
-whatever survives it is safe to compile in the engine.
+whatever survives it compiles in the engine too, in the same time.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from emberline.api.deltas import Delta, Finish, Reason, ReasoningDelta, TextDelta, TokenInfo
 from emberline.api.splitter import Splitter
-from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed
+from emberline.core.errors import DeadlineExceeded, EmberlineError, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -116,4 +116,4 @@ _REASONS: dict[FinishReason, Reason] = {
 def _error(text: str) -> EmberlineError:
     if text == DeadlineExceeded.code:
         return DeadlineExceeded("the request was not finished within its time limit", hint="raise --request-timeout")
-    return EngineFailed(text)
+    return InvalidRequest(f"the output cannot go on: {text}", param="response_format", hint="make the grammar simpler")
