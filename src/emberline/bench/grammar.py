@@ -137,7 +137,7 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
             "model": model,
             "value_is": chosen,
             "peer_is": peer,
-            "clock": "processor time of one process, one thread",
+            "clock": "processor time of one thread",
             "deadline_s": DEADLINE_S,
             "hostile": detail,
             "failed": failed,

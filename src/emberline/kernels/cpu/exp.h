@@ -4,7 +4,7 @@
 
 namespace ember {
 
-// e^x for x <= 0, within 2 ulp, and e^-87 below that: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a float or
+// e^x for x <= 0, within 3 ulp, and e^-87 below that: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a float or
 // a Vec. Paired terms, not Horner's rule: half the latency.
 template <class V>
 inline V exp_negative(V x) {

