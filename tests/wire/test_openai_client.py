@@ -230,3 +230,18 @@ def test_errors_are_typed_and_name_the_field(
     assert raised.value.param is not None and raised.value.code
     with pytest.raises(error):  # the same before a stream begins
         client.chat.completions.create(**{**ask, **change}, stream=True)
+
+
+def test_a_format_and_tools_that_may_be_called(client: openai.OpenAI) -> None:
+    """Either the form or a call, never anything else."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    for seed in range(3):
+        reply = client.chat.completions.create(
+            model=MODEL, messages=FRANCE, tools=[WEATHER], response_format=form, seed=seed, parallel_tool_calls=False
+        )
+        choice = reply.choices[0]
+        if choice.finish_reason == "tool_calls":
+            call = (choice.message.tool_calls or [])[0]
+            assert call.type == "function" and set(json.loads(call.function.arguments)) == {"city", "unit"}
+        else:
+            assert set(json.loads(choice.message.content or "")) == {"name", "age"}

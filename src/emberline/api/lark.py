@@ -1,21 +1,50 @@
-"""Terms of a Lark grammar, written safely: literals, patterns, and markers that are tokens of their own."""
+"""Lark grammars, written safely: literals, patterns, markers that are tokens of their own, and how grammars combine."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
+
+from emberline.core.params import Grammar
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
     """Matches exactly this text; markers in `special` match their token, which text does not spell."""
     if not special:
         return json.dumps(text)
-    parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
-    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part)
+    pieces = re.split(f"({'|'.join(map(re.escape, special))})", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else json.dumps(part) for part in pieces if part)
 
 
 def pattern(regex: str) -> str:
     """The regex between slashes."""
     escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), regex, flags=re.DOTALL)
     return f"/{escaped}/"
+
+
+def parts(grammar: Grammar) -> list[dict[str, Any]]:
+    """The same grammar as llguidance's list of grammars, the first of which is the start."""
+    match grammar.kind:
+        case "json_object":
+            return [{"json_schema": {"type": "object"}}]
+        case "json_schema":
+            return [{"json_schema": json.loads(grammar.text)}]
+        case "regex":
+            return [{"lark_grammar": f"start: {pattern(grammar.text)}"}]
+        case "choice":
+            return [{"lark_grammar": "start: " + " | ".join(literal(choice) for choice in json.loads(grammar.text))}]
+        case "grammar" if grammar.text.lstrip().startswith("{"):
+            return [dict(part) for part in json.loads(grammar.text)["grammars"]]
+        case "grammar":
+            return [{"lark_grammar": grammar.text}]
+
+
+def either(first: Grammar, second: Grammar) -> Grammar:
+    """What matches one or the other. Only one of them may have named parts of its own."""
+    a, *rest_a = parts(first)
+    b, *rest_b = parts(second)
+    top = {"lark_grammar": "start: @first | @second"}
+    named = [{**a, "name": "first"}, {**b, "name": "second"}]
+    return Grammar("grammar", json.dumps({"grammars": [top, *named, *rest_a, *rest_b]}))

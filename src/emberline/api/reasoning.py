@@ -6,9 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from emberline.api.lark import literal, pattern
+from emberline.api.lark import literal, parts, pattern
 from emberline.core.params import Grammar
 
 
@@ -38,7 +37,7 @@ def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Map
     """The same constraint, on what follows the reasoning. `special`: the ids of markers that are tokens of their own.
     One that cannot be read comes back as it is: whoever compiles it says why."""
     try:
-        first, *rest = _parts(grammar)
+        first, *rest = parts(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
     if style.end in special:
@@ -50,19 +49,3 @@ def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Map
         lead = f"lead: thought{'' if opened else '?'}\n{thought}"
     top = f"start: lead GAP @body\n{lead}\nGAP: /[ \\n]{{0,4}}/\nTEXT: /(.|\\n)*/\n"
     return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": top}, {**first, "name": "body"}, *rest]}))
-
-
-def _parts(grammar: Grammar) -> list[dict[str, Any]]:
-    match grammar.kind:
-        case "json_object":
-            return [{"json_schema": {"type": "object"}}]
-        case "json_schema":
-            return [{"json_schema": json.loads(grammar.text)}]
-        case "regex":
-            return [{"lark_grammar": f"start: {pattern(grammar.text)}"}]
-        case "choice":
-            return [{"lark_grammar": "start: " + " | ".join(literal(choice) for choice in json.loads(grammar.text))}]
-        case "grammar" if grammar.text.lstrip().startswith("{"):
-            return [dict(part) for part in json.loads(grammar.text)["grammars"]]
-        case "grammar":
-            return [{"lark_grammar": grammar.text}]

@@ -35,8 +35,9 @@ class Loaded:
 def boot(config: EngineConfig) -> Loaded:
     began = time.perf_counter()
     threads = config.threads or core_count()
-    torch.set_num_threads(threads)
     backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
+    # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
+    torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     model = load(Path(config.model), config.dtype, config.max_context)
     loaded = time.perf_counter()

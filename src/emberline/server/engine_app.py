@@ -275,14 +275,10 @@ class EngineApp:
 
     def _served(self) -> list[models.ServedModel]:
         served = [
-            models.ServedModel(
-                self._generator.served_name, int(self._began), self._generator.prompts.max_context
-            )
+            models.ServedModel(self._generator.served_name, int(self._began), self._generator.prompts.max_context)
         ]
         if self._embeddings is not None:
-            served.append(
-                models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length)
-            )
+            served.append(models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length))
         return served
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from emberline.api import reasoning as thinking
 from emberline.api import tools
-from emberline.api.call import Caller, ChatCall, CompletionCall
+from emberline.api.call import Caller, ChatCall, CompletionCall, ToolChoice
 from emberline.api.deltas import Delta, Progress, PromptDelta, Started, Usage
+from emberline.api.lark import either
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.splitter import Splitter
 from emberline.api.toolstyle import ToolStyle
@@ -118,22 +119,26 @@ class Generator:
     async def _constrain(self, call: ChatCall, style: ToolStyle | None, opened: bool) -> SamplingParams:
         special = self._special_markers(style)
         grammar: Grammar | None = call.params.grammar
+        param = "response_format"
         if style is not None:
-            held = tools.grammar_for(call.tools, call.tool_choice, style, call.parallel_tool_calls, special)
-            grammar = held or grammar
+            free = grammar is not None and call.tool_choice.mode == "auto"  # then a reply of that form, or calls
+            choice = ToolChoice("required") if free else call.tool_choice
+            held = tools.grammar_for(call.tools, choice, style, call.parallel_tool_calls, special)
+            if held is not None:
+                grammar, param = either(held, grammar) if free and grammar is not None else held, "tools"
         if grammar is None:
             return call.params
         if self._reasoning is not None:
             grammar = thinking.reasoned(grammar, self._reasoning, opened, special)
-        await asyncio.to_thread(self._guard.check, grammar)
+        await asyncio.to_thread(self._guard.check, grammar, param)
         return replace(call.params, grammar=grammar)
 
     def _special_markers(self, style: ToolStyle | None) -> dict[str, int]:
-        """The ids of those markers that are special tokens: the detokenizer keeps them, grammars name them."""
+        """The ids of those markers that are tokens of their own: the detokenizer keeps them, grammars name them."""
         tokenizer = self.prompts.tokenizer
         markers = (*(style.markers if style else ()), *(self._reasoning.markers if self._reasoning else ()))
         ids = {marker: tokenizer.token_id(marker) for marker in markers}
-        return {marker: id_ for marker, id_ in ids.items() if id_ is not None and id_ in tokenizer.special_ids}
+        return {marker: id_ for marker, id_ in ids.items() if id_ is not None}
 
     async def _outputs(
         self, jobs: Sequence[Job], params: SamplingParams, caller: Caller

@@ -70,7 +70,9 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, began: float)
             engine.ready.kernels,
         )
         log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, phases, config.host, config.port)
+        warming = asyncio.create_task(asyncio.to_thread(guard.start))  # so that the first grammar need not wait for it
         await _listen(app, config)
+        await warming
     finally:
         starting.cancel()
         await engine.stop()
