@@ -49,6 +49,12 @@ class Terminal:
         seen, self.output = self.output[: found.end()], self.output[found.end() :]
         return seen
 
+    def leave(self) -> int:
+        """Ctrl-D, at the prompt: typed earlier it is the terminal's and not the program's."""
+        self.expect("> ")
+        self.type("\x04")
+        return self.close()
+
     def close(self) -> int:
         try:
             return self.process.wait(PATIENCE)
@@ -112,8 +118,7 @@ def test_ctrl_c_stops_the_answer_but_not_the_program(fake: FakeServer) -> None:
     fake.token_seconds = 0.0
     chat.type("hello\n")
     chat.expect("TTFT")
-    chat.type("\x04")
-    assert chat.close() == 0
+    assert chat.leave() == 0
     deadline = time.monotonic() + PATIENCE
     while fake.gone != 1 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -133,8 +138,7 @@ def test_errors_are_told_and_the_conversation_goes_on(fake: FakeServer) -> None:
         chat.expect("> ")
         chat.type(f"{question}\n")
         chat.expect(told)
-    chat.type("\x04")
-    assert chat.close() == 0
+    assert chat.leave() == 0
     roles = [m["role"] for m in fake.requests[-1]["messages"]]
     assert roles == ["user", "assistant"] * 2 + ["user"], "refused questions are not kept, broken-off answers are"
 
@@ -174,8 +178,7 @@ def test_escape_sequences_do_not_reach_the_terminal(fake: FakeServer) -> None:
     seen = chat.expect("TTFT")
     assert "]0;owned" in seen
     assert "\x1b]0;owned" not in seen
-    chat.type("\x04")
-    chat.close()
+    assert chat.leave() == 0
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", ""])

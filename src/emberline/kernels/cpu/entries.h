@@ -4,6 +4,7 @@
 extern "C" {
 
 enum Mode { kStore, kAdd, kGated };
+enum Layout { kBf16, kF32, kAmx };  // packed.py has the same numbers
 
 struct Layer {
     const void *qkv, *o, *gate_up, *down;

@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "amx.h"
 #include "entries.h"
-#include "exp.h"
+#include "linear.h"
 #include "micro.h"
 #include "pool.h"
 
@@ -13,24 +14,6 @@ namespace {
 constexpr int kChunk = 5 * kSpan;            // k of one widened piece of a panel: it and its inputs stay in L1
 constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
 constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
-
-struct Linear {
-    const float* x;
-    int m, n, k;
-    const float *bias, *norm;
-    float eps;
-    float* y;
-    Mode mode;
-};
-
-// Row of the weight that column `column` of panel `panel` holds, or -1 where the last panel is padding. A gated panel is
-// half gate, half up, so that one register tile has both factors of its outputs.
-inline long source_row(long panel, int column, long n, bool gated) {
-    constexpr int half = kPanel / 2;
-    if (!gated) return panel * kPanel + column < n ? panel * kPanel + column : -1;
-    long at = panel * half + column % half;
-    return at < n / 2 ? at + (column < half ? 0 : n / 2) : -1;
-}
 
 template <class B>
 void pack(const B* from, B* to, long n, long k, bool gated) {
@@ -72,26 +55,6 @@ inline const float* widened(const bf16* b, long count) {
     float* to = scratch(kWeights, long(kChunk) * kPanel);
     widen_rows(b, count, 1, count, to, count);
     return to;
-}
-
-void finish(const Linear& op, long panel, int first, int rows, const float* sums) {
-    constexpr int half = kPanel / 2;
-    if (op.mode == kGated) {
-        long width = op.n / 2, at = panel * half;
-        int columns = int(std::min<long>(half, width - at));
-        for (int r = 0; r < rows; r++, sums += kPanel)
-            for (int j = 0; j < columns; j++) op.y[(first + r) * width + at + j] = silu(sums[j]) * sums[half + j];
-        return;
-    }
-    long at = panel * kPanel;
-    int columns = int(std::min<long>(kPanel, op.n - at));
-    for (int r = 0; r < rows; r++, sums += kPanel) {
-        float* y = op.y + (first + r) * long(op.n) + at;
-        for (int j = 0; j < columns; j++) {
-            float value = op.bias ? sums[j] + op.bias[at + j] : sums[j];
-            y[j] = op.mode == kAdd ? y[j] + value : value;
-        }
-    }
 }
 
 // One panel times the row blocks [from, to): a single block reads the panel as it is, more of them share a widened copy.
@@ -152,20 +115,23 @@ extern "C" {
 
 int ember_panel() { return kPanel; }
 
-void ember_pack(const void* from, void* to, int wide, int n, int k, int gated) {
-    if (wide) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
+void ember_pack(const void* from, void* to, int layout, int n, int k, int gated) {
+    if (layout == kAmx) amx::pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
+    else if (layout) pack(static_cast<const float*>(from), static_cast<float*>(to), n, k, gated);
     else pack(static_cast<const bf16*>(from), static_cast<bf16*>(to), n, k, gated);
 }
 
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode) {
     Linear op{x, m, n, k, bias, norm, eps, y, Mode(mode)};
-    if (layout) run(op, static_cast<const float*>(w));
+    if (layout == kAmx) amx::run(op, static_cast<const bf16*>(w));
+    else if (layout) run(op, static_cast<const float*>(w));
     else run(op, static_cast<const bf16*>(w));
 }
 
-void ember_embed(const long* ids, int count, const void* table, int wide, int k, int packed, float* out) {
-    if (wide) gather(ids, count, static_cast<const float*>(table), k, packed, out);
+void ember_embed(const long* ids, int count, const void* table, int layout, int k, int packed, float* out) {
+    if (layout == kAmx) amx::embed(ids, count, static_cast<const bf16*>(table), k, out);
+    else if (layout) gather(ids, count, static_cast<const float*>(table), k, packed, out);
     else gather(ids, count, static_cast<const bf16*>(table), k, packed, out);
 }
 
@@ -180,5 +146,6 @@ void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k
 
 void ember_set_threads(int threads) { set_threads(threads); }
 int ember_threads() { return threads(); }
-const char* ember_isa() { return kIsa; }
+int ember_amx() { return amx::available(); }
+const char* ember_isa() { return amx::available() ? amx::kIsa : kIsa; }
 }
