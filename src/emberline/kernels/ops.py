@@ -70,15 +70,20 @@ def set_threads(threads: int) -> None:
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
-    """The handle `linear` and, with gated=True, `gate_up_silu` take. bf16 stays bf16; float16 widens to float32."""
+    """The handle `linear` and, with gated=True, `gate_up_silu` take. bf16 stays bf16; float16 widens to float32.
+
+    Where the processor has AMX, the inputs of a bf16 weight are rounded to bf16 too.
+    """
     library = describe().library
     if library is None:
         return ref.pack_linear(weight, gated=gated)
     assert not gated or weight.shape[0] % 2 == 0
     rows = (weight if weight.dtype == torch.bfloat16 else weight.float()).contiguous()
-    layout = Layout.BF16 if weight.dtype == torch.bfloat16 else Layout.F32
+    narrow = Layout.AMX if library.ember_amx() else Layout.BF16
+    layout = narrow if weight.dtype == torch.bfloat16 else Layout.F32
     (n, k), panel = rows.shape, library.ember_panel()
-    data = torch.empty(-(-n // panel) * panel * k, dtype=rows.dtype)
+    depth = -(-k // 32) * 32 if layout is Layout.AMX else k
+    data = torch.empty(-(-n // panel) * panel * depth, dtype=rows.dtype)
     library.ember_pack(rows.data_ptr(), data.data_ptr(), layout, n, k, gated)
     return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
 

@@ -14,6 +14,7 @@ class Layout(IntEnum):
     PLAIN = -1  # [n, k] float32, for torch
     BF16 = 0  # panels of columns
     F32 = 1
+    AMX = 2  # bf16 in panels of tiles for the matrix unit of x86, k padded to a tile's depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,92 +1,70 @@
-"""serve: everything a serving process is made of, put together and run until it is told to stop."""
+"""serve: a serving process from start to stop. The engine process starts first; all else is read while it loads."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-import uvicorn
-
-from emberline import __version__
-from emberline.api import reasoning, toolstyle
-from emberline.core.config import EngineConfig, ServerConfig, core_count
-from emberline.core.errors import UnsupportedModel
-from emberline.engine.grammar_guard import GrammarGuard
+from emberline.core.config import EngineConfig, ServerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.engine.messages import Ready
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
-from emberline.server.embeddings import Embeddings
-from emberline.server.engine_app import EngineApp
-from emberline.server.generator import Generator
-from emberline.server.metrics import Metrics
-from emberline.server.pages import load_pages
-from emberline.server.prompts import Prompts
-from emberline.tokens.template import ChatTemplate
-from emberline.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger("emberline.server")
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, began: float) -> None:
-    directory = await asyncio.to_thread(resolve, config.model)
+    """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
+    listener = _bind(config)
+    directory = resolve(config.model)
     engine = AsyncEngine(replace(engine_config, model=str(directory)), stall_timeout=config.stall_timeout)
-    starting = asyncio.create_task(engine.start())  # the engine's process loads while we read the tokenizer
-    await asyncio.sleep(0)
-    app = None
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
+    assembled = None
     try:
-        name = config.served_name or config.model
-        tokenizer = await asyncio.to_thread(Tokenizer.load, directory)
-        template = _template(directory, config)
-        embeddings = await _embeddings(config)
-        metrics = Metrics(name)
+        from emberline.server.assembly import assemble, read_parts
+
+        parts = await asyncio.to_thread(read_parts, config, directory)
         await starting
         assert engine.ready is not None
-        sources = "".join(template.sources.values()) if template else ""
-        tool_style = toolstyle.style_for(sources, config.tool_style)
-        guard = GrammarGuard(directory / "tokenizer.json", engine.ready.vocab_size, sorted(tokenizer.eos_ids))
-        generator = Generator(
-            engine,
-            Prompts(tokenizer, template, tool_style, engine.ready.max_context),
-            guard,
-            metrics,
-            served_name=name,
-            tool_style=tool_style,
-            reasoning=reasoning.style_for(sources),
-            timeout=config.request_timeout,
-        )
-        fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{directory.name}".encode()).hexdigest()[:12]
-        app = EngineApp(config, generator, embeddings, metrics, load_pages(), fingerprint)
-        phases = ", ".join(f"{k} {v:.2f} s" for k, v in engine.ready.seconds.items())
-        log.info(
-            "%s: context %d, %d KV tokens, %.0f MB of weights, %.0f MB of cache; kernels: %s",
-            name,
-            engine.ready.max_context,
-            engine.ready.kv_tokens,
-            engine.ready.weight_bytes / 1e6,
-            engine.ready.kv_bytes / 1e6,
-            engine.ready.kernels,
-        )
-        log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, phases, config.host, config.port)
-        warming = asyncio.create_task(asyncio.to_thread(guard.start))  # so that the first grammar need not wait for it
-        await _listen(app, config)
-        await warming
+        assembled = assemble(config, parts, engine, engine.ready)
+        _announce(config, engine.ready)
+        await _listen(assembled.app, listener, lambda: _ready(config, engine.ready, began))
     finally:
         starting.cancel()
         await engine.stop()
-        if app is not None:
-            guard.close()
-            if embeddings is not None:
-                embeddings.stop()
+        if assembled is not None:
+            assembled.close()
 
 
-async def _listen(app: EngineApp, config: ServerConfig) -> None:
+def _bind(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except (OSError, OverflowError) as e:
+        listener.close()
+        raise InvalidRequest(f"cannot listen on {config.host}:{config.port}: {e}", hint="choose another --port") from e
+    return listener
+
+
+async def _listen(app: Any, listener: socket.socket, ready: Callable[[], None]) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
     settings = uvicorn.Config(
         app,
-        host=config.host,
-        port=config.port,
         loop="none",
         http="httptools",
         ws="none",
@@ -98,19 +76,22 @@ async def _listen(app: EngineApp, config: ServerConfig) -> None:
         date_header=False,
         timeout_graceful_shutdown=10,
     )
-    await uvicorn.Server(settings).serve()
+    await Server(settings).serve([listener])
 
 
-def _template(directory: Path, config: ServerConfig) -> ChatTemplate | None:
-    try:
-        return ChatTemplate.load(directory, Path(config.chat_template) if config.chat_template else None)
-    except UnsupportedModel as e:
-        log.warning("%s", e)
-        return None  # completions work without
+def _announce(config: ServerConfig, ready: Ready) -> None:
+    log.info(
+        "%s: context %d, %d KV tokens, %.0f MB of weights, %.0f MB of cache; kernels: %s",
+        config.model,
+        ready.max_context,
+        ready.kv_tokens,
+        ready.weight_bytes / 1e6,
+        ready.kv_bytes / 1e6,
+        ready.kernels,
+    )
 
 
-async def _embeddings(config: ServerConfig) -> Embeddings | None:
-    if config.embedder is None:
-        return None
-    directory = await asyncio.to_thread(resolve, config.embedder)
-    return Embeddings(config.embedder, directory, core_count())
+def _ready(config: ServerConfig, ready: Ready | None, began: float) -> None:
+    assert ready is not None
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
+    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, phases, config.host, config.port)

@@ -18,7 +18,8 @@ class LlamaCpp:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._library: Any = import_module("xllamacpp")
-        self._server(1, LEAST_CONTEXT)  # a start, like the others'
+        # A start, like the others'. With a job: a server that is dropped before its loop runs waits for it for ever.
+        self.run(Job([[1]], [1]))
         self.facts: dict[str, Any] = {
             "xllamacpp": self._library.__version__,
             "built_for": self._library.get_system_info().strip(" |\n"),

@@ -55,6 +55,6 @@ def load(path: Path) -> ctypes.CDLL:
     for name, letters in ENTRIES.items():
         entry = getattr(library, name)
         entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], None
-    library.ember_panel.restype = library.ember_threads.restype = c_int
+    library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
     library.ember_isa.restype = ctypes.c_char_p
     return library

@@ -1,0 +1,27 @@
+// Linear layers on the matrix unit of x86 servers (AMX): bf16 inputs and weights, float32 sums. Inputs are rounded to bf16.
+#pragma once
+#include "linear.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(EMBER_PORTABLE)
+#define EMBER_AMX 1
+#else
+#define EMBER_AMX 0
+#endif
+
+namespace ember::amx {
+
+constexpr const char* kIsa = "avx512 and amx";
+
+#if EMBER_AMX
+bool available();  // whether the kernel lets this process have the tiles; only then may weights be packed for them
+void pack(const bf16* from, bf16* to, long n, long k, bool gated);
+void run(const Linear& op, const bf16* weights);
+void embed(const long* ids, long count, const bf16* table, long k, float* out);
+#else
+inline bool available() { return false; }
+inline void pack(const bf16*, bf16*, long, long, bool) {}
+inline void run(const Linear&, const bf16*) {}
+inline void embed(const long*, long, const bf16*, long, float*) {}
+#endif
+
+}  // namespace ember::amx
