@@ -16,6 +16,7 @@ from replies import Answering, events, play, replies
 
 from emberline.api import sse
 from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.deltas import (
     Delta,
     Finish,
@@ -45,13 +46,13 @@ REPLY: list[Delta] = [
     Finish(0, "tool_calls"),
     Usage(9, 20, 4, 2),
 ]
-SERVER = Answering(anthropic.parse, anthropic.Renderer, "msg_1")
+SERVER = Answering(anthropic.parse, anthropic_stream.Renderer, "msg_1")
 CLIENT = vendor.Anthropic(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> anthropic.Renderer:
+def renderer(**fields: Any) -> anthropic_stream.Renderer:
     call = anthropic.parse(json.dumps({**ASKED, **fields}).encode())
-    return anthropic.Renderer(call, "msg_1", 1700000000, "fp_1")
+    return anthropic_stream.Renderer(call, "msg_1", 1700000000, "fp_1")
 
 
 def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from emberline.api import sse
 from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
 
 TOOL = {"name": "f", "description": "d", "strict": True}
@@ -81,22 +83,27 @@ def damaged(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
     return text.encode("utf-8", "surrogatepass")[: draw(st.none() | st.integers(0, len(text)))]
 
 
-PROTOCOLS = [(anthropic, MESSAGES), (responses, RESPONSES)]
+PROTOCOLS = [
+    (anthropic.parse, anthropic_stream.Renderer, MESSAGES),
+    (responses.parse, responses_stream.Renderer, RESPONSES),
+]
 
 
-@pytest.mark.parametrize(("protocol", "body"), PROTOCOLS)
-def test_the_body_that_is_damaged_was_sound(protocol: Any, body: dict[str, Any]) -> None:
-    protocol.parse(json.dumps(body).encode())
+@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
+def test_the_body_that_is_damaged_was_sound(parse: Any, renderer: Any, body: dict[str, Any]) -> None:
+    parse(json.dumps(body).encode())
 
 
-@pytest.mark.parametrize(("protocol", "body"), PROTOCOLS)
+@pytest.mark.parametrize(("parse", "renderer", "body"), PROTOCOLS)
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_a_damaged_body_is_a_call_or_a_refusal(protocol: Any, body: dict[str, Any], data: st.DataObject) -> None:
+def test_a_damaged_body_is_a_call_or_a_refusal(
+    parse: Any, renderer: Any, body: dict[str, Any], data: st.DataObject
+) -> None:
     try:
-        call = protocol.parse(data.draw(damaged(body)))
+        call = parse(data.draw(damaged(body)))
     except InvalidRequest as refusal:
         assert refusal.message
     else:
         assert call.messages
-        assert sse.dumps(protocol.Renderer(call, "id_1", 0, "fp_1").body())
+        assert sse.dumps(renderer(call, "id_1", 0, "fp_1").body())

@@ -31,21 +31,23 @@ from emberline.api.deltas import (
     Usage,
 )
 from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import chat_stream as chat_stream
 from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import completions_stream as completions_stream
 from emberline.core.errors import EngineFailed
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "weather"}}
 
 
-def chat(**fields: Any) -> openai_chat.Renderer:
+def chat(**fields: Any) -> chat_stream.Renderer:
     body = json.dumps({"model": "m", "messages": [USER], **fields}).encode()
-    return openai_chat.Renderer(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
+    return chat_stream.Renderer(openai_chat.parse(body), "chatcmpl-1", 1700000000, "fp_1")
 
 
-def complete(**fields: Any) -> openai_completions.Renderer:
+def complete(**fields: Any) -> completions_stream.Renderer:
     body = json.dumps({"model": "m", "prompt": "ab", **fields}).encode()
-    return openai_completions.Renderer(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
+    return completions_stream.Renderer(openai_completions.parse(body), "cmpl-1", 1700000000, "fp_1")
 
 
 def play(renderer: Renderer, deltas: Sequence[Delta]) -> bytes:

@@ -11,15 +11,19 @@ import pytest
 
 from emberline.api import openapi, replies, tokenize
 from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.deltas import Delta, Finish, PromptDelta, ReasoningDelta, Started, TextDelta, TokenInfo, Usage
 from emberline.api.deltas import ToolCallArguments as Arguments
 from emberline.api.deltas import ToolCallStart as Call
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.api.openai import chat as openai_chat
+from emberline.api.openai import chat_stream as chat_stream
 from emberline.api.openai import completions as openai_completions
+from emberline.api.openai import completions_stream as completions_stream
 from emberline.api.openai import embeddings as openai_embeddings
 from emberline.api.openai import models as openai_models
 from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import InvalidRequest
 
 DOCUMENT = openapi.document("1.2.3")
@@ -124,15 +128,15 @@ def test_replies_have_their_shape() -> None:
     function = {"name": "f", "parameters": {}}
     for extra in ({"logprobs": True, "metadata": {"a": "b"}}, {"functions": [function]}):
         call = openai_chat.parse(json.dumps({**chat, **extra}).encode())
-        holds(play(openai_chat.Renderer(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
+        holds(play(chat_stream.Renderer(call, "id", 1, "fp"), DELTAS), replies.ChatCompletion)
     of_text: list[dict[str, Any]] = [{}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1}]
     for extra in of_text:
         completion = openai_completions.parse(json.dumps({"model": "m", "prompt": "p", **extra}).encode())
-        holds(play(openai_completions.Renderer(completion, "id", 1, "fp"), TEXT_DELTAS), replies.Completion)
+        holds(play(completions_stream.Renderer(completion, "id", 1, "fp"), TEXT_DELTAS), replies.Completion)
     message = anthropic.parse(json.dumps({**chat, "max_tokens": 9}).encode())
-    holds(play(anthropic.Renderer(message, "id", 1, "fp"), DELTAS), replies.Message)
+    holds(play(anthropic_stream.Renderer(message, "id", 1, "fp"), DELTAS), replies.Message)
     response = responses.parse(b'{"model":"m","input":"hi"}')
-    holds(play(responses.Renderer(response, "id", 1, "fp"), DELTAS), replies.Response)
+    holds(play(responses_stream.Renderer(response, "id", 1, "fp"), DELTAS), replies.Response)
 
 
 def test_small_replies_have_their_shape() -> None:

@@ -27,6 +27,7 @@ from emberline.api.deltas import (
     Usage,
 )
 from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import EngineFailed, InvalidRequest, Overloaded
 
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
@@ -44,13 +45,13 @@ REPLY: list[Delta] = [
     Finish(0, "tool_calls"),
     Usage(9, 20, 4, 2),
 ]
-SERVER = Answering(responses.parse, responses.Renderer, "resp_1")
+SERVER = Answering(responses.parse, responses_stream.Renderer, "resp_1")
 CLIENT = openai.OpenAI(api_key="none", base_url="http://test", http_client=SERVER.http)
 
 
-def renderer(**fields: Any) -> responses.Renderer:
+def renderer(**fields: Any) -> responses_stream.Renderer:
     call = responses.parse(json.dumps({"model": "m", "input": "hi", **fields}).encode())
-    return responses.Renderer(call, "resp_1", 1700000000, "fp_1")
+    return responses_stream.Renderer(call, "resp_1", 1700000000, "fp_1")
 
 
 def plain(deltas: list[Delta], **fields: Any) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from emberline import __version__
 from emberline.api import tokenize
 from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Delta, Renderer
 from emberline.api.errors import anthropic_error, openai_error
-from emberline.api.openai import chat, completions, embeddings, models
+from emberline.api.openai import chat, chat_stream, completions, completions_stream, embeddings, models
 from emberline.api.openapi import document
 from emberline.api.responses import request as responses
+from emberline.api.responses import stream as responses_stream
 from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
 from emberline.engine.stream import State
@@ -130,22 +132,22 @@ class EngineApp:
 
     async def _chat(self, x: Exchange) -> None:
         call = chat.parse(await self._body(x))
-        reply = chat.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
+        reply = chat_stream.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _completions(self, x: Exchange) -> None:
         call = completions.parse(await self._body(x))
-        reply = completions.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
+        reply = completions_stream.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.complete(call))
 
     async def _responses(self, x: Exchange) -> None:
         call = responses.parse(await self._body(x))
-        reply = responses.Renderer(call, _id("resp_"), int(time.time()), self._fingerprint)
+        reply = responses_stream.Renderer(call, _id("resp_"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _messages(self, x: Exchange) -> None:
         call = anthropic.parse(await self._body(x))
-        reply = anthropic.Renderer(call, _id("msg_"), int(time.time()), self._fingerprint)
+        reply = anthropic_stream.Renderer(call, _id("msg_"), int(time.time()), self._fingerprint)
         await self._generate(x, call, reply, self._generator.chat(call))
 
     async def _generate(

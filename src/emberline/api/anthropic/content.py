@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from emberline.api.anthropic.stream import signature
 from emberline.api.parse import Wire
 from emberline.api.transcript import Role, Transcript
 from emberline.core.errors import InvalidRequest
 
 ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
+
+
+def signature(thinking: str) -> str:
+    """What we sign thinking with. It shows that a block came back as it was given; it keeps no secret."""
+    return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 class CacheControl(Wire, tag="ephemeral", tag_field="type"):

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
 
     call = parse(body)
-    reply = Renderer(call, id, created, fingerprint)
+    reply = stream.Renderer(call, id, created, fingerprint)
 
 `cache_control` marks are accepted because they ask for what happens anyway: every prompt's full blocks are cached, and
 a later prompt reuses its longest known beginning. A mark buys no lifetime: the least recently used blocks leave first.
@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from msgspec import Meta
 
 from emberline.api.anthropic.content import CacheControl, Message, TextBlock, ToolName, transcript
-from emberline.api.anthropic.stream import Renderer
 from emberline.api.call import Caller, ChatCall, Tool, ToolChoice
 from emberline.api.openai.sampling import Never, refuse_true
 from emberline.api.parse import Wire, decode, encode_text
@@ -23,7 +22,7 @@ from emberline.api.toolset import check_tools
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar, SamplingParams
 
-__all__ = ["Call", "CountTokensRequest", "MessagesRequest", "Renderer", "parse", "parse_count", "token_count"]
+__all__ = ["Call", "CountTokensRequest", "MessagesRequest", "parse", "parse_count", "token_count"]
 
 MAX_TOKENS = (1 << 31) - 1
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]

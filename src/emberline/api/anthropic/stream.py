@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 
 from emberline.api import sse
+from emberline.api.anthropic.content import signature
+from emberline.api.anthropic.request import Call
 from emberline.api.deltas import (
     Delta,
     Finish,
@@ -26,16 +27,8 @@ from emberline.api.deltas import (
 )
 from emberline.api.errors import anthropic_error
 
-if TYPE_CHECKING:
-    from emberline.api.anthropic.request import Call
-
 # An aborted reply can be given back and continued, which is what pause_turn tells the client.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
-
-
-def signature(thinking: str) -> str:
-    """What we sign thinking with. It shows that a block came back as it was given; it keeps no secret."""
-    return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True)

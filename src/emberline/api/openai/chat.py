@@ -1,7 +1,7 @@
 """POST /v1/chat/completions.
 
 call = parse(body)                                  a Call is a ChatCall and what only this protocol's replies need
-reply = Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+reply = chat_stream.Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
-from emberline.api.openai.chat_stream import Renderer
 from emberline.api.openai.messages import Message, explain_parts, for_template
 from emberline.api.openai.sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
 from emberline.api.openai.template import continues_last, template_args
@@ -20,7 +19,7 @@ from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbo
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 
-__all__ = ["Call", "ChatRequest", "Renderer", "parse"]
+__all__ = ["Call", "ChatRequest", "parse"]
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emberline.api import sse
 from emberline.api.deltas import (
@@ -19,12 +19,10 @@ from emberline.api.deltas import (
     Usage,
 )
 from emberline.api.errors import openai_error
+from emberline.api.openai.chat import Call
 from emberline.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from emberline.api.openai.usage import usage_of
 from emberline.core.request import Priority
-
-if TYPE_CHECKING:
-    from emberline.api.openai.chat import Call
 
 
 @dataclass(slots=True)

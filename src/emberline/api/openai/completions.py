@@ -1,7 +1,7 @@
 """POST /v1/completions.
 
     call = parse(body)                                  a Call is a CompletionCall and what only these replies need
-    reply = Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+    reply = completions_stream.Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
 
 Choice `prompt * n + k` is the k-th continuation of that prompt; with echo, each choice begins with a PromptDelta.
 `max_tokens: 0` asks for the echo alone: the engine still makes one token, which the renderer neither shows nor counts.
@@ -15,14 +15,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from emberline.api.call import CompletionCall
-from emberline.api.openai.completions_stream import Renderer
 from emberline.api.openai.inputs import MAX_INPUTS, Inputs, each_input
 from emberline.api.openai.sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS
 
-__all__ = ["Call", "CompletionRequest", "Renderer", "parse"]
+__all__ = ["Call", "CompletionRequest", "parse"]
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emberline.api import sse
 from emberline.api.deltas import Delta, Finish, Progress, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
 from emberline.api.errors import openai_error
+from emberline.api.openai.completions import Call
 from emberline.api.openai.logprobs import TextLogprobs, prompt_logprobs
 from emberline.api.openai.usage import usage_of
-
-if TYPE_CHECKING:
-    from emberline.api.openai.completions import Call
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """POST /v1/responses. Nothing is stored between requests: the conversation comes whole, as `input`.
 
     call = parse(body)
-    reply = Renderer(call, id, created, fingerprint)
+    reply = stream.Renderer(call, id, created, fingerprint)
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from emberline.api.openai.sampling import LogprobCount, Never, SamplingFields, S
 from emberline.api.openai.template import template_args
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.responses.items import Item, transcript, unfinished
-from emberline.api.responses.stream import Renderer
 from emberline.api.toolset import check_tools
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.request import Priority
 
-__all__ = ["Call", "Renderer", "ResponsesRequest", "parse"]
+__all__ = ["Call", "ResponsesRequest", "parse"]
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"

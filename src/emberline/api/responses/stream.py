@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emberline.api import sse
 from emberline.api.deltas import (
@@ -22,9 +22,7 @@ from emberline.api.deltas import (
 )
 from emberline.api.errors import openai_error
 from emberline.api.responses.output import FunctionCall, Json, Message, OutputItem, Reasoning
-
-if TYPE_CHECKING:
-    from emberline.api.responses.request import Call
+from emberline.api.responses.request import Call
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of the protocol's own; all others: server_error
 
