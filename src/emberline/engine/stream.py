@@ -9,7 +9,7 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from enum import Enum
 
 from emberline.core.clock import Clock, SystemClock
@@ -48,6 +48,7 @@ class AsyncEngine:
         self.stats = Stats()
         self.restarts = 0
         self.last_sign = 0.0  # when the process last said anything
+        self.on_stats: Callable[[Stats], None] = lambda stats: None  # called with every report
         self._stall_timeout = stall_timeout
         self._clock = clock or SystemClock()
         self._command = command
@@ -169,6 +170,7 @@ class AsyncEngine:
         match message:
             case Progress(outputs, stats):
                 self.stats = stats
+                self.on_stats(stats)
                 for output in outputs:
                     if inbox := self._open.get(output.id):
                         inbox.put_nowait(output)

@@ -58,6 +58,7 @@ class EngineApp:
         self._engine = generator.engine
         self._embeddings = embeddings
         self._metrics = metrics
+        self._engine.on_stats = metrics.stepped
         self._pages = pages
         self._fingerprint = fingerprint
         self._began = time.time()
@@ -265,8 +266,12 @@ class EngineApp:
         )
 
     async def _scrape(self, x: Exchange) -> None:
+        engine = self._engine
         text = self._metrics.render(
-            self._engine.stats, restarts=self._engine.restarts, ready=self._engine.state is State.READY
+            engine.stats,
+            restarts=engine.restarts,
+            ready=engine.state is State.READY,
+            block_size=engine.config.block_size,
         )
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 

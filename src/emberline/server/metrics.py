@@ -79,7 +79,14 @@ class Metrics:
         )
         self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
         self.n = Histogram("vllm:request_params_n", "The n asked for.", (1, 2, 5, 10, 20, 50, 100))
+        self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKENS)
+        self._step = 0
         self._cached_tokens = 0
+
+    def stepped(self, stats: Stats) -> None:
+        if stats.step != self._step:  # idle reports repeat the last step
+            self._step = stats.step
+            self.iteration.observe(stats.step_tokens)
 
     def asked(self, prompt_tokens: int, n: int, max_tokens: int | None) -> None:
         self.prompt.observe(prompt_tokens)
@@ -108,7 +115,7 @@ class Metrics:
     def replied(self, path: str, status: int) -> None:
         self._replies[path, status] += 1
 
-    def render(self, stats: Stats, *, restarts: int, ready: bool) -> str:
+    def render(self, stats: Stats, *, restarts: int, ready: bool, block_size: int) -> str:
         one = self._labels
         lines: list[str] = []
         for name, help_, gauge in (
@@ -135,6 +142,10 @@ class Metrics:
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
             lines += _family(name, help_, "counter", [(one, counter)])
+        config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
+        lines += _family("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
+        waiting = [(f'{one},reason="capacity"', stats.waiting)]
+        lines += _family("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
         reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
         lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
         replies = [
@@ -155,6 +166,7 @@ class Metrics:
             self.computed,
             self.max_tokens,
             self.n,
+            self.iteration,
         ):
             lines += histogram.lines(one)
         return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""What Prometheus is told: well-formed text, the names dashboards know, and numbers that add up."""
+
+from __future__ import annotations
+
+import re
+
+from emberline.core.events import Stats, Timing
+from emberline.server.metrics import Metrics
+
+LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
+LINE = re.compile(rf"^[a-z_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
+
+
+def rendered(metrics: Metrics, **stats: int) -> str:
+    return metrics.render(Stats(**stats), restarts=2, ready=True, block_size=16)  # type: ignore[arg-type]
+
+
+def test_every_line_is_well_formed_and_every_family_is_described() -> None:
+    metrics = Metrics('odd "name"\\')
+    metrics.replied("/v1/models", 200)
+    metrics.ended("stop", Timing(0.0, 0.5, 1.0, 3.0), 5)
+    described = set()
+    for line in rendered(metrics, blocks_total=4).splitlines():
+        if line.startswith("#"):
+            described.add(line.split()[2])
+        else:
+            assert LINE.match(line), line
+            name = line.partition("{")[0]
+            assert re.sub(r"_(bucket|sum|count)$", "", name) in described or name in described, line
+
+
+def test_counters_gauges_and_histograms() -> None:
+    metrics = Metrics("m")
+    metrics.asked(10, 1, 20)
+    metrics.began(10, 4)
+    metrics.ended("length", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=4.0), 5)
+    for step in (1, 1, 2):
+        metrics.stepped(Stats(step=step, step_tokens=7))
+    text = rendered(metrics, running=3, blocks_total=10, blocks_free=4, blocks_cached=1, prefix_hits=4)
+    assert 'vllm:num_requests_running{model_name="m"} 3' in text
+    assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.5' in text
+    assert 'vllm:request_success_total{model_name="m",finished_reason="length"} 1' in text
+    assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 1.0' in text
+    assert 'vllm:time_to_first_token_seconds_bucket{model_name="m",le="0.75"} 0' in text
+    assert 'vllm:time_to_first_token_seconds_bucket{model_name="m",le="1.0"} 1' in text
+    assert 'vllm:request_queue_time_seconds_sum{model_name="m"} 0.25' in text
+    assert 'vllm:request_time_per_output_token_seconds_sum{model_name="m"} 0.5' in text
+    assert 'vllm:prompt_tokens_cached_total{model_name="m"} 4' in text
+    assert 'vllm:request_prefill_kv_computed_tokens_sum{model_name="m"} 6' in text
+    assert 'vllm:iteration_tokens_total_count{model_name="m"} 2' in text
+    assert 'emberline:engine_restarts_total{model_name="m"} 2' in text
