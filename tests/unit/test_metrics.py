@@ -8,7 +8,7 @@ from emberline.core.events import Stats, Timing
 from emberline.server.metrics import Metrics
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
-LINE = re.compile(rf"^[a-z_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
+LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 
 def rendered(metrics: Metrics, **stats: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from emberline.bench import ceiling, workload
 from emberline.bench.ceiling import Ceiling, Cost
 from emberline.bench.contender import Contender, ContenderFailed, Run
 from emberline.bench.lineup import Ground, ours, peer
+from emberline.bench.processes import busy_cores
 from emberline.bench.report import Report
 from emberline.bench.task import Kind, Task
 from emberline.core.config import cache_dir, core_count
@@ -25,6 +25,7 @@ from emberline.models.config import ModelConfig
 
 TASKS = ("prefill_512", "prefill_2048", "decode_1", "decode_4", "decode_8", "decode_16", "mix_64")
 SLOW = 30.0  # seconds: a contender that takes longer for a task gets one round of it
+PAUSE = 0.5  # seconds between turns, in which no contender has work: who is busy then disturbs the measurement
 WARM_UP = (32, 4)  # tokens in and out, before anything is measured
 
 
@@ -35,6 +36,7 @@ class Entry:
     contender: Contender
     runs: dict[str, list[Run]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    noise: list[float] = field(default_factory=list)  # cores busy with something else before each turn
 
     @property
     def name(self) -> str:
@@ -61,6 +63,7 @@ def bench(
     report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rounds, "ceiling": top.how})
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
+    report.add("noise", [noise for entry in entries for noise in entry.noise], "cores")
     _starts(report, *entries)
     for task in tasks:
         _figures(report, task, Cost.of(config), top, *entries)
@@ -102,10 +105,11 @@ def _turn(entry: Entry, task: Task, turn: int, deadline: float) -> None:
     slow = bool(done) and done[0].timeline.wall > SLOW
     if slow or task.name in entry.failed or not entry.contender.alive:
         return
-    time.sleep(0.3)  # the one before may still be spinning
+    entry.noise.append(busy_cores(PAUSE))
     try:
         done.append(entry.contender.run(task.job, deadline))
-        _say(f"{task.name} {turn + 1} {entry.name}: {task.rate(done[-1].timeline):,.1f} tok/s")
+        disturbed = f" (disturbed: {entry.noise[-1]:.1f} cores busy)" if entry.noise[-1] > 0.1 else ""
+        _say(f"{task.name} {turn + 1} {entry.name}: {task.rate(done[-1].timeline):,.1f} tok/s{disturbed}")
     except (ContenderFailed, ValueError) as e:
         entry.failed[task.name] = str(e)
         _say(f"{task.name} {turn + 1} {entry.name}: {e}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def usage(pid: int) -> Usage | None:
         return None
     ticks = int(stat[11]) + int(stat[12])
     return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def busy_cores(seconds: float) -> float:
+    """Waits, and says how many cores were busy meanwhile, whoever used them."""
+    before = _idle_seconds()
+    began = time.perf_counter()
+    time.sleep(seconds)
+    idle = (_idle_seconds() - before) / (time.perf_counter() - began)
+    return max(0.0, (os.cpu_count() or 1) - idle)
+
+
+def _idle_seconds() -> float:
+    """Of all cores together, waiting for a disk included."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
