@@ -25,7 +25,8 @@ def test_ourselves_and_a_peer_in_one_run(
 ) -> None:
     monkeypatch.setattr(ceiling, "measure", lambda threads: ceiling.Ceiling({"read_sum": 5.0, "matmul_float32": 50.0}))
     names = ["prefill_16", "decode_2", "mix_3"]
-    report = cpu.bench(str(model), ["transformers-float32", "vllm"], names, 1, 2, 60.0, tmp_path)
+    rules = cpu.Rules(threads=1, rounds=2, deadline=60.0, patience=0.0)
+    report = cpu.bench(str(model), ["transformers-float32", "vllm"], names, rules, tmp_path)
     report.emit()
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     results = whole["results"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,23 @@ from emberline.models.config import ModelConfig
 TASKS = ("prefill_512", "prefill_2048", "decode_1", "decode_4", "decode_8", "decode_16", "mix_64")
 SLOW = 30.0  # seconds: a contender that takes longer for a task gets one round of it
 PAUSE = 0.5  # seconds between turns, in which no contender has work: who is busy then disturbs the measurement
+QUIET = 0.1  # busy cores that do not count
 WARM_UP = (32, 4)  # tokens in and out, before anything is measured
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    threads: int
+    rounds: int
+    deadline: float  # seconds that a job may take
+    patience: float  # seconds that a measurement may wait for the machine to be quiet
+
+    def quiet(self) -> float:
+        """Waits as long as it may; returns the cores that were busy last."""
+        until = time.monotonic() + self.patience
+        while (noise := busy_cores(PAUSE)) > QUIET and time.monotonic() < until:
+            pass
+        return noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +63,21 @@ class Entry:
         return [task.rate(run.timeline) for run in self.runs.get(task.name, [])]
 
 
-def bench(
-    model: str, peers: list[str], names: list[str], threads: int, rounds: int, deadline: float, root: Path
-) -> Report:
-    ground = _ground(model, threads or core_count(), root)
+def bench(model: str, peers: list[str], names: list[str], rules: Rules, root: Path) -> Report:
+    ground = _ground(model, rules.threads or core_count(), root)
     config = ModelConfig.from_hf(read_object(ground.model / "config.json"))
     tasks = [Task.make(name, config.vocab) for name in names]
+    rules.quiet()
     top = ceiling.measure(ground.threads)
     with ExitStack() as stack:
         entries, absent = _start(ground, peers, config.vocab, stack)
         for task in tasks:
-            for turn in range(rounds):
+            for turn in range(rules.rounds):
                 for entry in entries:
-                    _turn(entry, task, turn, deadline)
+                    _turn(entry, task, turn, rules)
+    rules.quiet()
     top = top.or_better(ceiling.measure(ground.threads))  # whatever disturbed one of them was not there all the time
-    report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rounds, "ceiling": top.how})
+    report = Report("cpu", {"model": model, "threads": ground.threads, "rounds": rules.rounds, "ceiling": top.how})
     report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
     report.add("matmul", top.flops / 1e9, "GFLOP/s")
     report.add("noise", [noise for entry in entries for noise in entry.noise], "cores")
@@ -100,15 +117,16 @@ def _start(
     return entries, absent
 
 
-def _turn(entry: Entry, task: Task, turn: int, deadline: float) -> None:
+def _turn(entry: Entry, task: Task, turn: int, rules: Rules) -> None:
     done = entry.runs.setdefault(task.name, [])
     slow = bool(done) and done[0].timeline.wall > SLOW
     if slow or task.name in entry.failed or not entry.contender.alive:
         return
-    entry.noise.append(busy_cores(PAUSE))
+    noise = rules.quiet()
+    entry.noise.append(noise)
     try:
-        done.append(entry.contender.run(task.job, deadline))
-        disturbed = f" (disturbed: {entry.noise[-1]:.1f} cores busy)" if entry.noise[-1] > 0.1 else ""
+        done.append(entry.contender.run(task.job, rules.deadline))
+        disturbed = f" (disturbed: {noise:.1f} cores busy)" if noise > QUIET else ""
         _say(f"{task.name} {turn + 1} {entry.name}: {task.rate(done[-1].timeline):,.1f} tok/s{disturbed}")
     except (ContenderFailed, ValueError) as e:
         entry.failed[task.name] = str(e)

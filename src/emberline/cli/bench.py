@@ -43,13 +43,15 @@ def _cpu(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tasks", type=_names, default=[], help="such as prefill_512,decode_8,mix_64 (default: all)")
     p.add_argument("--threads", type=int, default=0, help="0: all cores")
     p.add_argument("--deadline", type=float, default=600.0, help="seconds that one job may take")
+    p.add_argument("--patience", type=float, default=0.0, help="seconds to wait for a quiet machine before each turn")
 
 
 def _run_cpu(args: argparse.Namespace) -> int:
     from emberline.bench import cpu
 
     tasks = args.tasks or list(cpu.TASKS)
-    report = cpu.bench(args.model, args.peers, tasks, args.threads, args.rounds, args.deadline, args.peers_dir)
+    rules = cpu.Rules(args.threads, args.rounds, args.deadline, args.patience)
+    report = cpu.bench(args.model, args.peers, tasks, rules, args.peers_dir)
     report.emit(args.json)
     return 0
 

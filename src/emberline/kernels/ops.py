@@ -219,29 +219,35 @@ def paged_attention(
 def dense_layers(
     x: Tensor,
     stack: DenseStack,
+    keys: Tensor,
+    values: Tensor,
     positions: Tensor,
     slots: Tensor,
     block_tables: Tensor,
     query_start: Tensor,
     context: Tensor,
+    rows: Tensor,
 ) -> Tensor:
-    """The stack's layers on x in place, without the way through Python between their ops."""
+    """The stack's layers without the way through Python between their ops. Overwrites x."""
     first, (tokens, hidden) = stack.layers[0], x.shape
     if first.qkv.layout < 0:
-        return ref.dense_layers(x, stack, positions, slots, block_tables, query_start, context)
-    k, v = first.k_cache, first.v_cache
+        return ref.dense_layers(x, stack, keys, values, positions, slots, block_tables, query_start, context, rows)
     assert positions.dtype == block_tables.dtype == query_start.dtype == context.dtype == torch.int32
-    assert slots.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.k
+    assert slots.dtype == rows.dtype == torch.int64 and x.is_contiguous() and hidden == first.qkv.k
+    assert len(keys) == len(values) == len(stack.layers)
+    size = keys.element_size()
     step = NativeStep(
         stack.cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), block_tables.data_ptr(),
-        query_start.data_ptr(), context.data_ptr(), k.stride(0), v.stride(0), tokens, len(context),
-        block_tables.stride(0), _wide(k), stack.cos_sin.shape[1], v.shape[2], hidden, first.gate_up.n // 2,
-        *stack.heads, stack.eps, stack.scale,
+        query_start.data_ptr(), context.data_ptr(), rows.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        keys.stride(0) * size, values.stride(0) * size, keys.stride(1), values.stride(1), len(rows), tokens,
+        len(context), block_tables.stride(0), _wide(keys[0]), stack.cos_sin.shape[1], values.shape[3], hidden,
+        first.gate_up.n // 2, *stack.heads, stack.eps, stack.scale,
     )  # fmt: skip
     library = describe().library
     assert library is not None
-    library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr())
-    return x
+    y = torch.empty(len(rows), hidden)
+    library.ember_stack(ctypes.byref(step), stack.native, len(stack.layers), x.data_ptr(), y.data_ptr())
+    return y
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
@@ -297,7 +303,7 @@ def _ptr(tensor: Tensor | None) -> int | None:
 
 def _wide(cache: Tensor) -> bool:
     _, _, size, dim = cache.shape
-    assert cache.stride()[1:] == (size * dim, dim, 1) and dim % 8 == 0
+    assert cache.stride()[1:] == (size * dim, dim, 1)
     assert size >= 8 and (64 % size == 0 or size % 64 == 0)
     assert cache.dtype in (torch.bfloat16, torch.float32)
     return cache.dtype == torch.float32

@@ -3,7 +3,7 @@
 All activations are float32. Positions and block tables are int32, slots and ids int64. `k_cache` and `v_cache` are
 [blocks, kv_heads, block_size, head_dim]; inside a block, the K bytes lie as [head_dim][block_size], so that a block is
 already the panel that a product with queries wants. Only these ops look inside a block. block_size divides 64 or is a
-multiple of it, and is at least 8; head_dim is a multiple of 8.
+multiple of it, and is at least 8.
 """
 
 from __future__ import annotations
@@ -126,21 +126,27 @@ def paged_attention(
 def dense_layers(
     x: Tensor,
     stack: DenseStack,
+    keys: Tensor,
+    values: Tensor,
     positions: Tensor,
     slots: Tensor,
     block_tables: Tensor,
     query_start: Tensor,
     context: Tensor,
+    rows: Tensor,
 ) -> Tensor:
-    """Runs the stack on x in place: for each layer the same ops, in the same order, as calling them one by one."""
+    """x through the stack's layers: the same ops in the same order as one by one, in place. `keys` and `values` are the
+    caches of all of them. Only `rows` go on once the last layer's keys are cached: they are the result.
+    """
     heads = stack.heads
-    for layer in stack.layers:
-        k, v = layer.k_cache, layer.v_cache
+    for layer, k, v in zip(stack.layers, keys, values, strict=True):
         qkv = linear(x, layer.qkv, layer.qkv_bias, norm=layer.attention_norm, eps=stack.eps)
         rope_and_cache(
             qkv, positions, stack.cos_sin, k, v, slots, *heads, q_norm=layer.q_norm, k_norm=layer.k_norm, eps=stack.eps
         )
         mixed = paged_attention(qkv, k, v, block_tables, query_start, context, stack.scale, *heads, window=layer.window)
+        if layer is stack.layers[-1]:
+            x, mixed = x[rows], mixed[rows]
         linear(mixed, layer.o, layer.o_bias, add_to=x)
         linear(gate_up_silu(x, layer.gate_up, norm=layer.ffn_norm, eps=stack.eps), layer.down, add_to=x)
     return x

@@ -20,37 +20,34 @@ class DenseLayer:
     ffn_norm: Tensor
     gate_up: PackedWeight
     down: PackedWeight
-    k_cache: Tensor
-    v_cache: Tensor
     qkv_bias: Tensor | None = None
     o_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     window: int = 0
 
+    @property
+    def weights(self) -> tuple[PackedWeight, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
 
 class DenseStack:
-    """Layers of one shape over caches that stay where they are; only the step's tensors change from call to call."""
+    """Layers of one shape, described to the native library once; a step brings its tensors and the cache."""
 
     def __init__(
         self, layers: Sequence[DenseLayer], cos_sin: Tensor, heads: tuple[int, int, int], eps: float, scale: float
     ) -> None:
-        first = layers[0]
-        assert all((x.qkv.layout, x.k_cache.dtype) == (first.qkv.layout, first.k_cache.dtype) for x in layers)
-        assert all(x.k_cache.stride() == first.k_cache.stride() for x in layers)
+        assert len({weight.layout for layer in layers for weight in layer.weights}) == 1
         self.layers, self.cos_sin, self.heads, self.eps, self.scale = tuple(layers), cos_sin, heads, eps, scale
         self.native = (NativeLayer * len(layers))(*map(_native, layers))
 
 
 def _native(layer: DenseLayer) -> NativeLayer:
-    weights = layer.qkv, layer.o, layer.gate_up, layer.down
-    assert all(w.layout == layer.qkv.layout for w in weights) and layer.gate_up.gated
+    assert layer.gate_up.gated
     vectors = layer.qkv_bias, layer.o_bias, layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm
     return NativeLayer(
-        *(ctypes.c_void_p(w.ptr) for w in weights),
+        *(ctypes.c_void_p(w.ptr) for w in layer.weights),
         *(None if v is None else v.data_ptr() for v in vectors),
-        layer.k_cache.data_ptr(),
-        layer.v_cache.data_ptr(),
         layer.qkv.layout,
         layer.window,
     )

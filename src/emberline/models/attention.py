@@ -45,6 +45,10 @@ class Attention:
             head_dim=dim,
         )
 
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: Forward, rows: Tensor | None = None) -> Tensor:
         """Adds to x in place. With `rows`, everything is cached but only those rows go on, in a new tensor."""
         heads = self.heads, self.kv_heads, self.head_dim
@@ -55,9 +59,8 @@ class Attention:
         )
         if rows is not None and not len(rows):
             return x[:0]
-        scale = self.head_dim**-0.5
         mixed = ops.paged_attention(
-            qkv, keys, values, f.block_tables, f.query_start, f.context, scale, *heads, window=self.window
+            qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads, window=self.window
         )
         if rows is not None:
             x, mixed = x[rows], mixed[rows]

@@ -30,6 +30,25 @@ class Layer:
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
         return Layer(Attention.load(config, weights, layer, table), ffn.load(config, weights, layer))
 
+    def dense(self) -> ops.DenseLayer | None:
+        """The same as one of a stack that runs as one op, if its parts allow."""
+        a, ffn = self.attention, self.ffn
+        if not isinstance(ffn, FeedForward) or a.qkv.norm is None:
+            return None
+        return ops.DenseLayer(
+            attention_norm=a.qkv.norm,
+            qkv=a.qkv.weight,
+            o=a.o.weight,
+            ffn_norm=ffn.norm,
+            gate_up=ffn.gate_up,
+            down=ffn.down.weight,
+            qkv_bias=a.qkv.bias,
+            o_bias=a.o.bias,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            window=a.window,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -37,6 +56,7 @@ class Decoder:
     context: int  # positions [0, context) can be computed
     embedding: Tensor | ops.PackedWeight
     layers: tuple[Layer, ...]
+    stack: ops.DenseStack | None  # all the layers as one op
     head: Linear
     dtype: torch.dtype  # of the matrices, and of the cache unless asked otherwise
     weight_bytes: int
@@ -56,6 +76,7 @@ class Decoder:
             context=context,
             embedding=packed if tied else embedding.clone(),
             layers=layers,
+            stack=_stack(layers),
             head=Linear(packed, norm=norm, eps=config.norm_eps),
             dtype=layers[0].attention.qkv.weight.dtype,
             weight_bytes=weights.taken_bytes,
@@ -65,11 +86,29 @@ class Decoder:
     def forward(self, f: Forward) -> Tensor:
         """Logits [S, vocab] float32 of f.logit_rows. Keys and values of all T tokens are written to the cache."""
         x = ops.embed(f.tokens, self.embedding)
+        x = self._one_by_one(x, f) if self.stack is None else self._at_once(self.stack, x, f)
+        return self.head(x) if len(x) else x.new_empty(0, self.config.vocab)
+
+    def _at_once(self, stack: ops.DenseStack, x: Tensor, f: Forward) -> Tensor:
+        batch = f.positions, f.slots, f.block_tables, f.query_start, f.context
+        return ops.dense_layers(x, stack, f.keys, f.values, *batch, f.logit_rows)
+
+    def _one_by_one(self, x: Tensor, f: Forward) -> Tensor:
         last = self.layers[-1]
         for layer, keys, values in zip(self.layers, f.keys.unbind(), f.values.unbind(), strict=True):
             # Rows whose logits nobody wants are dropped as soon as their keys are cached for the last time.
             x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
             if not len(x):
-                return x.new_empty(0, self.config.vocab)
+                return x
             x = layer.ffn(x)
-        return self.head(x)
+        return x
+
+
+def _stack(layers: tuple[Layer, ...]) -> ops.DenseStack | None:
+    """None if a layer has a part of another kind, or weights differ in layout, or torch computes it all anyway."""
+    dense = [one for layer in layers if (one := layer.dense()) is not None]
+    layouts = {weight.layout for layer in dense for weight in layer.weights}
+    if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
+        return None
+    a = layers[0].attention
+    return ops.DenseStack(dense, a.cos_sin, (a.heads, a.kv_heads, a.head_dim), a.eps, a.scale)

@@ -1,8 +1,8 @@
-// Weights lie as [panel][k / 32][2] tiles: a tile is 16 pairs of k by 16 columns, and a panel's step over 32 of k is two of them,
-// 2 KiB read front to back. Inputs lie as [row / 16][k / 32] tiles of 16 rows by 32 of k. Both are padded with zeros along k.
+// Weights lie as [panel][k / 32][2] tiles: a tile is 16 pairs of k by 16 columns, and a panel's step over 32 of k is two of
+// them, 2 KiB read front to back. Inputs lie as [row / 16][k / 32] tiles of 16 rows by 32 of k. Zeros pad both along k.
 //
 // A step adds 32 products to a sum in an order the instruction fixes, and the steps follow one another in k's order. So an
-// output's bits depend on its own row and column only, as everywhere in the house: a sum set aside in memory comes back the same.
+// output's bits depend on its own row and column only, as everywhere in the house: a sum set aside comes back the same.
 #include "amx.h"
 
 #if EMBER_AMX
@@ -63,7 +63,7 @@ private:
     int upper_ = 0, lower_ = 0;
 };
 
-// `steps` steps of one block: `a` is its upper row of tiles, `lower` numbers before the next; `b` the panel's. Sums are [rows][32].
+// `steps` steps of one block: `a` is its upper row of tiles, the lower is `lower` numbers on; `b` is the panel's.
 template <bool Tall>
 void multiply(const bf16* a, long lower, const bf16* b, long steps, float* sums, bool fresh, bool fetch) {
     constexpr long stride = kPanel * sizeof(float), width = kDepth * sizeof(bf16);

@@ -120,39 +120,79 @@ inline void soften(float* score, int from, int to, float& top, float& sum) {
     sum = total(all);
 }
 
+// A tile's keys and values, widened: for many rows.
+struct Widened {
+    const Attention& op;
+    const float *keys, *values;
+
+    void scores(int rows, const float* query, int seen, float* score) const {
+        for (int j = 0; j < seen; j += kPanel)
+            run_tile(rows, Product<float>{query, op.dim, keys + j * op.dim, kPanel, op.dim, score + j, kTile});
+    }
+    void mix(int rows, const float* score, int seen, float* value) const {
+        int padded = op.padded();
+        for (int d = 0; d < padded; d += kPanel)
+            run_tile(rows, Product<float>{score, kTile, values + d, padded, seen, value + d, padded});
+    }
+};
+
+// The same as they lie in the cache, which saves a copy: for few rows. Blocks and heads must be whole panels. A sum over
+// values crosses blocks, so each goes on with the chain of the one before, as if there were no blocks: kTile is in a span.
+template <class B>
+struct InPlace {
+    const Attention& op;
+    const Unit& unit;
+    int start;
+
+    static bool fits(const Attention& op) { return op.block_size % kPanel == 0 && op.dim % kPanel == 0; }
+
+    void scores(int rows, const float* query, int seen, float* score) const {
+        each_run<B>(op, unit, start, seen, [&](const B* k, const B*, int done) {
+            run_tile(rows, Product<B>{query, op.dim, k, op.block_size, op.dim, score + done, kTile});
+        });
+    }
+    void mix(int rows, const float* score, int seen, float* value) const {
+        each_run<B>(op, unit, start, seen, [&](const B*, const B* v, int done) {
+            int count = std::min(kPanel, seen - done);
+            for (int d = 0; d < op.dim; d += kPanel)
+                run_tile(rows, Product<B>{score + done, kTile, v + d, op.dim, count, value + d, op.dim, done ? kChain : kFresh});
+        });
+    }
+};
+static_assert(kTile <= kSpan);
+
 // One block of rows against one tile.
-void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int start, const float* queries, const float* keys,
-                 const float* values, Partial& to) {
-    int group = op.group(), padded = op.padded();
+template <class Tile>
+void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int start, const float* queries, const Tile& tile,
+                 Partial& to) {
+    int group = op.group();
     int newest = unit.position + (first + rows - 1) / group, seen = std::min(kTile, newest + 1 - start);
-    float* value = to.value + long(first) * padded;
     float* score = scratch(kScores, long(kRows) * kTile);
-    const float* query = queries + long(first) * op.dim;
-    for (int j = 0; j < seen; j += kPanel)
-        run_tile(rows, Product<float>{query, op.dim, keys + j * op.dim, kPanel, op.dim, score + j, kTile});
+    tile.scores(rows, queries + long(first) * op.dim, seen, score);
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
         int from = op.window ? std::clamp(position + 1 - op.window - start, 0, kTile) : 0;
         int until = std::clamp(position + 1 - start, 0, kTile);
         soften(score + r * kTile, std::min(from, until), until, to.top[first + r], to.sum[first + r]);
     }
-    for (int d = 0; d < padded; d += kPanel)
-        run_tile(rows, Product<float>{score, kTile, values + d, padded, seen, value + d, padded});
+    tile.mix(rows, score, seen, to.value + long(first) * op.padded());
 }
 
 template <class B>
-void attend(const Attention& op, const Unit& unit, int tile, const float* queries, Partial to) {
-    int start = tile * kTile, group = op.group(), newest = unit.position + (unit.rows - 1) / group;
+void attend(const Attention& op, const Unit& unit, int number, const float* queries, Partial to) {
+    int start = number * kTile, group = op.group(), newest = unit.position + (unit.rows - 1) / group;
+    RowBlocks blocks(unit.rows);
+    bool in_place = blocks.count == 1 && InPlace<B>::fits(op);
     float* keys = scratch(kKeys, long(op.dim) * kTile);
     float* values = scratch(kValues, long(op.padded()) * kTile);
-    gather<B>(op, unit, start, std::min(kTile, newest + 1 - start), keys, values);
+    if (!in_place) gather<B>(op, unit, start, std::min(kTile, newest + 1 - start), keys, values);
     prefetch<B>(op, unit, start + kTile, std::min(kTile, newest + 1 - start - kTile));
-    RowBlocks blocks(unit.rows);
     for (int b = 0; b < blocks.count; b++) {
         int first = blocks.start(b), rows = blocks.size(b);
         int last = unit.position + (first + rows - 1) / group, oldest = unit.position + first / group + 1 - op.window;
         if (start > last || (op.window && start + kTile <= oldest)) std::fill_n(to.top + first, rows, kHidden);
-        else attend_rows(op, unit, first, rows, start, queries, keys, values, to);
+        else if (in_place) attend_rows(op, unit, first, rows, start, queries, InPlace<B>{op, unit, start}, to);
+        else attend_rows(op, unit, first, rows, start, queries, Widened{op, keys, values}, to);
     }
 }
 

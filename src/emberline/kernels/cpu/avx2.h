@@ -12,6 +12,8 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 6;       // rows of the largest tile: 12 sums of 16 registers
 constexpr int kShortRows = 6;  // every tile spans the panel
 constexpr int kTallVecs = 2;
+constexpr int kSpan = 32;      // products added up in one chain, as on AVX-512
+constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 using Vec = __m256;
 using Quad = const float*;
@@ -61,5 +63,7 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
 }
 
 inline void widen8(const bf16* from, float* to) { store(to, load_wide(from)); }
+
+inline void keep_together(Vec*) {}
 
 }  // namespace ember

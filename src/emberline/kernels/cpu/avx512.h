@@ -12,6 +12,8 @@ constexpr int kVecs = 2;        // vectors across a panel
 constexpr int kRows = 12;       // rows of the largest tile: 24 sums of 32 registers
 constexpr int kShortRows = 12;  // every tile spans the panel
 constexpr int kTallVecs = 2;
+constexpr int kSpan = 32;       // products added up in one chain; 128 erred over twice as much as torch does here
+constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 using Vec = __m512;
 using Quad = const float*;
@@ -56,5 +58,7 @@ inline void widen8(const bf16* from, float* to) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16)));
 }
+
+inline void keep_together(Vec*) {}
 
 }  // namespace ember

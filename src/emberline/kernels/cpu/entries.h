@@ -9,7 +9,6 @@ enum Layout { kBf16, kF32, kAmx };  // packed.py has the same numbers
 struct Layer {
     const void *qkv, *o, *gate_up, *down;
     const float *qkv_bias, *o_bias, *attention_norm, *ffn_norm, *q_norm, *k_norm;
-    void *keys, *values;
     int layout, window;
 };
 
@@ -18,8 +17,10 @@ struct Step {
     const int* positions;
     const long* slots;
     const int *tables, *query_start, *context;
-    long key_stride, value_stride;
-    int tokens, sequences, table_stride, wide, rotary, block_size, hidden, ffn, q_heads, kv_heads, dim;
+    const long* rows;     // that go on after the last layer's keys are cached
+    char *keys, *values;  // of the first layer
+    long key_layer_bytes, value_layer_bytes, key_stride, value_stride;  // from a layer to the next, from a block to the next
+    int wanted, tokens, sequences, table_stride, wide, rotary, block_size, hidden, ffn, q_heads, kv_heads, dim;
     float eps, scale;
 };
 

@@ -18,12 +18,15 @@ static_assert(kVecs % 2 == 0, "panels are loaded in pairs of vectors");
 
 inline void widen8(const float* from, float* to) { std::memcpy(to, from, 8 * sizeof(float)); }
 
-// Widens `rows` rows of `count` numbers, a multiple of 8. Rows that adjoin on both sides are one long row.
+// Widens `rows` rows of `count` numbers. Rows that adjoin on both sides are one long row.
 template <class B>
 inline void widen_rows(const B* from, long from_stride, long rows, long count, float* to, long to_stride) {
     if (from_stride == count && to_stride == count) count *= rows, rows = 1;
-    for (long r = 0; r < rows; r++, from += from_stride, to += to_stride)
-        for (long i = 0; i < count; i += 8) widen8(from + i, to + i);
+    for (long r = 0; r < rows; r++, from += from_stride, to += to_stride) {
+        long i = 0;
+        for (; i + 8 <= count; i += 8) widen8(from + i, to + i);
+        for (; i < count; i++) to[i] = widen(from[i]);
+    }
 }
 
 }  // namespace ember

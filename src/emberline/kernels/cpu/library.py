@@ -15,7 +15,6 @@ class NativeLayer(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "o", "gate_up", "down")),
         *((name, POINTER) for name in ("qkv_bias", "o_bias", "attention_norm", "ffn_norm", "q_norm", "k_norm")),
-        *((name, POINTER) for name in ("keys", "values")),
         *((name, INT) for name in ("layout", "window")),
     )
 
@@ -25,8 +24,9 @@ class NativeStep(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("cos_sin", "positions", "slots", "tables", "query_start", "context")),
-        *((name, LONG) for name in ("key_stride", "value_stride")),
-        *((name, INT) for name in ("tokens", "sequences", "table_stride", "wide", "rotary", "block_size")),
+        *((name, POINTER) for name in ("rows", "keys", "values")),
+        *((name, LONG) for name in ("key_layer_bytes", "value_layer_bytes", "key_stride", "value_stride")),
+        *((name, INT) for name in ("wanted", "tokens", "sequences", "table_stride", "wide", "rotary", "block_size")),
         *((name, INT) for name in ("hidden", "ffn", "q_heads", "kv_heads", "dim")),
         *((name, FLOAT) for name in ("eps", "scale")),
     )
@@ -42,7 +42,7 @@ ENTRIES = {
     "ember_rms_norm": "ppfiip",
     "ember_rope": "pppippfppillpiiiii",
     "ember_attention": "pppillpippifiiiiip",
-    "ember_stack": "ppip",
+    "ember_stack": "ppipp",
     "ember_sample": "piipppppp",
     "ember_log_probs": "piipipppp",
     "ember_bitmask": "pipipi",

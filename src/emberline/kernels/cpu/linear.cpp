@@ -11,7 +11,8 @@
 namespace ember {
 namespace {
 
-constexpr int kChunk = 5 * kSpan;            // k of one widened piece of a panel: it and its inputs stay in L1
+constexpr int kChunk = 640;                  // k of one widened piece of a panel: it and its inputs stay in L1
+static_assert(kChunk % kSpan == 0, "a cut anywhere else would show in the bits");
 constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
 constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
 
@@ -73,7 +74,7 @@ void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inpu
                 int row = blocks.start(block);
                 const float* a = in.rows + row * in.stride + at;
                 float* c = sums + (row - first) * kPanel;
-                run_tile(blocks.size(block), Product<float>{a, in.stride, wide, kPanel, length, c, kPanel, at == 0});
+                run_tile(blocks.size(block), Product<float>{a, in.stride, wide, kPanel, length, c, kPanel, at ? kSpans : kFresh});
             }
         }
     }

@@ -31,8 +31,11 @@ inline void finish(const Linear& op, long panel, int first, int rows, const floa
     if (op.mode == kGated) {
         long width = op.n / 2, at = panel * half;
         int columns = int(std::min<long>(half, width - at));
-        for (int r = 0; r < rows; r++, sums += kPanel)
-            for (int j = 0; j < columns; j++) op.y[(first + r) * width + at + j] = silu(sums[j]) * sums[half + j];
+        for (int r = 0; r < rows; r++, sums += kPanel) {
+            float gated[half];
+            for (int j = 0; j < half; j++) gated[j] = silu(sums[j]) * sums[half + j];
+            std::copy_n(gated, columns, op.y + (first + r) * width + at);
+        }
         return;
     }
     long at = panel * kPanel;

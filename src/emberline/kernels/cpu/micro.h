@@ -8,7 +8,7 @@
 
 namespace ember {
 
-constexpr int kSpan = 128;
+enum Start { kFresh, kSpans, kChain };
 
 template <class B>
 struct Product {
@@ -19,7 +19,8 @@ struct Product {
     int k;
     float* c;  // rows of sums, ldc apart
     long ldc;
-    bool fresh = true;  // c starts from zero; otherwise this continues it
+    // What c holds before: nothing; whole spans, to which these are added; or the chain of a span that goes on here.
+    Start start = kFresh;
 };
 
 // `rows` inputs times one panel: few rows take it at full width, many in narrower tiles that fill the registers better.

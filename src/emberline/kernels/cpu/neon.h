@@ -12,6 +12,11 @@ constexpr int kVecs = 4;       // vectors across a panel
 constexpr int kRows = 8;       // rows of the largest tile
 constexpr int kShortRows = 4;  // up to so many rows, a tile spans the panel; above, kTallVecs. Always 16 sums of 32 registers,
 constexpr int kTallVecs = 2;   // which measures faster than 24: 8 x 8 reaches the multiply-add peak, 6 x 16 nine tenths of it
+constexpr int kSpan = 128;     // products added up in one chain; 64 would err less and be 3 % slower
+
+// Widened weights held at once. On a Neoverse N1, n widenings in a row between multiply-adds took n / 2 + 2 cycles, and spread
+// out among them about one each: as if one could not finish in the same cycle as an earlier multiply-add. So: long runs.
+constexpr int bunch(int sums) { return sums <= 8 ? 16 : 8; }
 
 using Vec = float32x4_t;
 using Quad = float32x4_t;  // four consecutive inputs, each multiplied by lane
@@ -45,6 +50,10 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
     uint16x8_t both = vld1q_u16(&p->bits), none = vdupq_n_u16(0);
     low = vreinterpretq_f32_u16(vzip1q_u16(none, both));
     high = vreinterpretq_f32_u16(vzip2q_u16(none, both));
+}
+
+inline __attribute__((always_inline)) void keep_together(Vec* w) {  // eight; the compiler would spread them out
+    asm volatile("" : "+w"(w[0]), "+w"(w[1]), "+w"(w[2]), "+w"(w[3]), "+w"(w[4]), "+w"(w[5]), "+w"(w[6]), "+w"(w[7]));
 }
 
 inline void widen8(const bf16* from, float* to) {

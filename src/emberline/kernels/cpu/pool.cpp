@@ -36,16 +36,18 @@ public:
 
     int size() const { return int(workers_.size()) + 1; }
 
-    void run(long items, const Body& body) {
-        if (workers_.empty() || items <= 1) return items ? body(0, items) : void();
+    void run(long items, Body body) {
+        if (workers_.empty() || items <= 1) return items ? body.call(body.object, 0, items) : void();
         std::lock_guard lock(turn_);
-        body_ = &body;
+        body_ = body;
         items_ = items;
         next_.store(0, std::memory_order_relaxed);
-        busy_.store(int(workers_.size()), std::memory_order_relaxed);
+        open_.store(true, std::memory_order_release);
         begin();
         take();
-        for (int spins = 0; busy_.load(std::memory_order_acquire); spins++)
+        // Only workers that came in are waited for: one the system has not scheduled yet must not hold up the rest.
+        open_.store(false, std::memory_order_seq_cst);
+        for (int spins = 0; inside_.load(std::memory_order_seq_cst); spins++)
             if (spins < 4000) pause();
             else std::this_thread::yield();
     }
@@ -61,7 +63,7 @@ private:
         while (at < items_) {
             long piece = std::max(1L, (items_ - at) / share);
             if (!next_.compare_exchange_weak(at, at + piece, std::memory_order_relaxed)) continue;
-            (*body_)(at, at + piece);
+            body_.call(body_.object, at, at + piece);
             at = next_.load(std::memory_order_relaxed);
         }
     }
@@ -70,32 +72,34 @@ private:
         for (;;) {
             seen = await(seen);
             if (stop_) return;
-            take();
-            busy_.fetch_sub(1, std::memory_order_release);
+            inside_.fetch_add(1, std::memory_order_seq_cst);
+            if (open_.load(std::memory_order_seq_cst)) take();
+            inside_.fetch_sub(1, std::memory_order_release);
         }
     }
 
     uint32_t await(uint32_t seen) {
         using namespace std::chrono;
-        auto until = steady_clock::now() + microseconds(50);
+        auto until = steady_clock::now() + microseconds(100);
         do {
             for (int i = 0; i < 64; i++, pause())
-                if (epoch_.load(std::memory_order_acquire) != seen) return seen + 1;
+                if (uint32_t now = epoch_.load(std::memory_order_acquire); now != seen) return now;
         } while (steady_clock::now() < until);
         asleep_.fetch_add(1, std::memory_order_seq_cst);
         epoch_.wait(seen, std::memory_order_seq_cst);
         asleep_.fetch_sub(1, std::memory_order_relaxed);
-        return seen + 1;
+        return epoch_.load(std::memory_order_acquire);
     }
 
     std::mutex turn_;
     std::vector<std::thread> workers_;
-    const Body* body_ = nullptr;
+    Body body_{};
     long items_ = 0;
-    bool stop_ = false;
+    std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     alignas(64) std::atomic<long> next_{0};
-    alignas(64) std::atomic<int> busy_{0};
+    alignas(64) std::atomic<bool> open_{false};
+    alignas(64) std::atomic<int> inside_{0};
     alignas(64) std::atomic<int> asleep_{0};
 };
 
@@ -113,7 +117,7 @@ struct Free {
 
 void set_threads(int threads) { pool().resize(threads); }
 int threads() { return pool().size(); }
-void parallel(long items, const Body& body) { pool().run(items, body); }
+void run_parallel(long items, Body body) { pool().run(items, body); }
 
 float* scratch(Slot slot, long floats) {
     thread_local std::unique_ptr<float, Free> held[kSlots];

@@ -10,6 +10,8 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 4;       // rows of the largest tile
 constexpr int kShortRows = 4;  // every tile spans the panel
 constexpr int kTallVecs = 2;
+constexpr int kSpan = 32;      // products added up in one chain, as on AVX-512
+constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(16)));
@@ -46,5 +48,7 @@ inline void load_pair(const B* p, Vec& low, Vec& high) {
 inline void widen8(const bf16* from, float* to) {
     for (int i = 0; i < 8; i++) to[i] = widen(from[i]);
 }
+
+inline void keep_together(Vec*) {}
 
 }  // namespace ember

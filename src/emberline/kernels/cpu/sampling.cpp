@@ -12,15 +12,23 @@ namespace {
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-int argmax(const float* x, int n) {  // the lowest id among equals
+float largest(const float* x, int n) {  // NaN aside
     float lane[16];
     std::fill_n(lane, 16, kNever);
     int i = 0;
     for (; i + 16 <= n; i += 16)
         for (int j = 0; j < 16; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
-    float most = *std::max_element(lane, lane + 16);
-    for (; i < n; i++) most = std::max(most, x[i]);
-    for (i = 0; i < n; i++)
+    for (; i < n; i++) lane[0] = x[i] > lane[0] ? x[i] : lane[0];
+    return *std::max_element(lane, lane + 16);
+}
+
+int argmax(const float* x, int n) {  // the lowest id among equals: in the first block that has it
+    constexpr int kBlock = 1024;
+    float most = kNever;
+    int i = 0;
+    for (int at = 0; at < n; at += kBlock)
+        if (float here = largest(x + at, std::min(kBlock, n - at)); here > most) most = here, i = at;
+    for (; i < n; i++)
         if (x[i] == most) return i;
     return 0;
 }

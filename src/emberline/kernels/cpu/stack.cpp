@@ -1,23 +1,43 @@
 // Consecutive dense decoder layers in one call. Each layer is the same ops Python would have called, in the same order, so
 // the bits are the same; what is saved is the way through Python between them, during which the other threads wait.
+#include <algorithm>
+
 #include "entries.h"
 #include "pool.h"
 
-extern "C" void ember_stack(const Step* step, const Layer* layers, int count, float* x) {
-    using namespace ember;
+using namespace ember;
+
+namespace {
+
+void gather(const float* from, const long* rows, int count, int width, float* to) {
+    for (int i = 0; i < count; i++) std::copy_n(from + rows[i] * width, width, to + long(i) * width);
+}
+
+}  // namespace
+
+extern "C" void ember_stack(const Step* step, const Layer* layers, int count, float* x, float* out) {
     const Step& s = *step;
-    int q = s.q_heads * s.dim, width = q + 2 * s.kv_heads * s.dim;
-    float* qkv = scratch(kQkv, long(s.tokens) * width);
-    float* mixed = scratch(kMixed, long(s.tokens) * q);
-    float* gated = scratch(kGate, long(s.tokens) * s.ffn);
-    for (const Layer* l = layers; l < layers + count; l++) {
-        ember_linear(x, l->qkv, l->layout, s.tokens, width, s.hidden, l->qkv_bias, l->attention_norm, s.eps, qkv, kStore);
-        ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l->q_norm, l->k_norm, s.eps, l->keys, l->values, s.wide, s.key_stride,
-                   s.value_stride, s.slots, s.tokens, s.q_heads, s.kv_heads, s.dim, s.block_size);
-        ember_attention(qkv, l->keys, l->values, s.wide, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
-                        s.context, s.sequences, s.scale, l->window, s.q_heads, s.kv_heads, s.dim, s.block_size, mixed);
-        ember_linear(mixed, l->o, l->layout, s.tokens, s.hidden, q, l->o_bias, nullptr, 0.0f, x, kAdd);
-        ember_linear(x, l->gate_up, l->layout, s.tokens, 2 * s.ffn, s.hidden, nullptr, l->ffn_norm, s.eps, gated, kGated);
-        ember_linear(gated, l->down, l->layout, s.tokens, s.hidden, s.ffn, nullptr, nullptr, 0.0f, x, kAdd);
+    int q = s.q_heads * s.dim, width = q + 2 * s.kv_heads * s.dim, tokens = s.tokens;
+    float* qkv = scratch(kQkv, long(tokens) * width);
+    float* mixed = scratch(kMixed, long(tokens) * q);
+    float* gated = scratch(kGate, long(tokens) * s.ffn);
+    for (int i = 0; i < count; i++) {
+        const Layer& l = layers[i];
+        void *keys = s.keys + i * s.key_layer_bytes, *values = s.values + i * s.value_layer_bytes;
+        ember_linear(x, l.qkv, l.layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
+        ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.wide, s.key_stride,
+                   s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size);
+        bool last = i == count - 1;
+        if (last && !s.wanted) return;
+        ember_attention(qkv, keys, values, s.wide, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
+                        s.context, s.sequences, s.scale, l.window, s.q_heads, s.kv_heads, s.dim, s.block_size, mixed);
+        if (last) {
+            gather(x, s.rows, s.wanted, s.hidden, out);
+            gather(mixed, s.rows, s.wanted, q, qkv);  // which has served
+            x = out, mixed = qkv, tokens = s.wanted;
+        }
+        ember_linear(mixed, l.o, l.layout, tokens, s.hidden, q, l.o_bias, nullptr, 0.0f, x, kAdd);
+        ember_linear(x, l.gate_up, l.layout, tokens, 2 * s.ffn, s.hidden, nullptr, l.ffn_norm, s.eps, gated, kGated);
+        ember_linear(gated, l.down, l.layout, tokens, s.hidden, s.ffn, nullptr, nullptr, 0.0f, x, kAdd);
     }
 }

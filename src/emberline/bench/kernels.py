@@ -1,0 +1,205 @@
+"""`python -m emberline.bench.kernels`: the kernels alone, with random weights, and a whole forward of them.
+
+A linear layer stands beside torch: in bf16 where ours takes bf16 inputs (AMX), plain and with weights laid out by
+oneDNN; elsewhere in float32, which is what ours computes in. Up to FEW rows walk so many copies of the weight that none
+is in the cache, as between two steps of a model; with more rows the arithmetic decides. Needs torch, numpy and a
+compiler, but no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from emberline.bench import ceiling
+from emberline.bench.ceiling import Ceiling, Cost
+from emberline.bench.machine import llc_bytes
+from emberline.bench.report import Report
+from emberline.core.config import core_count
+from emberline.kernels import ops
+from emberline.kernels.packed import Layout
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
+from emberline.models.forward import Forward
+
+Work = Callable[[], object]
+
+SECONDS, LEAST, MOST = 0.1, 3, 100  # of one figure: time, and rounds
+FEW = 16
+ROWS = (1, 8, 16, 64, 512, 2048)
+LINEARS = {  # rows and columns of the weights: SmolLM2-135M, then one of an 8B Llama
+    "qkv": (960, 576),
+    "o": (576, 576),
+    "gate_up": (3072, 576),
+    "down": (576, 1536),
+    "head": (49152, 576),
+    "8b_o": (4096, 4096),
+}
+MOST_FLOP = 30e9  # a product beyond this tells nothing new
+STEPS = {  # sequences, new tokens of each, and tokens before them
+    "decode_1": (1, 1, 128),
+    "decode_8": (8, 1, 128),
+    "decode_16": (16, 1, 128),
+    "prefill_512": (1, 512, 0),
+    "prefill_2048": (1, 2048, 0),
+}
+BLOCK = 16
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+}
+
+
+class RandomWeights:
+    """In the place of models.Weights: any matrix asked for."""
+
+    taken_bytes = 0
+
+    def has(self, name: str) -> bool:
+        return "lm_head" not in name and "bias" not in name
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return torch.ones(size)
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        self.taken_bytes += 2 * rows * columns
+        return torch.randn(rows, columns).mul_(columns**-0.5).to(torch.bfloat16)
+
+
+def bench(threads: int) -> Report:
+    backend = ops.start(threads=threads)
+    top = ceiling.measure(threads)  # leaves torch with as many threads
+    report = Report("kernels", {"threads": threads, "backend": str(backend), "ceiling": top.how})
+    report.add("read_bandwidth", top.bandwidth / 1e9, "GB/s")
+    report.add("matmul", top.flops / 1e9, "GFLOP/s")
+    _steps(report, top)
+    for name, (n, k) in LINEARS.items():
+        _linears(report, name, n, k, top)
+        print(f"{name}: done", file=sys.stderr, flush=True)
+    return report
+
+
+def _linears(report: Report, name: str, n: int, k: int, top: Ceiling) -> None:
+    weight = torch.randn(n, k).to(torch.bfloat16)
+    packed = ops.pack_linear(weight, gated=name == "gate_up")
+    copies = -(-max(1 << 28, llc_bytes() * 3 // 2) // weight.nbytes)
+    ours = [packed] + [replace(packed, data=data, ptr=data.data_ptr()) for data in _copies(packed.data, copies)]
+    for m in ROWS:
+        flop, some = 2.0 * m * n * k, copies if m <= FEW else 1
+        if flop > MOST_FLOP:
+            continue
+        x, norm = torch.randn(m, k), torch.ones(k)
+        y = torch.empty(m, n // 2 if packed.gated else n)
+
+        def mine(w: ops.PackedWeight, x: Tensor = x, norm: Tensor = norm, y: Tensor = y) -> object:
+            return ops.gate_up_silu(x, w, norm=norm, eps=1e-5, out=y) if w.gated else ops.linear(x, w, out=y)
+
+        seconds = _times(lambda some=some, mine=mine: [mine(w) for w in ours[:some]])  # type: ignore[misc]
+        theirs = {who: min(_times(work)) / some for who, work in _torch(x, weight, some, packed.layout)}
+        limit = max(flop / top.flops, weight.nbytes / top.bandwidth if m <= FEW else 0.0)
+        label = f"{name}_{m}"
+        report.add(label, [s / some * 1e6 for s in seconds], "us", peer=min(theirs.values()) * 1e6, limit=limit * 1e6)
+        for who, best in theirs.items():
+            report.add(f"{label}/{who}", best * 1e6, "us")
+
+
+def _torch(x: Tensor, weight: Tensor, copies: int, layout: Layout) -> Iterator[tuple[str, Work]]:
+    """torch's ways to the same product, one set of weights at a time in memory."""
+    if layout is not Layout.AMX:
+        wide = [weight.float() for _ in range(max(1, copies // 2))] * (2 if copies > 1 else 1)
+        yield "torch_fp32", lambda: [linear(x, w) for w in wide[:copies]]
+        return
+    inputs = x.to(torch.bfloat16)
+    plain = [weight, *_copies(weight, copies)]
+    yield "torch_bf16", lambda: [linear(inputs, w) for w in plain]
+    mkldnn = torch.ops.mkldnn
+    try:
+        ready = [mkldnn._reorder_linear_weight(weight.to_mkldnn(), len(x)) for _ in range(copies)]
+        mkldnn._linear_pointwise(inputs, ready[0], None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return  # a torch without oneDNN
+    yield "onednn", lambda: [mkldnn._linear_pointwise(inputs, w, None, "none", [], "") for w in ready]
+
+
+def _steps(report: Report, top: Ceiling) -> None:
+    config = ModelConfig.from_hf(SMOLLM2)
+    model = Decoder.load(config, RandomWeights(), 4096, "random")  # type: ignore[arg-type]
+    blocks = max(1 + batch * -(-(new + before) // BLOCK) for batch, new, before in STEPS.values())
+    keys = torch.zeros(config.layers, blocks, config.kv_heads, BLOCK, config.head_dim, dtype=torch.bfloat16)
+    values, cost = keys.clone(), Cost.of(config)
+    for name, (batch, new, before) in STEPS.items():
+        step = _forward(batch, new, before, config.vocab, keys, values)
+        rates = [batch * new / seconds for seconds in _times(lambda step=step: model.forward(step))]  # type: ignore[misc]
+        limit = cost.prefill_limit(top, new) if new > 1 else cost.decode_limit(top, batch, before)
+        report.add(name, rates, "tok/s", limit=limit)
+        report.add(f"{name}_attention", _attention_ms(step, config), "ms")
+
+
+def _attention_ms(step: Forward, config: ModelConfig) -> list[float]:
+    """Of a step's layers together. All of them read one layer's cache, which prefill would find in the cache anyway."""
+    heads = (config.heads, config.kv_heads, config.head_dim)
+    qkv = torch.randn(len(step.tokens), (heads[0] + 2 * heads[1]) * heads[2])
+    where = step.keys[0], step.values[0], step.block_tables, step.query_start, step.context
+    return [config.layers * s * 1e3 for s in _times(lambda: ops.paged_attention(qkv, *where, heads[2] ** -0.5, *heads))]
+
+
+def _forward(batch: int, new: int, before: int, vocab: int, keys: Tensor, values: Tensor) -> Forward:
+    per = -(-(new + before) // BLOCK)
+    tables = torch.arange(1, 1 + batch * per, dtype=torch.int32).view(batch, per)
+    at = torch.arange(before, before + new).repeat(batch, 1)
+    return Forward(
+        tokens=torch.randint(vocab, (batch * new,)),
+        positions=at.flatten().int(),
+        slots=(tables.gather(1, at // BLOCK).long() * BLOCK + at % BLOCK).flatten(),
+        query_start=torch.arange(0, batch * new + 1, new).int(),
+        context=torch.full((batch,), before).int(),
+        block_tables=tables,
+        logit_rows=torch.arange(new - 1, batch * new, new),
+        keys=keys,
+        values=values,
+    )
+
+
+def _copies(of: Tensor, count: int) -> list[Tensor]:
+    return [of.clone() for _ in range(count - 1)]
+
+
+def _times(work: Work) -> list[float]:
+    work()
+    times: list[float] = []
+    while len(times) < LEAST or (sum(times) < SECONDS and len(times) < MOST):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m emberline.bench.kernels", description=__doc__)
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    args = parser.parse_args()
+    bench(args.threads or core_count()).emit(args.json)
+
+
+if __name__ == "__main__":
+    main()
