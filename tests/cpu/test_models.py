@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.packed import Layout
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
 from emberline.models.loader import load
@@ -87,9 +88,9 @@ def prompts(*lengths: int, vocab: int = 131) -> list[list[int]]:
     return [[chooser.randrange(vocab) for _ in range(length)] for length in lengths]
 
 
-def oracle(directory: Path, tokens: list[list[int]]) -> list[Tensor]:
+def oracle(directory: Path, tokens: list[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        directory, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     with torch.inference_mode():
@@ -181,7 +182,12 @@ def test_narrow_weights_are_only_rounded(narrow: torch.dtype, kept: torch.dtype,
     exact = load(tiny.write_tensors(tmp_path / "wide", tiny.CONFIGS["llama"], wide))
     assert (model.dtype, exact.dtype) == (kept, torch.float32)
     tokens = prompts(20)
-    assert_close([Cache(model, tokens).step([20])], [Cache(exact, tokens).step([20])])
+    ours, wanted = Cache(model, tokens).step([20]), Cache(exact, tokens).step([20])
+    if model.head.weight.layout is Layout.AMX:  # it rounds activations as well, though fewer than bf16 does elsewhere
+        (theirs,) = oracle(tmp_path / "narrow", tokens, narrow)
+        assert (ours - wanted).abs().max() <= 2 * (theirs.float() - wanted).abs().max()
+    else:
+        assert_close([ours], [wanted])
 
 
 def test_casting_rounds_the_matrices(tmp_path: Path) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from emberline.core.config import EngineConfig, SchedulerConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.engine.engine import Engine
-from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
 from emberline.models.loader import DTYPES, load
+
+if TYPE_CHECKING:
+    from emberline.engine.grammar import GrammarCompiler
 
 CONTEXTS_KEPT = 8  # by default the cache has room for so many full contexts, memory permitting
 
@@ -54,7 +57,13 @@ def boot(config: EngineConfig) -> Loaded:
     )
     eos = frozenset(model.config.eos)
     tokenizer = Path(config.model) / "tokenizer.json"
-    runner = TorchRunner(model, cache, eos, lambda: GrammarCompiler(tokenizer, model.config.vocab, sorted(eos)))
+
+    def grammars() -> GrammarCompiler:
+        from emberline.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(tokenizer, model.config.vocab, sorted(eos))
+
+    runner = TorchRunner(model, cache, eos, grammars)
     scheduler = SchedulerConfig(
         block_size=config.block_size,
         max_batch_tokens=max(config.max_batch_tokens, config.max_running),

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.batch import build
-from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.sampler import Sampler
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from emberline.engine.grammar import GrammarCompiler
 
 
 class TorchRunner:

@@ -7,6 +7,7 @@ after preemption, and on another worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.plan import Admission, Sampled, TokenLogprob
-from emberline.engine.grammar import GrammarCompiler, Matcher
 from emberline.kernels import ops
+
+if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
+    from emberline.engine.grammar import GrammarCompiler, Matcher
 
 
 class Row:

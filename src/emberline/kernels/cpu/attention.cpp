@@ -151,15 +151,17 @@ struct InPlace {
             run_tile(rows, Product<B>{query, op.dim, k, op.block_size, op.dim, score + done, kTile});
         });
     }
+    static constexpr Start kMore = kTile <= kSpan ? kChain : kSpans;
     void mix(int rows, const float* score, int seen, float* value) const {
         each_run<B>(op, unit, start, seen, [&](const B*, const B* v, int done) {
             int count = std::min(kPanel, seen - done);
             for (int d = 0; d < op.dim; d += kPanel)
-                run_tile(rows, Product<B>{score + done, kTile, v + d, op.dim, count, value + d, op.dim, done ? kChain : kFresh});
+                run_tile(rows, Product<B>{score + done, kTile, v + d, op.dim, count, value + d, op.dim, done ? kMore : kFresh});
         });
     }
 };
-static_assert(kTile <= kSpan);
+// The spans are those of the widened tile: it is one span as a whole, or one for each run.
+static_assert(kTile <= kSpan || kPanel == kSpan);
 
 // One block of rows against one tile.
 template <class Tile>

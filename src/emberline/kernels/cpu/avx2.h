@@ -12,7 +12,7 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 6;       // rows of the largest tile: 12 sums of 16 registers
 constexpr int kShortRows = 6;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 32;      // products added up in one chain, as on AVX-512
+constexpr int kSpan = 64;      // products added up in one chain
 constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 using Vec = __m256;

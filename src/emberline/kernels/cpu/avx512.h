@@ -12,7 +12,7 @@ constexpr int kVecs = 2;        // vectors across a panel
 constexpr int kRows = 12;       // rows of the largest tile: 24 sums of 32 registers
 constexpr int kShortRows = 12;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 32;       // products added up in one chain; 128 erred over twice as much as torch does here
+constexpr int kSpan = 32;       // products added up in one chain; 64 still erred over twice as much as torch does here
 constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 using Vec = __m512;

@@ -10,7 +10,7 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 4;       // rows of the largest tile
 constexpr int kShortRows = 4;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 32;      // products added up in one chain, as on AVX-512
+constexpr int kSpan = 64;      // products added up in one chain
 constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
 
 typedef float Vec __attribute__((vector_size(16)));
