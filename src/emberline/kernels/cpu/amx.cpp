@@ -6,7 +6,6 @@
 #include "amx.h"
 
 #if EMBER_AMX
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,15 +14,12 @@
 namespace ember::amx {
 namespace {
 
-constexpr int kSide = 16, kDepth = 32;   // rows (or columns) and k of a tile
-constexpr int kTile = kSide * kDepth;    // its numbers, 1 KiB
-constexpr int kBlock = 2 * kSide;        // rows whose sums, over one panel, fill four tiles
+constexpr int kTile = kSide * kDepth;    // numbers of a tile, 1 KiB
 constexpr int kPiece = 10;               // steps of k whose weights and inputs of a block stay in L1 together
-constexpr int kGroupRows = 16 * kBlock;  // rows whose piece stays in L2
+constexpr int kGroupRows = 16 * kBlock;  // rows whose piece stays in L2; half of them, on a core each, where the weights do too
+constexpr long kSmallWeights = 2 << 20;  // numbers
 constexpr int kGroupPanels = 8;          // panels that read it from there, their sums beside it
-constexpr int kAhead = 8 * 1024;         // bytes of weights fetched ahead by the first rows that use them
 constexpr long kSerialFloats = 16 * 1024;
-static_assert(kPanel == kBlock, "a panel is two tiles wide");
 
 inline long steps_of(long k) { return (k + kDepth - 1) / kDepth; }
 
@@ -33,86 +29,22 @@ inline long column_start(long panel, long column, long steps) {
 }
 inline long along_k(long i) { return i / kDepth * 2 * kTile + i % kDepth / 2 * 2 * kSide + i % 2; }
 
-// The tiles of this thread, for as long as this lives: whoever had them before, torch included, left nothing to rely on.
-// 0 to 3 are sums (upper left, upper right, lower left, lower right), 4 and 5 inputs (upper, lower), 6 and 7 weights.
-class Tiles {
-public:
-    Tiles() = default;
-    Tiles(const Tiles&) = delete;
-    ~Tiles() { _tile_release(); }
-
-    // So many rows in the upper and the lower half of a block. Rows that are not there are neither read nor multiplied.
-    void shape(int upper, int lower) {
-        if (upper == upper_ && lower == lower_) return;
-        upper_ = upper, lower_ = lower;
-        Config config;
-        for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = kSide;
-        for (int tile : {0, 1, 4}) config.rows[tile] = uint8_t(upper);
-        for (int tile : {2, 3, 5}) config.rows[tile] = uint8_t(std::max(1, lower));
-        asm volatile("" : : "r"(&config) : "memory");  // some compilers believe the next line reads its first bytes only
-        _tile_loadconfig(&config);
-    }
-
-private:
-    struct alignas(64) Config {  // the processor's own layout
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-    };
-    static_assert(sizeof(Config) == 64);
-    int upper_ = 0, lower_ = 0;
-};
-
-// `steps` steps of one block: `a` is its upper row of tiles, the lower is `lower` numbers on; `b` is the panel's.
-template <bool Tall>
-void multiply(const bf16* a, long lower, const bf16* b, long steps, float* sums, bool fresh, bool fetch) {
-    constexpr long stride = kPanel * sizeof(float), width = kDepth * sizeof(bf16);
-    if (fresh) {
-        _tile_zero(0);
-        _tile_zero(1);
-        if constexpr (Tall) {
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-    } else {
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + kSide, stride);
-        if constexpr (Tall) {
-            _tile_loadd(2, sums + kSide * kPanel, stride);
-            _tile_loadd(3, sums + kSide * kPanel + kSide, stride);
-        }
-    }
-    for (long s = 0; s < steps; s++, a += kTile, b += 2 * kTile) {
-        if (fetch)
-            for (int line = 0; line < 32; line++) __builtin_prefetch(reinterpret_cast<const char*>(b) + kAhead + 64 * line);
-        _tile_loadd(6, b, width);
-        _tile_loadd(4, a, width);
-        _tile_loadd(7, b + kTile, width);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (Tall) {
-            _tile_loadd(5, a + lower, width);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums, stride);
-    _tile_stored(1, sums + kSide, stride);
-    if constexpr (Tall) {
-        _tile_stored(2, sums + kSide * kPanel, stride);
-        _tile_stored(3, sums + kSide * kPanel + kSide, stride);
-    }
-}
-
 // One row of inputs, normalised where a norm is given, rounded into its place in each tile of its row of tiles.
 void round_row(const Linear& op, const float* x, bf16* to) {
     float scale = op.norm ? rms_scale(x, op.k, op.eps) : 1.0f;
-    for (int at = 0; at < op.k; at += kDepth, to += kTile) {
-        int count = std::min(kDepth, op.k - at);
-        float row[kDepth] = {};
-        for (int i = 0; i < count; i++) row[i] = op.norm ? x[at + i] * scale * op.norm[at + i] : x[at + i];
-        for (int i = 0; i < kDepth; i++) to[i] = round_bf16(row[i]);
+    int at = 0;
+    for (; at + kDepth <= op.k; at += kDepth, to += kTile) {
+        float row[kDepth];
+        for (int i = 0; i < kDepth; i += kLanes) {
+            Vec some = load(x + at + i);
+            store(row + i, op.norm ? mul(mul(some, splat<Vec>(scale)), load(op.norm + at + i)) : some);
+        }
+        round_some(row, to);
     }
+    if (at == op.k) return;
+    float row[kDepth] = {};
+    for (int i = 0; i < op.k - at; i++) row[i] = op.norm ? x[at + i] * scale * op.norm[at + i] : x[at + i];
+    round_some(row, to);
 }
 
 const bf16* prepare(const Linear& op) {
@@ -126,25 +58,36 @@ const bf16* prepare(const Linear& op) {
     return to;
 }
 
-// Up to kGroupRows rows from `first`, times the panels [from, to). A few rows take each panel whole; many take k in pieces, so
+// finish() in vectors, where the panel is whole.
+void write_out(const Linear& op, long panel, int first, int rows, const float* sums) {
+    long at = panel * kPanel;
+    if (op.mode == kGated || at + kPanel > op.n) return finish(op, panel, first, rows, sums);
+    for (int r = 0; r < rows; r++, sums += kPanel) {
+        float* y = op.y + (first + r) * long(op.n) + at;
+        for (int j = 0; j < kPanel; j += kLanes) {
+            Vec value = op.bias ? add(load(sums + j), load(op.bias + at + j)) : load(sums + j);
+            store(y + j, op.mode == kAdd ? add(load(y + j), value) : value);
+        }
+    }
+}
+
+// `rows` rows from `first`, times the panels [from, to). A few rows take each panel whole; many take k in pieces, so
 // that what they share stays near.
-void run_group(const Linear& op, const bf16* inputs, const bf16* weights, int first, long from, long to, Tiles& tiles) {
+void run_group(const Linear& op, const bf16* inputs, const bf16* weights, int first, int rows, long from, long to,
+               Tiles& tiles) {
     long steps = steps_of(op.k), lower = steps * kTile;
-    int rows = std::min(kGroupRows, op.m - first);
     long padded = (rows + kBlock - 1) / kBlock * kBlock, pieces = rows <= kBlock ? 1 : (steps + kPiece - 1) / kPiece;
-    float* sums = scratch(kSums, (to - from) * padded * kPanel);
+    float* sums = scratch(kSums, (pieces == 1 ? kBlock : (to - from) * padded) * kPanel);
     for (long piece = 0; piece < pieces; piece++) {
         long start = steps * piece / pieces, count = steps * (piece + 1) / pieces - start;
         for (long panel = from; panel < to; panel++)
             for (int row = 0; row < rows; row += kBlock) {
                 int height = std::min(kBlock, rows - row);
-                const bf16* a = inputs + (first + row) / kSide * lower + start * kTile;
-                const bf16* b = weights + (panel * steps + start) * 2 * kTile;
-                float* c = sums + ((panel - from) * padded + row) * kPanel;
-                tiles.shape(std::min(height, kSide), std::max(0, height - kSide));
-                if (height > kSide) multiply<true>(a, lower, b, count, c, piece == 0, row == 0);
-                else multiply<false>(a, lower, b, count, c, piece == 0, row == 0);
-                if (piece + 1 == pieces) finish(op, panel, first + row, height, c);
+                Operand a{inputs + (first + row) / kSide * lower + start * kTile, lower, kTile, kDepth};
+                Operand b{weights + (panel * steps + start) * 2 * kTile, kTile, 2 * kTile, kDepth};
+                float* c = pieces == 1 ? sums : sums + ((panel - from) * padded + row) * kPanel;
+                multiply(tiles, height, a, b, count, c, kPanel, piece == 0, row == 0);
+                if (piece + 1 == pieces) write_out(op, panel, first + row, height, c);
             }
     }
 }
@@ -175,13 +118,15 @@ void pack(const bf16* from, bf16* to, long n, long k, bool gated) {
 
 void run(const Linear& op, const bf16* weights) {
     const bf16* inputs = prepare(op);
-    long panels = (op.n + kPanel - 1) / kPanel, groups = (op.m + kGroupRows - 1) / kGroupRows;
+    int most = long(op.n) * op.k <= kSmallWeights ? kGroupRows / 2 : kGroupRows;
+    long panels = (op.n + kPanel - 1) / kPanel, groups = (op.m + most - 1) / most;
     parallel(groups * panels, [&](long begin, long end) {
         Tiles tiles;
         while (begin < end) {
-            long group = begin / panels, from = begin % panels;
+            long from = begin % panels;
+            int first = int(begin / panels) * most;
             long to = std::min({panels, from + kGroupPanels, from + end - begin});
-            run_group(op, inputs, weights, int(group) * kGroupRows, from, to, tiles);
+            run_group(op, inputs, weights, first, std::min(most, op.m - first), from, to, tiles);
             begin += to - from;
         }
     });

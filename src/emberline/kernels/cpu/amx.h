@@ -1,12 +1,7 @@
 // Linear layers on the matrix unit of x86 servers (AMX): bf16 inputs and weights, float32 sums. Inputs are rounded to bf16.
 #pragma once
 #include "linear.h"
-
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(EMBER_PORTABLE)
-#define EMBER_AMX 1
-#else
-#define EMBER_AMX 0
-#endif
+#include "tiles.h"
 
 namespace ember::amx {
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "amx.h"
 #include "entries.h"
 #include "exp.h"
 #include "micro.h"
@@ -57,12 +58,13 @@ std::vector<Unit> cut(const Attention& op, int sequences) {
     return units;
 }
 
-const float* scaled_queries(const Attention& op, const Unit& unit) {
+template <class Q>
+const Q* scaled_queries(const Attention& op, const Unit& unit) {
     int group = op.group(), heads = op.q_heads + 2 * op.kv_heads;
-    float* to = scratch(kQueries, long(unit.rows) * op.dim);
+    Q* to = reinterpret_cast<Q*>(scratch(kQueries, long(unit.rows) * op.dim));
     for (int r = 0; r < unit.rows; r++) {
         const float* q = op.qkv + (long(unit.query + r / group) * heads + unit.head * group + r % group) * op.dim;
-        for (int d = 0; d < op.dim; d++) to[long(r) * op.dim + d] = q[d] * op.scale;
+        for (int d = 0; d < op.dim; d++) narrow(q[d] * op.scale, to[long(r) * op.dim + d]);
     }
     return to;
 }
@@ -163,13 +165,52 @@ struct InPlace {
 // The spans are those of the widened tile: it is one span as a whole, or one for each run.
 static_assert(kTile <= kSpan || kPanel == kSpan);
 
+#if EMBER_AMX
+// The same for the matrix unit, in pairs of rows: keys [dim / 2][kTile][2], values [kTile / 2][dim][2]. Queries and weights are
+// rounded to bf16. A key that no row sees weighs nothing, and a value that is not there is 0: neither shows in the bits.
+struct Paired {
+    const Attention& op;
+    amx::Tiles& tiles;
+    bf16 *keys, *values;
+
+    static bool fits(const Attention& op) { return amx::available() && op.dim % amx::kDepth == 0; }
+
+    void gather(const Unit& unit, int start, int count) const {
+        int size = op.block_size, dim = op.dim, run = std::min(size, kPanel);
+        each_run<bf16>(op, unit, start, count, [&](const bf16* k, const bf16* v, int done) {
+            amx::pair_rows(k, size, dim, run, keys + 2 * done, kTile);
+            amx::pair_rows(v, dim, run, dim, values + long(done) * dim, dim);
+        });
+        if (count % 2)
+            for (int d = 0; d < dim; d++) values[long(count / 2) * 2 * dim + 2 * d + 1] = bf16{};
+        std::fill(values + long(count + 1) / 2 * 2 * dim, values + long(kTile) * dim, bf16{});
+    }
+    void scores(int rows, const bf16* query, int seen, float* score) const {
+        amx::Operand a{query, long(amx::kSide) * op.dim, amx::kDepth, op.dim};
+        for (int j = 0; j < seen; j += amx::kBlock) {
+            amx::Operand b{keys + 2 * j, 2 * amx::kSide, amx::kDepth * kTile, 2 * kTile};
+            amx::multiply(tiles, rows, a, b, op.dim / amx::kDepth, score + j, kTile);
+        }
+    }
+    void mix(int rows, const float* score, int seen, float* value) const {
+        alignas(64) bf16 weights[amx::kBlock * kTile];
+        for (int i = 0; i < rows * kTile; i += amx::kDepth) amx::round_some(score + i, weights + i);
+        amx::Operand a{weights, amx::kSide * kTile, amx::kDepth, kTile};
+        for (int d = 0; d < op.dim; d += amx::kBlock) {
+            amx::Operand b{values + 2 * d, 2 * amx::kSide, long(amx::kDepth) * op.dim, 2L * op.dim};
+            amx::multiply(tiles, rows, a, b, (seen + amx::kDepth - 1) / amx::kDepth, value + d, op.dim);
+        }
+    }
+};
+#endif
+
 // One block of rows against one tile.
-template <class Tile>
-void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int start, const float* queries, const Tile& tile,
+template <class Q, class Tile>
+void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int start, const Q* queries, const Tile& tile,
                  Partial& to) {
     int group = op.group();
     int newest = unit.position + (first + rows - 1) / group, seen = std::min(kTile, newest + 1 - start);
-    float* score = scratch(kScores, long(kRows) * kTile);
+    float* score = scratch(kScores, long(rows) * kTile);
     tile.scores(rows, queries + long(first) * op.dim, seen, score);
     for (int r = 0; r < rows; r++) {
         int position = unit.position + (first + r) / group;
@@ -180,33 +221,54 @@ void attend_rows(const Attention& op, const Unit& unit, int first, int rows, int
     tile.mix(rows, score, seen, to.value + long(first) * op.padded());
 }
 
+template <class Q, class Tile>
+void attend_blocks(const Attention& op, const Unit& unit, RowBlocks blocks, int start, const Q* queries, const Tile& tile,
+                   Partial to) {
+    for (int b = 0; b < blocks.count; b++) {
+        int first = blocks.start(b), rows = blocks.size(b), group = op.group();
+        int last = unit.position + (first + rows - 1) / group, oldest = unit.position + first / group + 1 - op.window;
+        if (start > last || (op.window && start + kTile <= oldest)) std::fill_n(to.top + first, rows, kHidden);
+        else attend_rows(op, unit, first, rows, start, queries, tile, to);
+    }
+}
+
 template <class B>
 void attend(const Attention& op, const Unit& unit, int number, const float* queries, Partial to) {
-    int start = number * kTile, group = op.group(), newest = unit.position + (unit.rows - 1) / group;
+    int start = number * kTile, left = unit.position + (unit.rows - 1) / op.group() + 1 - start;
     RowBlocks blocks(unit.rows);
     bool in_place = blocks.count == 1 && InPlace<B>::fits(op);
     float* keys = scratch(kKeys, long(op.dim) * kTile);
     float* values = scratch(kValues, long(op.padded()) * kTile);
-    if (!in_place) gather<B>(op, unit, start, std::min(kTile, newest + 1 - start), keys, values);
-    prefetch<B>(op, unit, start + kTile, std::min(kTile, newest + 1 - start - kTile));
-    for (int b = 0; b < blocks.count; b++) {
-        int first = blocks.start(b), rows = blocks.size(b);
-        int last = unit.position + (first + rows - 1) / group, oldest = unit.position + first / group + 1 - op.window;
-        if (start > last || (op.window && start + kTile <= oldest)) std::fill_n(to.top + first, rows, kHidden);
-        else if (in_place) attend_rows(op, unit, first, rows, start, queries, InPlace<B>{op, unit, start}, to);
-        else attend_rows(op, unit, first, rows, start, queries, Widened{op, keys, values}, to);
-    }
+    if (!in_place) gather<B>(op, unit, start, std::min(kTile, left), keys, values);
+    prefetch<B>(op, unit, start + kTile, std::min(kTile, left - kTile));
+    if (in_place) attend_blocks(op, unit, blocks, start, queries, InPlace<B>{op, unit, start}, to);
+    else attend_blocks(op, unit, blocks, start, queries, Widened{op, keys, values}, to);
 }
+
+#if EMBER_AMX
+template <class B>
+void attend(const Attention& op, const Unit& unit, int number, const bf16* queries, Partial to) {
+    int start = number * kTile, left = unit.position + (unit.rows - 1) / op.group() + 1 - start;
+    bf16* keys = reinterpret_cast<bf16*>(scratch(kKeys, long(op.dim) * kTile));
+    bf16* values = reinterpret_cast<bf16*>(scratch(kValues, long(op.dim) * kTile));
+    amx::Tiles tiles;
+    Paired tile{op, tiles, keys, values};
+    tile.gather(unit, start, std::min(kTile, left));
+    prefetch<B>(op, unit, start + kTile, std::min(kTile, left - kTile));
+    attend_blocks(op, unit, RowBlocks(unit.rows, amx::kBlock), start, queries, tile, to);
+}
+#endif
 
 void fold(const Partial& tile, Partial& all, int rows, int padded) {
     for (int r = 0; r < rows; r++) {
         if (tile.top[r] == kHidden) continue;
-        float top = std::max(all.top[r], tile.top[r]);
-        float old = all.top[r] == kHidden ? 0.0f : exp_negative(all.top[r] - top), now = exp_negative(tile.top[r] - top);
-        all.top[r] = top;
+        float apart = tile.top[r] - all.top[r], less = exp_negative(-std::fabs(apart));  // e^0 is exactly 1
+        float old = apart > 0.0f ? less : 1.0f, now = apart > 0.0f ? 1.0f : less;
+        all.top[r] = std::max(all.top[r], tile.top[r]);
         all.sum[r] = fma(all.sum[r], old, tile.sum[r] * now);
         float *to = all.value + long(r) * padded, *from = tile.value + long(r) * padded;
-        for (int d = 0; d < padded; d++) to[d] = fma(to[d], old, from[d] * now);
+        Vec olds = splat<Vec>(old), nows = splat<Vec>(now);
+        for (int d = 0; d < padded; d += kLanes) store(to + d, fma(load(to + d), olds, mul(load(from + d), nows)));
     }
 }
 
@@ -227,12 +289,12 @@ void finish(const Attention& op, const Unit& unit, Fetch partial) {
     }
 }
 
-template <class B>
+template <class B, class Q>
 void run_units(const Attention& op, const std::vector<Unit>& units) {
     parallel(long(units.size()), [&](long begin, long end) {
         for (long u = begin; u < end; u++) {
             const Unit& unit = units[u];
-            const float* queries = scaled_queries(op, unit);
+            const Q* queries = scaled_queries<Q>(op, unit);
             Partial partial(scratch(kPartial, Partial::floats(unit.rows, op.padded())), unit.rows);
             finish(op, unit, [&](int tile) {
                 attend<B>(op, unit, tile, queries, partial);
@@ -243,7 +305,7 @@ void run_units(const Attention& op, const std::vector<Unit>& units) {
 }
 
 // Too few units to fill the cores: tiles are the work, and their partials are kept until all are there.
-template <class B>
+template <class B, class Q>
 void run_tiles(const Attention& op, const std::vector<Unit>& units) {
     std::vector<std::pair<int, int>> tasks;
     std::vector<long> start{0};
@@ -258,19 +320,19 @@ void run_tiles(const Attention& op, const std::vector<Unit>& units) {
     parallel(long(tasks.size()), [&](long begin, long end) {
         for (long i = begin; i < end; i++) {
             auto [u, t] = tasks[i];
-            attend<B>(op, units[u], t, scaled_queries(op, units[u]), at(u, t));
+            attend<B>(op, units[u], t, scaled_queries<Q>(op, units[u]), at(u, t));
         }
     });
     for (size_t u = 0; u < units.size(); u++) finish(op, units[u], [&](int t) { return at(int(u), t); });
 }
 
-template <class B>
+template <class B, class Q>
 void run(const Attention& op, int sequences) {
     std::vector<Unit> units = cut(op, sequences);
     bool few = long(units.size()) < 4L * threads();
     bool deep = std::any_of(units.begin(), units.end(), [](const Unit& u) { return u.tiles > 1; });
-    if (few && deep && threads() > 1) run_tiles<B>(op, units);
-    else run_units<B>(op, units);
+    if (few && deep && threads() > 1) run_tiles<B, Q>(op, units);
+    else run_units<B, Q>(op, units);
 }
 
 }  // namespace
@@ -284,6 +346,9 @@ extern "C" void ember_attention(const float* qkv, const void* keys, const void* 
                                 int block_size, float* out) {
     Attention op{qkv, keys, values, key_stride, value_stride, tables, query_start, context, table_stride,
                  window, q_heads, kv_heads, dim, block_size, scale, out};
-    if (wide) run<float>(op, sequences);
-    else run<bf16>(op, sequences);
+    if (wide) return run<float, float>(op, sequences);
+#if EMBER_AMX
+    if (Paired::fits(op)) return run<bf16, bf16>(op, sequences);
+#endif
+    run<bf16, float>(op, sequences);
 }

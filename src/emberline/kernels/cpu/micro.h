@@ -30,7 +30,7 @@ void run_tile(int rows, const Product<bf16>& p);
 // Cuts `rows` into as few register tiles as hold them, all nearly equal: nine rows are 5 + 4, not 8 + 1.
 struct RowBlocks {
     int rows, count;
-    explicit RowBlocks(int rows) : rows(rows), count((rows + kRows - 1) / kRows) {}
+    explicit RowBlocks(int rows, int most = kRows) : rows(rows), count((rows + most - 1) / most) {}
     int start(int block) const { return int(long(rows) * block / count); }
     int size(int block) const { return start(block + 1) - start(block); }
 };
