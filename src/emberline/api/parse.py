@@ -39,7 +39,7 @@ def decode_object(text: str, param: str) -> dict[str, Any]:
 
 
 def encode_text(value: Any) -> str:
-    """JSON that came from a request, as text again. Not orjson: it refuses integers beyond 64 bits."""
+    """JSON that came from a request, as text again."""
     return msgspec.json.encode(value).decode()
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
+import msgspec
 
 from emberline.bench.connection import Connection, HTTPFailed, events
 from emberline.core.events import Timing
@@ -81,7 +81,7 @@ class Client:
             body["prompt"] = text if self._plain else prompt
         if not self._plain:
             body["ignore_eos"] = True
-        return orjson.dumps(body)
+        return msgspec.json.encode(body)
 
     def _take(self, event: dict[str, Any], trace: Trace) -> None:
         if "error" in event:

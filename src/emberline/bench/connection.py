@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import httptools
-import orjson
+import msgspec
 
 from emberline.core.errors import EmberlineError
 
@@ -104,4 +104,4 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[dict[str, object]
             for line in event.split(b"\n"):
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    yield orjson.loads(data)
+                    yield msgspec.json.decode(data)

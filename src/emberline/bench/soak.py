@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import msgspec
 import numpy as np
-import orjson
 
 from emberline.bench import processes, workload
 from emberline.bench.client import Client, Trace
@@ -100,7 +100,7 @@ async def _idle(report: Report, url: str) -> None:
     stats: dict[str, float] = {}
     try:
         while time.perf_counter() < deadline:
-            stats = orjson.loads(await connection.fetch("/stats"))
+            stats = msgspec.json.decode(await connection.fetch("/stats"))
             if not stats["running"] and not stats["waiting"]:
                 break
             await asyncio.sleep(1.0)
