@@ -8,7 +8,10 @@ from openai import OpenAI
 client = OpenAI(base_url=sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1", api_key="none")
 schema = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}, "inhabitants": {"type": "integer"}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "inhabitants": {"type": "integer", "minimum": 0, "maximum": 99999999},
+    },
     "required": ["city", "inhabitants"],
     "additionalProperties": False,
 }
