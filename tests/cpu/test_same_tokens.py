@@ -8,12 +8,15 @@ import pytest
 import tiny
 import torch
 
-from emberline.core.config import SchedulerConfig
+from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.runner import TorchRunner
+from emberline.engine.sampler import RowMaker
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import Decoder
 from emberline.models.loader import load
@@ -28,13 +31,26 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load(Path(directory), "bfloat16")
 
 
-def engine(model: Decoder, blocks: int = 64, *, budget: int = 256, running: int = 16, prefix: bool = True) -> Engine:
+def engine(
+    model: Decoder,
+    blocks: int = 64,
+    *,
+    budget: int = 256,
+    running: int = 16,
+    prefix: bool = True,
+    ahead: bool = False,
+    graphs: bool = False,
+) -> Engine:
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
     config = SchedulerConfig(
         block_size=8, max_batch_tokens=budget, max_running=running, max_context=64, prefix_cache=prefix
     )
-    return Engine(config, TorchRunner(model, cache, frozenset()))
+    if not ahead:
+        return Engine(config, TorchRunner(model, cache, frozenset()))
+    settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
+    maker = RowMaker(c.vocab, frozenset(), None)
+    return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, Host(), 64))
 
 
 def submissions(params: SamplingParams) -> list[Submission]:
@@ -82,6 +98,12 @@ def test_every_way_gives_the_same_tokens_and_logprobs(model: Decoder, name: str)
         "cached": run(engine(model, running=1), submissions(params)),
         "no prefix cache": run(engine(model, prefix=False), submissions(params), gap=2),
     }
+    ways |= {
+        "ahead": run(engine(model, ahead=True), submissions(params)),
+        "ahead, padded": run(engine(model, ahead=True, graphs=True), submissions(params), gap=1),
+        "ahead, chunked": run(engine(model, budget=16, running=4, ahead=True), submissions(params), gap=2),
+        "ahead, preempted": run(engine(model, blocks=9, running=6, ahead=True, graphs=True), submissions(params)),
+    }
     tight = engine(model, blocks=9, running=6)
     ways["preempted"] = run(tight, submissions(params))
     assert tight.scheduler.preemptions > 0, "the cache was meant to be too small"
@@ -112,5 +134,5 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: Decoder) -> None:
         return [found[f"r{i}"] for i in range(len(LENGTHS))]
 
     whole, chunked = scores(engine(model)), scores(engine(model, budget=7, running=4))
-    assert whole == chunked
+    assert whole == chunked == scores(engine(model, budget=7, running=4, ahead=True))
     assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]

@@ -8,7 +8,7 @@ import torch
 
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, Sampled
-from emberline.engine.sampler import Sampler
+from emberline.engine.sampler import RowMaker, Sampler
 
 VOCAB = 64
 EOS = frozenset({2})
@@ -21,7 +21,7 @@ def sample(
     prompt_len: int | None = None,
     seed: int = 1,
 ) -> Sampled:
-    sampler = Sampler(VOCAB, EOS, None)
+    sampler = Sampler(VOCAB, RowMaker(VOCAB, EOS, None))
     tokens = tokens or [5]
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
     sampled, failed = sampler.sample(["a"], logits.clone()[None])

@@ -285,6 +285,17 @@ BAD = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"name": "f"}]}, "tools[0].type"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "weather"}]}},
+        "tool_choice.tools[0].type",
+    ),
+    ({"input": [{"type": "reasoning", "summary": [{"text": "a"}]}]}, "input[0].summary[0].type"),
+    ({"input": [{"type": "reasoning", "content": [{"text": "a"}]}]}, "input[0].content[0].type"),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": [{"text": "a"}]}]},
+        "input[0].output[0].type",
+    ),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "tools[0].defer_loading"),
     ({"tools": [WEATHER, WEATHER]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),

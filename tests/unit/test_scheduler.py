@@ -15,7 +15,7 @@ from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeRunner
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
 
 
 def engine(
@@ -25,12 +25,13 @@ def engine(
     running: int = 16,
     waiting: int = 1024,
     eos: frozenset[int] = frozenset(),
+    runner: type[FakeRunner] = FakeRunner,
     **config: object,
 ) -> Engine:
     settings_ = SchedulerConfig(
         block_size=8, max_batch_tokens=budget, max_running=running, max_waiting=waiting, **config
     )  # type: ignore[arg-type]
-    return Engine(settings_, FakeRunner(blocks, 8, eos=eos), ManualClock())
+    return Engine(settings_, runner(blocks, 8, eos=eos), ManualClock())
 
 
 def submission(
@@ -69,6 +70,7 @@ def assert_all_free(e: Engine) -> None:
     assert e.kv.num_free + e.kv.num_cached == e.kv.total
 
 
+RUNNERS = st.sampled_from([FakeRunner, FakeAheadRunner])
 WORK = st.lists(
     st.tuples(
         st.integers(1, 60), st.integers(0, 3), st.integers(1, 20), st.integers(1, 3), st.sampled_from(list(Priority))
@@ -86,9 +88,18 @@ WORK = st.lists(
     running=st.integers(1, 4),
     prefix=st.booleans(),
     gaps=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    runner=RUNNERS,
+    eos=st.sampled_from([frozenset[int](), frozenset(range(0, 1000, 7))]),
 )
-def test_tokens_do_not_depend_on_batching_chunking_sharing_or_preemption(
-    work: list, blocks: int, budget: int, running: int, prefix: bool, gaps: list[int]
+def test_tokens_do_not_depend_on_batching_chunking_sharing_preemption_or_lookahead(
+    work: list,
+    blocks: int,
+    budget: int,
+    running: int,
+    prefix: bool,
+    gaps: list[int],
+    runner: type[FakeRunner],
+    eos: frozenset[int],
 ) -> None:
     def submissions() -> list[Submission]:
         return [
@@ -98,10 +109,10 @@ def test_tokens_do_not_depend_on_batching_chunking_sharing_or_preemption(
 
     expected: dict[tuple[str, int], list[int]] = {}
     for s in submissions():
-        alone = engine(blocks=400, budget=1000)
+        alone = engine(blocks=400, budget=1000, eos=eos)
         alone.add(s)
         expected.update(texts(run(alone)))
-    together = engine(blocks, budget=max(budget, running), running=running, prefix_cache=prefix)
+    together = engine(blocks, budget=max(budget, running), running=running, prefix_cache=prefix, runner=runner, eos=eos)
     outputs: list[Output] = []
     for s, gap in zip(submissions(), gaps, strict=False):
         together.add(s)
@@ -126,9 +137,12 @@ def test_tokens_do_not_depend_on_batching_chunking_sharing_or_preemption(
         max_size=40,
     ),
     blocks=st.integers(12, 30),
+    runner=RUNNERS,
 )
-def test_every_request_ends_exactly_once_and_no_block_leaks(actions: list, blocks: int) -> None:
-    e = engine(blocks, budget=16, running=4)
+def test_every_request_ends_exactly_once_and_no_block_leaks(
+    actions: list, blocks: int, runner: type[FakeRunner]
+) -> None:
+    e = engine(blocks, budget=16, running=4, runner=runner)
     clock = e.clock
     assert isinstance(clock, ManualClock)
     outputs: list[Output] = []

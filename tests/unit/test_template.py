@@ -234,6 +234,16 @@ def test_hostile_templates_end_soon(name: str) -> None:
         render(HOSTILE[name])
 
 
+def test_arguments_are_the_variables_it_reads_beside_its_own() -> None:
+    source = """{{ bos_token }}{% set ns = namespace(n=0) %}{% if not early is defined %}{% set early = 1 %}{% endif %}
+{% set kept = kept | default(true) %}{% set hidden = 1 %}{{ hidden }}{{ messages[0].attribute }}{{ tools }}
+{% macro m(x) %}{{ x }}{{ inside }}{% endmacro %}{% for message in messages %}{{ m(message) }}{{ looped }}{% endfor %}
+{{ raise_exception("no") if strftime_now("%Y") == asked }}"""
+    template = ChatTemplate({"default": source, "tool_use": "{{ with_tools }}"}, {})
+    assert template.arguments(with_tools=False) == {"early", "kept", "inside", "looped", "asked"}
+    assert template.arguments(with_tools=True) == {"with_tools"}
+
+
 def test_hidden_attributes_show_nothing() -> None:
     assert render("[{{ messages.__class__ }}{{ ''['__class__'] }}]") == "[]"
     assert "class" not in render("{{ [''] | map(attribute='__class__') | list }}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
+from servers import start_server, stop_server
 
 MODEL = "smollm2"
 GREEDY = {"temperature": 0}  # not among the arguments of the client any more
@@ -95,3 +97,52 @@ def test_errors(client: anthropic.Anthropic) -> None:
         client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"temperature": -1})
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"no_such_field": 1})
+
+
+def test_thinking_that_this_model_cannot_do_is_refused(client: anthropic.Anthropic) -> None:
+    budget: Any = {"type": "enabled", "budget_tokens": 2}
+    with pytest.raises(anthropic.BadRequestError, match="thinking has no effect"):
+        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking=budget)
+    with pytest.raises(anthropic.BadRequestError, match="thinking has no effect"):
+        client.messages.count_tokens(model=MODEL, messages=FRANCE, thinking=budget)
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort has no effect"):
+        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, output_config={"effort": "low"})
+    assert client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking={"type": "disabled"}).content
+
+
+THINKING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is not defined or enable_thinking %}<think>
+{% else %}<think></think>{% endif %}"""
+
+
+@pytest.fixture
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[anthropic.Anthropic]:
+    """A model whose prompt opens the reasoning; it never learnt to close it."""
+    folder = tmp_path_factory.mktemp("thinker")
+    (folder / "template").write_text(THINKING)
+    options = ("--chat-template", str(folder / "template"), "--embedder", "none", "--kv-memory", "256M")
+    started = start_server(folder / "log", *options)
+    yield anthropic.Anthropic(base_url=started.url, api_key="none", max_retries=0, timeout=120)
+    stop_server(started)
+
+
+def test_a_thinking_budget_is_kept(thinker: anthropic.Anthropic) -> None:
+    ask: Any = {"model": MODEL, "max_tokens": 60, "messages": FRANCE, "extra_body": GREEDY}
+    free = thinker.messages.create(**ask)
+    assert [block.type for block in free.content] == ["thinking"]
+    ask["thinking"] = {"type": "enabled", "budget_tokens": 5}
+    held = thinker.messages.create(**ask)
+    assert [block.type for block in held.content] == ["thinking", "text"]
+    thought, text = held.content
+    assert thought.type == "thinking" and text.type == "text" and text.text
+    assert free.content[0].type == "thinking" and free.content[0].thinking.startswith(thought.thinking)
+    assert held.usage.input_tokens + (held.usage.cache_read_input_tokens or 0) == free.usage.input_tokens
+    assert 5 < held.usage.output_tokens <= 60
+    with thinker.messages.stream(**ask) as stream:
+        final = stream.get_final_message()
+    assert [block.to_dict() for block in final.content] == [block.to_dict() for block in held.content]
+    assert (final.stop_reason, final.usage.output_tokens) == (held.stop_reason, held.usage.output_tokens)
+    off = thinker.messages.create(**{**ask, "thinking": {"type": "disabled"}})
+    assert [block.type for block in off.content] == ["text"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from emberline.api.wishes import Wish
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority
 
@@ -43,6 +44,8 @@ class ChatCall:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     template_args: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking
+    wishes: Sequence[Wish] = ()  # the fields that template_args come from
+    thinking_budget: int | None = None  # tokens of reasoning, after which it is closed; with n = 1
     continue_last: bool = False  # the last message is the assistant's and is to be continued
     generation_prompt: bool = True  # end the prompt with the opening of the assistant's turn
     add_special_tokens: bool = False  # tokenize the rendered prompt with them too; templates write their own

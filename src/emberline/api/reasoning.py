@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from emberline.api.lark import literal, parts, pattern
 from emberline.core.params import Grammar
@@ -47,5 +48,18 @@ def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Map
         inside = f"(.|\\n)*{re.escape(style.end)}"
         thought = f"thought[lazy]: {pattern(inside if opened else re.escape(style.begin) + inside)}"
         lead = f"lead: thought{'' if opened else '?'}\n{thought}"
-    top = f"start: lead GAP @body\n{lead}\nGAP: /[ \\n]{{0,4}}/\nTEXT: /(.|\\n)*/\n"
-    return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": top}, {**first, "name": "body"}, *rest]}))
+    return _behind(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
+
+
+def answered(grammar: Grammar) -> Grammar:
+    """The same constraint where the reasoning has been closed already: only the white space after it may come first."""
+    try:
+        first, *rest = parts(grammar)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return grammar
+    return _behind("GAP @body", first, rest)
+
+
+def _behind(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> Grammar:
+    top = {"lark_grammar": f"start: {start}\nGAP: /[ \\n]{{0,4}}/\n"}
+    return Grammar("grammar", json.dumps({"grammars": [top, {**body, "name": "body"}, *rest]}))

@@ -54,6 +54,11 @@ class Splitter:
         if reasoning is not None:
             self._step = self._trim_thought if inside else self._before_thought
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._step in (self._trim_thought, self._thought)
+
     def push(self, text: str) -> list[Piece]:
         self._text, self._at = self._text[self._at :] + text, 0
         while self._at < len(self._text) and self._step():

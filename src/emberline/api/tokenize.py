@@ -15,7 +15,7 @@ from msgspec import Meta
 from emberline.api.call import Caller, ChatCall
 from emberline.api.openai.messages import Message, explain_parts, for_template
 from emberline.api.openai.sampling import Name, TokenId
-from emberline.api.openai.template import continues_last, template_args
+from emberline.api.openai.template import continues_last, template_args, wishes
 from emberline.api.openai.tools import Tools, toolbox
 from emberline.api.parse import Wire, decode
 from emberline.core.errors import InvalidRequest
@@ -103,6 +103,7 @@ def _chat(asked: TokenizeRequest, messages: list[Message]) -> ChatCall:
         params=SamplingParams(),
         tools=tools.tools,
         template_args=template_args(asked.chat_template_kwargs),
+        wishes=wishes(asked.chat_template_kwargs),
         continue_last=continue_last,
         generation_prompt=asked.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(asked.add_special_tokens),

@@ -96,9 +96,7 @@ def _ground(model: str, threads: int, root: Path) -> Ground:
     return Ground(resolve(model), gguf, threads, root)
 
 
-def _start(
-    ground: Ground, peers: list[str], vocab: int, stack: ExitStack
-) -> tuple[list[Entry], dict[str, Any]]:
+def _start(ground: Ground, peers: list[str], vocab: int, stack: ExitStack) -> tuple[list[Entry], dict[str, Any]]:
     entries: list[Entry] = []
     absent: dict[str, Any] = {}
     for name in ["", *peers]:

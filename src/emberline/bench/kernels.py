@@ -29,6 +29,7 @@ from emberline.kernels.packed import Layout
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
+from emberline.models.weights import Weights
 
 Work = Callable[[], object]
 
@@ -69,10 +70,11 @@ SMOLLM2 = {
 }
 
 
-class RandomWeights:
-    """In the place of models.Weights: any matrix asked for."""
+class RandomWeights(Weights):
+    """Any matrix asked for."""
 
-    taken_bytes = 0
+    def __init__(self) -> None:
+        self.taken_bytes = 0
 
     def has(self, name: str) -> bool:
         return "lm_head" not in name and "bias" not in name
@@ -158,7 +160,7 @@ def _torch(x: Tensor, weight: Tensor, copies: int, layout: Layout) -> Iterator[t
 
 def _steps(report: Report, top: Ceiling) -> None:
     config = ModelConfig.from_hf(SMOLLM2)
-    model = Decoder.load(config, RandomWeights(), 4096, "random")  # type: ignore[arg-type]
+    model = Decoder.load(config, RandomWeights(), 4096, "random")
     blocks = max(1 + batch * -(-(new + before) // BLOCK) for batch, new, before in STEPS.values())
     keys = torch.zeros(config.layers, blocks, config.kv_heads, BLOCK, config.head_dim, dtype=torch.bfloat16)
     values, cost = keys.clone(), Cost.of(config)

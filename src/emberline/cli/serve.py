@@ -25,15 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=server.port)
     parser.add_argument("--served-name", help="the model's name in the API (default: as given)")
     parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    parser.add_argument("--device", default=engine.device, choices=["auto", "cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=engine.threads, help="0: all cores")
     parser.add_argument("--dtype", default=engine.dtype, choices=["auto", "bfloat16", "float16", "float32"])
-    parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument("--kv-memory", type=_size, help="bytes of KV cache, e.g. 2G (default: planned)")
     parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
-    parser.add_argument("--max-batch-tokens", type=int, default=engine.max_batch_tokens, help="computed in one step")
-    parser.add_argument("--max-running", type=int, default=engine.max_running, help="requests in one batch")
+    parser.add_argument("--max-batch-tokens", type=int, help="computed in one step (default: by the device)")
+    parser.add_argument("--max-running", type=int, help="requests in one batch (default: by the device)")
     parser.add_argument("--max-waiting", type=int, default=engine.max_waiting, help="more than these get a 429")
-    parser.add_argument("--block-size", type=int, default=engine.block_size)
+    parser.add_argument("--block-size", type=int, help="tokens of a KV block (default: by the device)")
+    parser.add_argument(
+        "--itl-target-ms", type=float, help="on a GPU: prompts are cut so that streams get their next token this soon"
+    )
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--request-timeout", type=float, default=server.request_timeout, help="seconds")
     parser.add_argument(
@@ -68,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     )
     engine = EngineConfig(
         model="",
+        device=args.device,
         dtype=args.dtype,
         kv_dtype=args.kv_dtype,
         kv_memory=args.kv_memory,
@@ -78,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         max_waiting=args.max_waiting,
         block_size=args.block_size,
         prefix_cache=not args.no_prefix_cache,
+        itl_target_ms=args.itl_target_ms,
     )
     import uvloop
 

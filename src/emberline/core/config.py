@@ -31,6 +31,7 @@ class SchedulerConfig:
     max_context: int = 8192
     prefix_cache: bool = True
     ageing_seconds: float = 10.0  # a batch request that waited this long counts as interactive
+    itl_target: float | None = None  # seconds between two tokens of a stream, which chunks of prompts must not delay
 
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
@@ -42,19 +43,52 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine process is started with."""
+    """What an engine process is started with, on whatever device."""
 
     model: str  # a checkpoint directory, already resolved
+    device: str = "auto"  # cpu, cuda, or auto: a GPU if there is one that our kernels are made for
     dtype: str = "auto"  # auto: as the checkpoint has it
     kv_dtype: str = "auto"  # auto: as dtype
     kv_memory: int | None = None  # bytes; None: planned from what the machine has free
     threads: int = 0  # 0: all cores
     max_context: int | None = None  # None: the model's own
-    max_batch_tokens: int = 512
-    max_running: int = 64
+    max_batch_tokens: int | None = None  # None, here and below: what suits the device
+    max_running: int | None = None
     max_waiting: int = 1024
-    block_size: int = 16
+    block_size: int | None = None
     prefix_cache: bool = True
+    itl_target_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
+
+
+@dataclass(frozen=True, slots=True)
+class GPUConfig:
+    """What an engine on a GPU is started with besides its model."""
+
+    max_running: int = 256
+    max_waiting: int = 4096
+    max_batch_tokens: int = 8192
+    max_context: int | None = None  # None: the model's own
+    block_size: int = 64
+    prefix_cache: bool = True
+    kv_dtype: str = "auto"  # auto: as the model; or float8
+    kv_tokens: int | None = None  # None: what the memory holds, or as many as kv_memory does
+    kv_memory: int | None = None  # bytes
+    memory_fraction: float = 0.95  # of the device's, for everything
+    graphs: bool = True  # steps of single tokens run as captured graphs
+    overlap: bool = True  # a step is planned while the one before it runs
+    itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (16, 32, 64):
+            raise InvalidRequest(f"block_size is {self.block_size}; on a GPU it is 16, 32 or 64", param="block_size")
+        if not 0 < self.memory_fraction <= 1:
+            raise InvalidRequest("memory_fraction must be in (0, 1]", param="memory_fraction")
+        if self.itl_target_ms is not None and self.itl_target_ms <= 0:
+            raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether each token must be seen before the next can be chosen, besides being computed."""
+        return self.grammar is not None or self.penalised or self.prompt_logprobs is not None
+
 
 def _between(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
     too_low = value <= low if low_open else value < low

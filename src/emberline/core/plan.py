@@ -21,16 +21,22 @@ class Admission:
     seed: int
 
 
+PENDING = -1  # in the place of a token that the step before samples
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One request's share of a step: compute `tokens` at positions [start, start + len(tokens))."""
 
     id: str
     start: int
-    tokens: Sequence[int]
-    blocks: Sequence[int]  # the whole block table, position p lies in blocks[p // block_size]
+    tokens: Sequence[int]  # the last may be PENDING
+    blocks: Sequence[
+        int
+    ]  # the whole block table, position p lies in blocks[p // block_size]; read it at once: it grows
     samples: bool  # the last of them catches up with what is known: sample its successor
     prompt_logprobs: bool = False
+    life: int = 0  # how often the request was preempted before: blocks of different lives have nothing in common
 
 
 @dataclass(frozen=True, slots=True)

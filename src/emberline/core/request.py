@@ -1,12 +1,14 @@
 """Request: one sequence of tokens on its way through the engine, with the lengths that say how far it is.
 
-    0 ......... cached ......... computed ......... known ......... limit
-    |  [0, cached)   came from the prefix cache at the last admission                       |
-    |  [0, computed) has its keys and values in the cache                                   |
-    |  [computed, known) is known (prompt, or sampled) and still to be computed             |
-    |  known == len(tokens); limit is where it must end                                     |
+    0 ........ cached ........ computed ........ planned ........ known ........ limit
+    |  [0, cached)         came from the prefix cache at the last admission               |
+    |  [0, computed)       has its keys and values in the cache                           |
+    |  [computed, planned) is being computed by steps under way                           |
+    |  [planned, known)    is known (prompt, or sampled) and still to be planned          |
+    |  known == len(tokens) + pending; limit is where it must end                         |
 
-There is no prefill and no decode here: a request is ready to sample when computed catches up with known.
+There is no prefill and no decode here: a request samples when planned catches up with known. Where steps are launched
+before the last one's result is in, the newest token may be `pending`: it is on the device, but nobody here knows it.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Request:
     leader: str | None = None  # n > 1: the sibling that computes the prompt first
     status: Status = Status.WAITING
     computed: int = 0
+    planned: int = 0
+    pending: int = 0
     cached: int = 0
     admitted: float | None = None
     first_token: float | None = None
@@ -74,7 +78,7 @@ class Request:
 
     @property
     def known(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) + self.pending
 
     @property
     def output_len(self) -> int:
@@ -82,7 +86,10 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        return self.known - self.computed
+        """Tokens the next step may compute."""
+        if self.pending and (self.params.stepwise or self.known >= self.limit):
+            return 0  # the pending token must be seen first, or will be the last
+        return self.known - self.planned
 
     def check(self) -> None:
-        assert 0 <= self.cached <= self.computed <= self.known <= self.limit, self
+        assert 0 <= self.cached <= self.computed <= self.planned <= self.known <= self.limit, self

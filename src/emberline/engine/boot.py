@@ -1,4 +1,5 @@
-"""boot: an EngineConfig becomes a running Engine. Memory is planned from arithmetic, not from a trial."""
+"""boot: an EngineConfig becomes a running Engine, on a GPU or on the CPU. Memory is planned from arithmetic, not from
+a trial."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import EngineConfig, SchedulerConfig, cache_dir, core_count
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
+from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
 
 if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
+    from emberline.models.reader import Reader
 
 CONTEXTS_KEPT = 8  # by default the cache has room for so many full contexts, memory permitting
 
@@ -35,8 +38,49 @@ class Loaded:
     seconds: dict[str, float]
 
 
-def boot(config: EngineConfig) -> Loaded:
+def boot(config: EngineConfig, reader: Reader | None = None) -> Loaded:
+    """`reader`: one that has been reading the checkpoint since before torch was imported, for a GPU."""
+    if config.device == "cuda" or (config.device == "auto" and _has_hopper()):
+        return _boot_on_gpu(config, reader)
+    if reader is not None:
+        reader.close()
+    return _boot_on_cpu(config)
+
+
+def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
+    from emberline.engine.gpu.boot import boot_from
+
+    given = {
+        name: value
+        for name in ("max_batch_tokens", "max_running", "block_size")
+        if (value := getattr(config, name)) is not None
+    }
+    settings = GPUConfig(
+        max_waiting=config.max_waiting,
+        max_context=config.max_context,
+        prefix_cache=config.prefix_cache,
+        kv_dtype=config.kv_dtype,
+        kv_memory=config.kv_memory,
+        itl_target_ms=config.itl_target_ms,
+        **given,
+    )
+    directory = Path(config.model)
+    made = boot_from(directory, settings, dtype=_dtype("dtype", config.dtype), reader=reader, compiler=_compiler)
+    return Loaded(
+        engine=made.engine,
+        max_context=made.engine.max_context,
+        kv_tokens=made.plan.kv_tokens,
+        weight_bytes=made.runner.model.weight_bytes,
+        kv_bytes=made.plan.kv_bytes,
+        kernels=f"cuda ({torch.cuda.get_device_name()})",
+        seconds=dict(made.seconds),
+    )
+
+
+def _boot_on_cpu(config: EngineConfig) -> Loaded:
     began = time.perf_counter()
+    if config.itl_target_ms is not None:
+        raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
     threads = config.threads or core_count()
     backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
     # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
@@ -44,30 +88,21 @@ def boot(config: EngineConfig) -> Loaded:
     kernels = time.perf_counter()
     model = load(Path(config.model), config.dtype, config.max_context)
     loaded = time.perf_counter()
-    if config.kv_dtype not in DTYPES:
-        raise InvalidRequest(
-            f"kv_dtype is {config.kv_dtype!r}; it must be one of {', '.join(DTYPES)}", param="kv_dtype"
-        )
+    defaults = SchedulerConfig()
+    running, block = config.max_running or defaults.max_running, config.block_size or defaults.block_size
     cache = plan_cache(
         model,
-        dtype=DTYPES[config.kv_dtype] or model.dtype,
-        block_size=config.block_size,
+        dtype=_dtype("kv_dtype", config.kv_dtype) or model.dtype,
+        block_size=block,
         memory=config.kv_memory or _free_memory() // 2,
-        max_tokens=_most_tokens(config, model.context),
+        max_tokens=_most_tokens(config, running, model.context),
     )
     eos = frozenset(model.config.eos)
-    tokenizer = Path(config.model) / "tokenizer.json"
-
-    def grammars() -> GrammarCompiler:
-        from emberline.engine.grammar import GrammarCompiler
-
-        return GrammarCompiler(tokenizer, model.config.vocab, sorted(eos))
-
-    runner = TorchRunner(model, cache, eos, grammars)
+    runner = TorchRunner(model, cache, eos, lambda: _compiler(Path(config.model), model.config))
     scheduler = SchedulerConfig(
-        block_size=config.block_size,
-        max_batch_tokens=max(config.max_batch_tokens, config.max_running),
-        max_running=config.max_running,
+        block_size=block,
+        max_batch_tokens=max(config.max_batch_tokens or defaults.max_batch_tokens, running),
+        max_running=running,
         max_waiting=config.max_waiting,
         max_context=model.context,
         prefix_cache=config.prefix_cache,
@@ -77,7 +112,7 @@ def boot(config: EngineConfig) -> Loaded:
     return Loaded(
         engine=engine,
         max_context=engine.max_context,
-        kv_tokens=cache.num_blocks * config.block_size,
+        kv_tokens=cache.num_blocks * block,
         weight_bytes=model.weight_bytes,
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
@@ -85,10 +120,27 @@ def boot(config: EngineConfig) -> Loaded:
     )
 
 
-def _most_tokens(config: EngineConfig, context: int) -> int:
+def _compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:
+    from emberline.engine.grammar import GrammarCompiler
+
+    return GrammarCompiler(directory / "tokenizer.json", config.vocab, sorted(set(config.eos)))
+
+
+def _dtype(field: str, name: str) -> torch.dtype | None:
+    if name not in DTYPES:
+        raise InvalidRequest(f"{field} is {name!r}; it must be one of {', '.join(DTYPES)}", param=field)
+    return DTYPES[name]
+
+
+def _has_hopper() -> bool:
+    """Our kernels use what came with compute capability 9.0, in the form that only 9.0 has."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
     if config.kv_memory is not None:
         return 1 << 40  # the user said how much: use it all
-    return min(CONTEXTS_KEPT, config.max_running) * context
+    return min(CONTEXTS_KEPT, running) * context
 
 
 def _free_memory() -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import SchedulerConfig
@@ -28,6 +30,15 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """One that can be given the next plan before the result of the last is in."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Starts a plan, after all those before it; the call it gives back waits for the result."""
+        ...
+
+
 class Engine:
     def __init__(self, config: SchedulerConfig, runner: Runner, clock: Clock | None = None) -> None:
         self.config = config
@@ -36,6 +47,8 @@ class Engine:
         self.kv = KVManager(runner.num_blocks, config.block_size, runner.layout, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
+        self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self._children: dict[str, list[str]] = {}
         self._steps = 0
         self._last = (0, 0.0)
@@ -81,22 +94,45 @@ class Engine:
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
+        return self._step_plainly() if self._ahead is None else self._step_ahead(self._ahead)
+
+    def _step_plainly(self) -> list[Output]:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is not None:
             started = time.perf_counter()
             result = self.runner.run(plan)
             ran = time.perf_counter() - started
-            self.scheduler.update(plan, result)
-            self._steps += 1
-            self._busy += ran
-            self._last = (plan.num_tokens, ran)
+            self._take(plan, result, ran)
             self._host += time.perf_counter() - began - ran
         return self._collect()
 
+    def _step_ahead(self, runner: AheadRunner) -> list[Output]:
+        """Plans and launches a step, and only then waits for the one before it: the device goes from one to the next
+        without us. With nothing to plan, waits for what is under way."""
+        began = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._under_way.append((plan, runner.launch(plan)))
+        waited = 0.0
+        if len(self._under_way) > (plan is not None):
+            done, wait = self._under_way.popleft()
+            started = time.perf_counter()
+            result = wait()
+            waited = time.perf_counter() - started
+            self._take(done, result, result.seconds)
+        self._host += time.perf_counter() - began - waited
+        return self._collect()
+
+    def _take(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        self.scheduler.update(plan, result)
+        self._steps += 1
+        self._busy += seconds
+        self._last = (plan.num_tokens, seconds)
+
     @property
     def idle(self) -> bool:
-        return not self.scheduler.requests
+        return not self.scheduler.requests and not self._under_way
 
     def stats(self) -> Stats:
         s = self.scheduler

@@ -3,9 +3,10 @@ hash of what a request's block table leads to: a wrong table, a lost write or a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
-from emberline.core.plan import Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
 
 
 class FakeRunner:
@@ -20,6 +21,7 @@ class FakeRunner:
         self._block_size = block_size
         self._memory = [[-1] * block_size for _ in range(num_blocks)]
         self._known: dict[str, Admission] = {}
+        self._newest: dict[str, int] = {}  # the last token each request sampled
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
@@ -29,11 +31,13 @@ class FakeRunner:
         for work in plan.work:
             for offset, token in enumerate(work.tokens):
                 block, slot = divmod(work.start + offset, self._block_size)
-                self._memory[work.blocks[block]][slot] = token
+                self._memory[work.blocks[block]][slot] = self._newest[work.id] if token == PENDING else token
         sampled = {work.id: Sampled(self._next(work)) for work in plan.work if work.samples}
+        self._newest.update((name, one.token) for name, one in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
         for ended in plan.ended:
             del self._known[ended]
+            self._newest.pop(ended, None)
         return StepResult(plan.step, sampled, logprobs)
 
     def _next(self, work: Work) -> int:
@@ -48,3 +52,11 @@ class FakeRunner:
         known = self._known[work.id].tokens
         successors = known[work.start + 1 : work.start + 1 + len(work.tokens)]
         return [TokenLogprob(logprob=-float(token), rank=1) for token in successors]
+
+
+class FakeAheadRunner(FakeRunner):
+    """The same as a device that works behind its host: a result is only handed over when it is asked for."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self.run(plan)
+        return lambda: result

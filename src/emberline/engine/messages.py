@@ -30,6 +30,7 @@ class Ready(msgspec.Struct, tag=True):
     max_context: int
     vocab_size: int
     kv_tokens: int
+    block_size: int
     weight_bytes: int
     kv_bytes: int
     kernels: str

@@ -13,10 +13,16 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.engine.engine import Engine
 from emberline.engine.messages import Abort, Inbox, Message, Progress, Ready, Refused, Start, Submit, encode
+
+if TYPE_CHECKING:
+    from emberline.models.reader import Reader
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
 
@@ -31,12 +37,13 @@ def main() -> int:
         return 1
     began = time.perf_counter()
     try:
+        reader = _read_ahead(start.config)
         # Shape rules for traced programs: a third of the time torch takes to import, and nothing here traces.
         sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
         from emberline.engine.boot import boot
 
         imported = time.perf_counter()
-        loaded = boot(start.config)
+        loaded = boot(start.config, reader)
     except EmberlineError as e:
         channel.sendall(encode(Refused.of("", e)))
         return 1
@@ -46,6 +53,7 @@ def main() -> int:
                 max_context=loaded.max_context,
                 vocab_size=loaded.engine.runner.vocab_size,
                 kv_tokens=loaded.kv_tokens,
+                block_size=loaded.engine.config.block_size,
                 weight_bytes=loaded.weight_bytes,
                 kv_bytes=loaded.kv_bytes,
                 kernels=loaded.kernels,
@@ -56,6 +64,16 @@ def main() -> int:
     with contextlib.suppress(BrokenPipeError):
         _serve(loaded.engine, channel, inbox)
     return 0
+
+
+def _read_ahead(config: EngineConfig) -> Reader | None:
+    """For a GPU the disk is the longest way: it starts before torch is imported."""
+    if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
+        return None
+    from emberline.hub.checkpoint import Checkpoint
+    from emberline.models.reader import Reader, files_of
+
+    return Reader.start(files_of(Checkpoint.open(Path(config.model))))
 
 
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:

@@ -11,7 +11,7 @@ import torch
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.batch import build
-from emberline.engine.sampler import Sampler
+from emberline.engine.sampler import RowMaker, Sampler
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import Decoder
 
@@ -33,7 +33,7 @@ class TorchRunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
-        self._sampler = Sampler(self.vocab_size, eos, make_compiler)
+        self._sampler = Sampler(self.vocab_size, RowMaker(self.vocab_size, eos, make_compiler))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -7,6 +7,7 @@ after preemption, and on another worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,19 @@ if TYPE_CHECKING:  # needs llguidance, which a machine without structured output
     from emberline.engine.grammar import GrammarCompiler, Matcher
 
 
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Changes to a few logits: divided if positive and multiplied if not, then added to."""
+
+    ids: np.ndarray  # int64, each once
+    divide: np.ndarray  # float32
+    add: np.ndarray  # float32
+
+    def apply(self, logits: np.ndarray) -> None:
+        values = logits[self.ids]
+        logits[self.ids] = np.where(values > 0, values / self.divide, values * self.divide) + self.add
+
+
 class Row:
     """One request's sampling state; all of it follows from the Admission and the tokens since."""
 
@@ -33,39 +47,35 @@ class Row:
         self.prompt_len = admission.prompt_len
         self._eos = eos
         p = self.params
-        self._penalised = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0)
+        self._penalised = p.penalised
         if self._penalised:
             self._seen = np.zeros(vocab, bool)
             self._counts = np.zeros(vocab, np.float32)
             self._seen[self.tokens] = True
             np.add.at(self._counts, self.tokens[self.prompt_len :], 1)
-        self._bias_ids = list(p.logit_bias)
+        self._bias_ids = np.array(list(p.logit_bias), np.int64)
         self._bias = np.array(list(p.logit_bias.values()), np.float32)
+        self._enders = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
         for token in self.tokens[self.prompt_len :]:
             self._accept(token)
 
-    @property
-    def needs_edit(self) -> bool:
-        return self._penalised or bool(self._bias_ids) or self._too_short or self.matcher is not None
-
-    @property
-    def _too_short(self) -> bool:
-        return len(self.tokens) - self.prompt_len < self.params.min_tokens
-
-    def uniform(self) -> float:
-        return _uniform(self.seed, len(self.tokens))
-
-    def edit(self, logits: np.ndarray) -> None:
-        """Penalties, bias and the minimal length, in place."""
-        p = self.params
+    def edits(self, known: int) -> Edits | None:
+        """Penalties, bias and the minimal length, when the token after `known` ones is chosen."""
+        short = known - self.prompt_len < self.params.min_tokens
+        if not (self._penalised or short or len(self._bias_ids)):
+            return None
+        p, nobody = self.params, np.zeros(0, np.int64)
+        seen = np.flatnonzero(self._seen) if self._penalised else nobody
+        barred = self._enders if short else nobody
+        ids = np.unique(np.concatenate([seen, self._bias_ids, barred]))
+        divide, add = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
         if self._penalised:
-            seen = logits[self._seen]
-            logits[self._seen] = np.where(seen > 0, seen / p.repetition_penalty, seen * p.repetition_penalty)
-            logits -= self._counts * p.frequency_penalty + (self._counts > 0) * p.presence_penalty
-        if self._bias_ids:
-            logits[self._bias_ids] += self._bias
-        if self._too_short:
-            logits[[*self._eos, *p.stop_token_ids]] = -np.inf
+            at, counts = np.searchsorted(ids, seen), self._counts[seen]
+            divide[at] = p.repetition_penalty
+            add[at] -= counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
+        add[np.searchsorted(ids, self._bias_ids)] += self._bias
+        add[np.searchsorted(ids, barred)] = -np.inf
+        return Edits(ids, divide, add)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -89,21 +99,40 @@ class Row:
             self.matcher.accept(token)
 
 
-class Sampler:
+class RowMaker:
+    """Makes a request's Row, its grammar compiled; or raises InvalidRequest."""
+
     def __init__(self, vocab: int, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._vocab = vocab
         self._eos = eos
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None  # made when the first grammar comes
+
+    def __call__(self, admission: Admission) -> Row:
+        return Row(admission, self._vocab, self._eos, self._matcher(admission.params.grammar))
+
+    def _matcher(self, grammar: Grammar | None) -> Matcher | None:
+        if grammar is None:
+            return None
+        if self._compiler is None:
+            if self._make_compiler is None:
+                raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
+            self._compiler = self._make_compiler()
+        return self._compiler.compile(grammar)
+
+
+class Sampler:
+    def __init__(self, vocab: int, make_row: RowMaker) -> None:
+        self._vocab = vocab
+        self._make_row = make_row
         self._rows: dict[str, Row] = {}
 
     def admit(self, admission: Admission) -> str | None:
         """None, or why this request cannot be sampled."""
         try:
-            matcher = self._matcher(admission.params.grammar)
+            self._rows[admission.id] = self._make_row(admission)
         except InvalidRequest as e:
             return str(e)
-        self._rows[admission.id] = Row(admission, self._vocab, self._eos, matcher)
         return None
 
     def forget(self, request_id: str) -> None:
@@ -116,15 +145,15 @@ class Sampler:
         raw = logits[wants] if wants else logits[:0]
         self._constrain(rows, logits)
         params = [row.params for row in rows]
-        chosen = ops.sample(
+        seeds = np.array([row.seed % (1 << 64) for row in rows], np.uint64).view(np.int64)
+        chosen = ops.draw(
             logits,
             torch.tensor([p.temperature for p in params], dtype=torch.float32),
             torch.tensor([p.top_k for p in params], dtype=torch.int32),
             torch.tensor([p.top_p for p in params], dtype=torch.float32),
             torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            torch.tensor(
-                [0.0 if p.greedy else row.uniform() for p, row in zip(params, rows, strict=True)], dtype=torch.float64
-            ),
+            torch.from_numpy(seeds),
+            torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
         ).tolist()
         tops = [params[i].logprobs or 0 for i in wants]
         logprobs = dict(zip(wants, token_logprobs(raw, [chosen[i] for i in wants], tops), strict=True))
@@ -146,23 +175,11 @@ class Sampler:
             logits[: len(successors)], successors, [row.params.prompt_logprobs or 0] * len(successors)
         )
 
-    def _matcher(self, grammar: Grammar | None) -> Matcher | None:
-        if grammar is None:
-            return None
-        if self._compiler is None:
-            if self._make_compiler is None:
-                raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
-            self._compiler = self._make_compiler()
-        return self._compiler.compile(grammar)
-
     def _constrain(self, rows: Sequence[Row], logits: Tensor) -> None:
-        edited = [i for i, row in enumerate(rows) if row.needs_edit]
-        if not edited:
-            return
-        view = logits.numpy()
-        for i in edited:
-            rows[i].edit(view[i])
-        masked = [(i, m) for i in edited if (m := rows[i].matcher) is not None]
+        for i, row in enumerate(rows):
+            if (edits := row.edits(len(row.tokens))) is not None:
+                edits.apply(logits[i].numpy())
+        masked = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
         if masked:
             mask = np.full((len(masked), -(-self._vocab // 32)), -1, np.int32)
             for out, (_, matcher) in zip(mask, masked, strict=True):
@@ -173,18 +190,9 @@ class Sampler:
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:
     if not tokens:
         return []
-    chosen, top_ids, top_values, rank = ops.log_probs(logits, torch.tensor(tokens), max(tops))
+    chosen, top_ids, top_values, rank = ops.log_probs(logits, torch.tensor(tokens, device=logits.device), max(tops))
     ids, values = top_ids.tolist(), top_values.tolist()
     return [
         TokenLogprob(c, r, list(zip(ids[i][:n], values[i][:n], strict=True)))
         for i, (c, r, n) in enumerate(zip(chosen.tolist(), rank.tolist(), tops, strict=True))
     ]
-
-
-def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but the two: the splitmix64 finaliser over both."""
-    mask = (1 << 64) - 1
-    x = (seed + (position + 1) * 0x9E3779B97F4A7C15) & mask
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = ((x ^ (x >> shift)) * factor) & mask
-    return ((x ^ (x >> 31)) >> 11) * 2.0**-53

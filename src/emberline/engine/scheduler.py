@@ -2,7 +2,8 @@
 
 There are no phases: every running request has tokens that are known but not computed, one or many, and a step gives
 each as many as the budget allows. Whoever has one left samples, so a mixed batch of chunks and single tokens is the
-normal case. No torch, no wall clock, no I/O.
+normal case. A step may be planned while the one before it is under way: plans are carried out in order, so blocks freed
+by a later plan cannot be missed by an earlier one. No torch, no wall clock, no I/O.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output, Timing
-from emberline.core.plan import Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
 from emberline.core.request import FinishReason, Request, Status
 from emberline.engine.admission import WaitingQueue
+from emberline.engine.pacing import Pacer
 from emberline.kv.manager import KVManager
 
 
@@ -28,6 +30,7 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self._pacer = None if config.itl_target is None else Pacer(config.itl_target)
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
         self._admitted: list[Request] = []  # the runner has not met these
@@ -64,17 +67,14 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run."""
         self._expire()
-        budget = self.config.max_batch_tokens
         planned: dict[str, int] = {}
-        for request in sorted(self.running, key=lambda r: r.remaining > 1):  # those that can sample go first
-            if budget == 0:
-                break
-            if request.status is not Status.RUNNING:  # was preempted for one before it
-                continue
-            count = min(request.remaining, budget)
-            if self._make_room(request, request.computed + count, planned):
-                planned[request.id] = count
-                budget = self.config.max_batch_tokens - sum(planned.values())
+        for request in self.running[:]:
+            if request.remaining == 1 and request.status is Status.RUNNING:  # not preempted for one before it
+                self._plan(request, 1, planned)
+        budget = self._chunk_budget(planned)
+        for request in self.running[:]:
+            if budget > 0 and request.remaining > 1 and request.status is Status.RUNNING:
+                budget -= self._plan(request, min(request.remaining, budget), planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
             planned[admitted.id] = min(admitted.remaining, budget)
             budget -= planned[admitted.id]
@@ -92,29 +92,37 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         assert plan.step == result.step
+        if self._pacer is not None and plan.work:
+            singles = sum(len(work.tokens) == 1 for work in plan.work)
+            self._pacer.learn(singles, plan.num_tokens - singles, result.seconds)
         for work in plan.work:
             request = self.requests.get(work.id)
             if request is None:
-                continue  # aborted while the step ran
+                continue  # ended while the step ran
             if (why := result.failed.get(work.id)) is not None:
                 self._end(request, FinishReason.ERROR, error=why)
                 continue
-            request.computed += len(work.tokens)
-            self.prompt_tokens += max(0, min(request.computed, request.prompt_len) - work.start)
-            if work.prompt_logprobs:
-                self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
-            self.kv.commit(request)
-            if request.computed >= request.prompt_len:
-                self._release_followers(request)
+            if work.life == request.preemptions:  # what it computed is still there
+                self._computed(request, work, result)
             if work.samples:
+                request.pending -= 1
                 self._advance(request, result.sampled[work.id])
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 
+    def _computed(self, request: Request, work: Work, result: StepResult) -> None:
+        request.computed = work.start + len(work.tokens)
+        self.prompt_tokens += max(0, min(request.computed, request.prompt_len) - work.start)
+        if work.prompt_logprobs:
+            self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
+        self.kv.commit(request)
+        if request.computed >= request.prompt_len:
+            self._release_followers(request)
+
     def _admit_next(self) -> Request | None:
         """Full-prompt admission: a request starts when all of its known tokens fit, so it never stalls half way."""
         request = self.waiting.head()
-        if request is None or len(self.running) >= self.config.max_running:
+        if request is None or request.pending or len(self.running) >= self.config.max_running:
             return None
         if not self.kv.admit(request, reserve=len(self.running)):
             return None  # nobody overtakes the head, or a long prompt would wait for ever
@@ -129,6 +137,21 @@ class Scheduler:
         self.running.sort(key=self.waiting.rank)
         return request
 
+    def _plan(self, request: Request, count: int, planned: dict[str, int]) -> int:
+        """How much of the budget it took."""
+        if len(planned) >= self.config.max_batch_tokens or not self._make_room(
+            request, request.planned + count, planned
+        ):
+            return 0
+        planned[request.id] = count
+        return count
+
+    def _chunk_budget(self, planned: dict[str, int]) -> int:
+        """What is left for prompts beside the single tokens already planned."""
+        left = self.config.max_batch_tokens - len(planned)
+        allowed = self._pacer.allowance(len(planned)) if self._pacer is not None else None
+        return left if allowed is None else min(left, allowed)
+
     def _make_room(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:
         while not self.kv.grow(request, tokens):
             victim = self._victim(request)
@@ -142,7 +165,13 @@ class Scheduler:
         """Among those ranked behind the one in need, the batch class first, then whoever frees a block for the least
         recomputation. The one in need itself if nobody is behind it: so the first in rank always gets on."""
         rank = self.waiting.rank
-        behind = [r for r in self.running if rank(r) > rank(request) and self.kv.private_blocks(r) > 0]
+        behind = [
+            r
+            for r in self.running
+            if rank(r) > rank(request)
+            and self.kv.private_blocks(r) > 0
+            and not (r.pending and r.params.prompt_logprobs is not None)  # its scores are on their way
+        ]
         if not behind:
             return request
         return min(behind, key=lambda r: (-r.priority, self.kv.private_blocks(r), -rank(r)[0]))
@@ -151,23 +180,29 @@ class Scheduler:
         self.kv.free(request)
         self.running.remove(request)
         request.status = Status.WAITING
-        request.computed = request.cached = 0
+        request.computed = request.planned = request.cached = 0
         request.preemptions += 1
         self.preemptions += 1
         self._prompt_logprobs.pop(request.id, None)
         self.waiting.push(request)
 
     def _work(self, request: Request, count: int) -> Work:
-        start, end = request.computed, request.computed + count
-        wants_prompt = request.params.prompt_logprobs is not None and request.first_token is None
-        return Work(
+        """Puts the request forward, and says to where."""
+        start, end = request.planned, request.planned + count
+        tokens = request.tokens[start:end]
+        samples = end == request.known
+        work = Work(
             request.id,
             start,
-            request.tokens[start:end],
-            list(self.kv.table(request)),
-            samples=end == request.known,
-            prompt_logprobs=wants_prompt,
+            tokens if len(tokens) == count else [*tokens, PENDING],
+            self.kv.table(request),
+            samples=samples,
+            prompt_logprobs=request.params.prompt_logprobs is not None and request.first_token is None,
+            life=request.preemptions,
         )
+        request.planned = end
+        request.pending += samples
+        return work
 
     @staticmethod
     def _admission(request: Request) -> Admission:
@@ -185,7 +220,7 @@ class Scheduler:
         params = request.params
         stops = sampled.token in params.stop_token_ids or (sampled.token in self.eos and not params.ignore_eos)
         finish = FinishReason.STOP if stops or sampled.stop else None
-        if finish is None and request.known >= request.limit:
+        if finish is None and len(request.tokens) >= request.limit:
             finish = FinishReason.LENGTH
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
         self._outputs.append(

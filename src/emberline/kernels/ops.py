@@ -1,4 +1,6 @@
-"""The ops others call: native kernels where they could be built, plain torch otherwise. `ref` says what each one means.
+"""The ops others call. Tensors on a GPU go to `gpu`; others to native kernels where they could be built, and to plain
+torch otherwise. `ref` says what each one means. (`gpu` is imported where it is used: it needs triton, which a machine
+without a GPU may lack.)
 
 One library and one pool of threads serve the process, as torch's own do: the one thing here that is ambient. `start`
 chooses them; the first op does so by default. A forked child has no pool threads: start workers by spawn.
@@ -19,11 +21,12 @@ from emberline.kernels.cpu.build import BuildError, build
 from emberline.kernels.cpu.library import NativeStep, load
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.kernels.stack import DenseLayer, DenseStack
+from emberline.kernels.tiles import Cutter, Tiles
 
 __all__ = [
-    "Backend", "DenseLayer", "DenseStack", "PackedWeight", "apply_bitmask", "dense_layers", "describe", "embed",
-    "gate_up_silu", "linear", "log_probs", "pack_linear", "paged_attention", "rms_norm", "rope_and_cache", "sample",
-    "set_threads", "start",
+    "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
+    "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "newest_tokens", "pack_linear",
+    "paged_attention", "rms_norm", "rope_and_cache", "sample", "set_threads", "start",
 ]  # fmt: skip
 
 CACHE = Path("~/.cache/emberline/kernels")
@@ -72,8 +75,13 @@ def set_threads(threads: int) -> None:
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     """The handle `linear` and, with gated=True, `gate_up_silu` take. bf16 stays bf16; float16 widens to float32.
 
-    Where the processor has AMX, the inputs of a bf16 weight are rounded to bf16 too.
+    Where the processor has AMX, the inputs of a bf16 weight are rounded to bf16 too. On a GPU rows stay as they are;
+    those of a gated weight come interleaved by `tiles.GATED_ROWS` where their number allows.
     """
+    if weight.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.pack_linear(weight, gated=gated)
     library = describe().library
     if library is None:
         return ref.pack_linear(weight, gated=gated)
@@ -97,7 +105,13 @@ def linear(
     eps: float = 0.0,
     add_to: Tensor | None = None,
     out: Tensor | None = None,
+    full: bool = False,
 ) -> Tensor:
+    """`full`: in float32 whatever x is."""
+    if x.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full)
     if w.layout < 0:
         return ref.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out)
     m, k = x.shape
@@ -114,6 +128,10 @@ def linear(
 def gate_up_silu(
     x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
+    if x.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
     if w.layout < 0:
         return ref.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
     m, k = x.shape
@@ -138,6 +156,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
 
 def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
     """Rows of `table`; a tied head's packed weight serves as well as the plain table."""
+    if ids.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.embed(ids, table, out=out)
     library = describe().library
     if library is None or (isinstance(table, PackedWeight) and table.layout < 0):
         return ref.embed(ids, table, out=out)
@@ -170,6 +192,14 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
+    if qkv.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.rope_and_cache(
+            qkv, positions, cos_sin, k_cache, v_cache, slots, q_heads, kv_heads, head_dim,
+            q_norm=q_norm, k_norm=k_norm, eps=eps,
+        )  # fmt: skip
+        return
     library = describe().library
     if library is None:
         ref.rope_and_cache(
@@ -198,8 +228,18 @@ def paged_attention(
     head_dim: int,
     *,
     window: int = 0,
+    tiles: Tiles | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """`tiles`: how a GPU cuts it up; nobody else asks."""
+    if qkv.is_cuda:
+        from emberline.kernels import gpu
+
+        assert tiles is not None
+        return gpu.paged_attention(
+            qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
+            window=window, tiles=tiles, out=out,
+        )  # fmt: skip
     library = describe().library
     if library is None:
         return ref.paged_attention(
@@ -265,7 +305,41 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return ids
 
 
+def draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """`sample`, with each row's uniform number made from its seed and the position of the token to choose."""
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.draw(logits, temperature, top_k, top_p, min_p, seed, position)
+    return sample(logits, temperature, top_k, top_p, min_p, ref.uniform(seed, position))
+
+
+def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+    """Changes single logits: divided if positive and multiplied if not, then added to. Each (row, id) comes once."""
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.edit(logits, rows, ids, divide, add)
+    else:
+        ref.edit(logits, rows, ids, divide, add)
+
+
+def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
+    """The tokens, where negative ones stand for the newest of their row."""
+    if tokens.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.newest_tokens(tokens, rows, newest)
+    return torch.where(tokens < 0, newest[rows], tokens)
+
+
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        return gpu.log_probs(logits, ids, top_n)
     library = describe().library
     if library is None:
         return ref.log_probs(logits, ids, top_n)
@@ -281,6 +355,11 @@ def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, 
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.apply_bitmask(logits, mask, rows)
+        return
     library = describe().library
     if library is None:
         ref.apply_bitmask(logits, mask, rows)

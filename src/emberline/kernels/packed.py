@@ -11,6 +11,7 @@ from torch import Tensor, dtype
 class Layout(IntEnum):
     """How `PackedWeight.data` lies; the native sources use the same numbers."""
 
+    ROWS = -2  # [n, k] as it came, on a GPU
     PLAIN = -1  # [n, k] float32, for torch
     BF16 = 0  # panels of columns
     F32 = 1
@@ -26,3 +27,4 @@ class PackedWeight:
     layout: Layout = Layout.PLAIN
     gated: bool = False  # each panel is half gate rows, half up rows; `n` counts both
     ptr: int = 0  # data.data_ptr(), read once: a call costs microseconds and this would be one of them
+    handle: object | None = None  # what a GPU's kernel keeps beside it

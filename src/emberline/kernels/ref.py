@@ -8,6 +8,7 @@ multiple of it, and is at least 8.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -168,6 +169,21 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     """
     rows = zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)
     return torch.stack([_sample_row(*row) for row in rows])
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """Numbers in [0, 1) that depend on nothing but the two: the splitmix64 finaliser over both."""
+    with np.errstate(over="ignore"):
+        x = seed.numpy().view(np.uint64) + (position.numpy().astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy(((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
+
+
+def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+    at = rows.long(), ids.long()
+    values = logits[at]
+    logits[at] = torch.where(values > 0, values / divide, values * divide) + add
 
 
 def _sample_row(

@@ -53,7 +53,7 @@ class KVManager:
             self._pool.hold(block)
         self._tables[request.id] = shared + [self._pool.take() for _ in range(wanted)]
         self._indexed[request.id] = len(shared)
-        request.computed = request.cached = len(shared) * self.block_size
+        request.computed = request.planned = request.cached = len(shared) * self.block_size
         self.queries += request.known
         self.hits += request.cached
         return True
@@ -69,12 +69,13 @@ class KVManager:
 
     def commit(self, request: Request) -> None:
         """Blocks that are now full of computed tokens become known to others."""
-        full = request.computed // self.block_size
-        hashes = self._hashes(request, full)
-        table = self._tables[request.id]
-        for i in range(self._indexed[request.id], full):
+        full, indexed = request.computed // self.block_size, self._indexed[request.id]
+        if full <= indexed:
+            return
+        hashes, table = self._hashes(request, full), self._tables[request.id]
+        for i in range(indexed, full):
             self._prefix.insert(hashes[i], table[i])
-        self._indexed[request.id] = max(full, self._indexed[request.id])
+        self._indexed[request.id] = full
 
     def free(self, request: Request) -> None:
         """Takes the request's blocks back; last block first, so that prefixes outlive what follows them."""

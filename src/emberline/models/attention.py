@@ -60,8 +60,9 @@ class Attention:
         if rows is not None and not len(rows):
             return x[:0]
         mixed = ops.paged_attention(
-            qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads, window=self.window
-        )
+            qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads,
+            window=self.window, tiles=f.tiles,
+        )  # fmt: skip
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
         return self.o(mixed, add_to=x)

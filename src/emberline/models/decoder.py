@@ -64,7 +64,7 @@ class Decoder:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> Decoder:
-        table = cos_sin(config.rope, context)
+        table = cos_sin(config.rope, context).to(weights.device)
         layers = tuple(Layer.load(config, weights, layer, table) for layer in range(config.layers))
         embedding = weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden)
         # A file may say tied and still bring a head: the same one again, or one that says the flag is wrong.
@@ -74,7 +74,7 @@ class Decoder:
         return Decoder(
             config=config,
             context=context,
-            embedding=packed if tied else embedding.clone(),
+            embedding=packed if tied else weights.keep(embedding),
             layers=layers,
             stack=_stack(layers),
             head=Linear(packed, norm=norm, eps=config.norm_eps),
@@ -83,15 +83,16 @@ class Decoder:
             fingerprint=fingerprint,
         )
 
-    def forward(self, f: Forward) -> Tensor:
+    def forward(self, f: Forward, out: Tensor | None = None) -> Tensor:
         """Logits [S, vocab] float32 of f.logit_rows. Keys and values of all T tokens are written to the cache."""
         x = ops.embed(f.tokens, self.embedding)
         x = self._one_by_one(x, f) if self.stack is None else self._at_once(self.stack, x, f)
-        return self.head(x) if len(x) else x.new_empty(0, self.config.vocab)
+        return self.head(x, out=out, full=True) if len(x) else x.new_empty(0, self.config.vocab)
 
     def _at_once(self, stack: ops.DenseStack, x: Tensor, f: Forward) -> Tensor:
         batch = f.positions, f.slots, f.block_tables, f.query_start, f.context
-        return ops.dense_layers(x, stack, f.keys, f.values, *batch, f.logit_rows)
+        rows = torch.arange(len(x)) if f.logit_rows is None else f.logit_rows
+        return ops.dense_layers(x, stack, f.keys, f.values, *batch, rows)
 
     def _one_by_one(self, x: Tensor, f: Forward) -> Tensor:
         last = self.layers[-1]

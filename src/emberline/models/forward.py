@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from emberline.kernels import ops
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -17,6 +19,7 @@ class Forward:
     query_start: Tensor  # [B + 1] int32
     context: Tensor  # [B] int32: tokens in the cache before this step
     block_tables: Tensor  # [B, most blocks] int32, padded with 0
-    logit_rows: Tensor  # [S] int64: rows of [0, T) whose logits are wanted
+    logit_rows: Tensor | None  # [S] int64: rows of [0, T) whose logits are wanted; None: all
     keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
     values: Tensor
+    tiles: ops.Tiles | None = None  # how attention is cut up, where the device wants to be told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from emberline.kernels import ops
@@ -20,18 +19,19 @@ class Linear:
     norm: Tensor | None = None  # weight of the RMS norm in front
     eps: float = 0.0
 
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, norm=self.norm, eps=self.eps, add_to=add_to)
+    def __call__(
+        self, x: Tensor, add_to: Tensor | None = None, *, out: Tensor | None = None, full: bool = False
+    ) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, norm=self.norm, eps=self.eps, add_to=add_to, out=out, full=full)
 
 
-def stacked(weights: Weights, names: list[tuple[str, int]], columns: int) -> Tensor:
+def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
     """The matrices `name`.weight of so many rows each, one under the other, so that one call reads x once for all."""
-    parts = [weights.matrix(f"{name}.weight", rows, columns) for name, rows in names]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
 def stacked_bias(weights: Weights, names: list[tuple[str, int]]) -> Tensor:
-    return torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in names])
+    return weights.stack_vectors([(f"{name}.bias", rows) for name, rows in names])
 
 
 def load_linear(

@@ -33,12 +33,12 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype])
-    decoder = Decoder.load(config, weights, context, _fingerprint(checkpoint, config, dtype, context))
+    decoder = Decoder.load(config, weights, context, fingerprint(checkpoint, config, dtype, context))
     weights.finish(IGNORABLE)
     return decoder
 
 
-def _fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
+def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
     """Equal for equal models, so that keys and values of one are never taken for another's. Samples each tensor: cheap,
     and training a model further changes every matrix it touches everywhere."""
     digest = hashlib.sha256(repr((replace(config, max_context=0), dtype)).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights:
+    device = torch.device("cpu")  # where its tensors are
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype  # of matrices; None: as in the file, but float16 widens, since no kernel reads it
@@ -35,6 +38,19 @@ class Weights:
         view = self._view(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
         return self._take(name, view.to(self.dtype or kept))
+
+    def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+        """Matrices of so many rows each, one under the other. `gated`: a gate and its up, which a source for a device
+        may interleave; here, packing does."""
+        views = [self.matrix(name, rows, columns) for name, rows in parts]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+        return torch.cat([self.vector(name, size) for name, size in parts])
+
+    def keep(self, matrix: Tensor) -> Tensor:
+        """The same, for use as it is: what nothing packs must not be a view of the file."""
+        return matrix.clone()
 
     def drop_copy(self, name: str, original: Tensor) -> bool:
         """Whether `name` only repeats `original`; then it counts as seen."""
@@ -59,7 +75,7 @@ class Weights:
         self.taken_bytes += tensor.nbytes
         return tensor
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.info(name)
         if info.shape != shape:
             raise ModelFileError(
@@ -68,6 +84,10 @@ class Weights:
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
             raise UnsupportedModel(f"tensor {name!r} in {info.file} has the dtype {info.dtype}", hint=hint)
+
+    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        self._check(name, shape)
+        info = self.checkpoint.info(name)
         dtype = DTYPES[info.dtype]
         flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
         aligned = flat if info.offset % dtype.itemsize == 0 else flat.clone()  # the format allows any offset

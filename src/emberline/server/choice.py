@@ -41,11 +41,17 @@ class Choice:
         self._splitter = splitter
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
 
+    @property
+    def thinking(self) -> bool:
+        """Whether it goes on inside the reasoning."""
+        return self._splitter is not None and not self.finished and self._splitter.thinking
+
     def take(self, output: Output) -> list[Delta]:
         if self.finished:
             return []  # what was under way when the stop string was found
         if output.error is not None:
             raise _error(output.error)
+        thinking = self.thinking
         text = self._text.push(output.tokens)
         taken = len(self._text.offsets) - self.num_tokens  # fewer than came if a stop string was completed on the way
         if output.logprobs:
@@ -55,7 +61,7 @@ class Choice:
             ]
         self.num_tokens += taken
         deltas = self._split(text)
-        if any(isinstance(delta, ReasoningDelta) for delta in deltas):
+        if (thinking and self.thinking) or any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += taken
         if self._text.stopped is not None:
             self.stopped_early = output.finish is None

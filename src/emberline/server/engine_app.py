@@ -271,7 +271,7 @@ class EngineApp:
             engine.stats,
             restarts=engine.restarts,
             ready=engine.state is State.READY,
-            block_size=engine.config.block_size,
+            block_size=engine.ready.block_size if engine.ready else 0,
         )
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 

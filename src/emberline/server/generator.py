@@ -17,10 +17,10 @@ from emberline.api.reasoning import ReasoningStyle
 from emberline.api.splitter import Splitter
 from emberline.api.toolstyle import ToolStyle
 from emberline.core.errors import ModelNotFound
-from emberline.core.events import Output
+from emberline.core.events import Output, Timing
 from emberline.core.params import Grammar, SamplingParams
 from emberline.core.plan import TokenLogprob
-from emberline.core.request import Submission
+from emberline.core.request import FinishReason, Submission
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine
 from emberline.server.choice import Choice, token_info
@@ -31,18 +31,37 @@ MakeSplitter = Callable[[int], Splitter | None]
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """How long the reasoning may be, and how the reply goes on once it was closed for the model."""
+
+    tokens: int
+    closing: list[int]
+    after: SamplingParams
+
+    def spent(self, choice: Choice, said: list[int]) -> bool:
+        """A marker that the model wrote itself may be held back still, as the beginning of a stop string."""
+        closed = said[-len(self.closing) :] == self.closing
+        return choice.thinking and choice.reasoning_tokens >= self.tokens and not closed
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt and the choices it gets: [first, first + n)."""
 
     ids: list[int]
     first: int
     echo: bool = False
+    budget: Budget | None = None  # then it is the only job, with one choice
 
 
 def _cost(choices: Iterable[Choice]) -> tuple[int, int]:
     """Tokens of all choices so far, and how many of them were reasoning."""
     pairs = [(choice.num_tokens, choice.reasoning_tokens) for choice in choices]
     return sum(n for n, _ in pairs), sum(r for _, r in pairs)
+
+
+def _until(timing: Timing | None, finished: float | None) -> Timing | None:
+    return timing and replace(timing, finished=finished)
 
 
 def _call_id() -> str:
@@ -96,7 +115,11 @@ class Generator:
                 return None
             return Splitter(index, _call_id, style, self._reasoning, inside=opened)
 
-        job = Job(ids, 0, echo=params.prompt_logprobs is not None)
+        budget = None
+        if call.thinking_budget is not None:
+            after = await self._constrain(call, style, opened, closed=True)
+            budget = Budget(call.thinking_budget, self.prompts.closing, after)
+        job = Job(ids, 0, params.prompt_logprobs is not None, budget)
         async with aclosing(self._run([job], params, call, splitter, style)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -116,7 +139,10 @@ class Generator:
 
     # -- the way to the engine --------------------------------------------------------------------------------------
 
-    async def _constrain(self, call: ChatCall, style: ToolStyle | None, opened: bool) -> SamplingParams:
+    async def _constrain(
+        self, call: ChatCall, style: ToolStyle | None, opened: bool, closed: bool = False
+    ) -> SamplingParams:
+        """`opened`, `closed`: what the prompt does with the reasoning."""
         special = self._special_markers(style)
         grammar: Grammar | None = call.params.grammar
         param = "response_format"
@@ -129,7 +155,9 @@ class Generator:
         if grammar is None:
             return call.params
         if self._reasoning is not None:
-            grammar = thinking.reasoned(grammar, self._reasoning, opened, special)
+            grammar = (
+                thinking.answered(grammar) if closed else thinking.reasoned(grammar, self._reasoning, opened, special)
+            )
         await asyncio.to_thread(self._guard.check, grammar, param)
         return replace(call.params, grammar=grammar)
 
@@ -147,9 +175,8 @@ class Generator:
         queue: asyncio.Queue[tuple[Job, Output] | BaseException | None] = asyncio.Queue()
 
         async def feed(job: Job) -> None:
-            submission = Submission(uuid.uuid4().hex, job.ids, params, caller.priority, caller.salt, self._timeout)
             try:
-                async with aclosing(self.engine.submit(submission)) as outputs:
+                async with aclosing(self._submit(job.ids, params, caller, self._timeout)) as outputs:
                     async for output in outputs:
                         queue.put_nowait((job, output))
                 queue.put_nowait(None)
@@ -174,6 +201,47 @@ class Generator:
                 feeder.cancel()
             await asyncio.gather(*feeders, return_exceptions=True)
 
+    def _submit(
+        self, ids: list[int], params: SamplingParams, caller: Caller, timeout: float
+    ) -> AsyncGenerator[Output, None]:
+        return self.engine.submit(
+            Submission(uuid.uuid4().hex, ids, params, caller.priority, caller.salt, max(0.0, timeout))
+        )
+
+    async def _outputs_within(
+        self, budget: Budget, job: Job, params: SamplingParams, caller: Caller, choice: Choice
+    ) -> AsyncGenerator[tuple[Job, Output], None]:
+        """The outputs of a job whose reasoning has a budget; `choice` takes each before the next. When the budget is
+        spent, the closing marker comes as if the model had written it, and a second request takes the place of the
+        first, in the same breath so that nobody gets in between, with what is left of its tokens and its time."""
+        began, said, timing = self.engine.now(), list[int](), None
+        most = self.prompts.max_context - len(job.ids)
+        most = most if params.max_tokens is None else min(most, params.max_tokens)
+        async with aclosing(self._submit(job.ids, params, caller, self._timeout)) as outputs:
+            async for output in outputs:
+                timing = timing or output.timing
+                said += output.tokens
+                yield job, output
+                if output.finish is not None or not budget.spent(choice, said):
+                    continue
+                left = most - len(said) - len(budget.closing)
+                if left < 1:  # nothing could follow the marker
+                    yield job, Output(output.id, finish=FinishReason.LENGTH, timing=_until(timing, self.engine.now()))
+                    return
+                said += budget.closing
+                yield job, Output(output.id, tokens=budget.closing)
+                if not choice.finished:  # by a stop string in the marker
+                    break
+            else:
+                return
+        at_least = min(left, max(0, params.min_tokens - len(said)))
+        after = replace(budget.after, max_tokens=left, min_tokens=at_least, prompt_logprobs=None)
+        time_left = self._timeout - (self.engine.now() - began)
+        async with aclosing(self._submit([*job.ids, *said], after, caller, time_left)) as outputs:
+            async for output in outputs:
+                ended = output.timing.finished if output.timing else None
+                yield job, replace(output, timing=_until(timing, ended))
+
     # -- the way back --------------------------------------------------------------------------------------------------
 
     async def _run(
@@ -195,7 +263,13 @@ class Generator:
                 choices[index] = Choice(
                     index, self.prompts.tokenizer, params, splitter(index), kept=kept, continuing=continuing
                 )
-        async with aclosing(self._outputs(jobs, params, call.caller)) as outputs:
+        budget = jobs[0].budget
+        source = (
+            self._outputs(jobs, params, call.caller)
+            if budget is None
+            else self._outputs_within(budget, jobs[0], params, call.caller, choices[0])
+        )
+        async with aclosing(source) as outputs:
             first = True
             async for job, output in outputs:
                 choice = choices[job.first + output.index]

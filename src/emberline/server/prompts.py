@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from emberline.api import tools
+from emberline.api import reasoning, tools
 from emberline.api.call import ChatCall
+from emberline.api.reasoning import ReasoningStyle
 from emberline.api.toolstyle import ToolStyle
+from emberline.api.wishes import check_wishes
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
@@ -23,7 +25,10 @@ class Prompts:
         self.max_context = max_context
         self._template = template
         self._style = style
-        self._knows_tools = template is not None and any(tools.knows_tools(s) for s in template.sources.values())
+        sources = list(template.sources.values()) if template is not None else []
+        self._knows_tools = any(tools.knows_tools(source) for source in sources)
+        self._reasoning = reasoning.style_for("".join(sources))
+        self.closing = _closing(tokenizer, self._reasoning)  # ends the reasoning; empty: nothing does
 
     def render(self, call: ChatCall) -> str:
         """The conversation as the model was trained to see it."""
@@ -36,6 +41,13 @@ class Prompts:
         if not self._knows_tools:
             messages = tools.inject(messages, shown, self._style)
         listed = tools.shown(shown) if shown and self._knows_tools else None
+        check_wishes(call.wishes, self._template.arguments(listed is not None), self._reasoning is not None)
+        if call.thinking_budget is not None and not self.closing:
+            raise InvalidRequest(
+                "thinking.budget_tokens: this model's reasoning has no marker that would end it",
+                param="thinking.budget_tokens",
+                hint="leave thinking out",
+            )
         text = self._template.render(
             messages, listed, call.generation_prompt and not call.continue_last, **call.template_args
         )
@@ -62,6 +74,13 @@ class Prompts:
             )
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=param)
+
+
+def _closing(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
+    ids = tokenizer.encode(style.end, add_special=False) if style is not None else []
+    spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", "replace")
+    # SentencePiece puts a space before the text.
+    return ids if style is not None and spelled.removeprefix(" ") == style.end else []
 
 
 def _unfinished(text: str, last: dict[str, Any]) -> str:

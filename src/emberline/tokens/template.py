@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import Template
+from jinja2 import Template, meta
 from jinja2.exceptions import SecurityError, TemplateError, UndefinedError
 
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
@@ -18,10 +18,19 @@ from emberline.tokens.sandbox import Sandbox
 
 MAX_SOURCE = 256 << 10
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# Not for a request to set: what a template is given anyway, and documents, which nobody serves.
+OWN_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIALS}
+)
 
 
 class Refused(TemplateError):
     """The template called raise_exception: these messages are not ones that its model understands."""
+
+
+class _Compiled(NamedTuple):
+    template: Template
+    arguments: frozenset[str]
 
 
 class ChatTemplate:
@@ -65,9 +74,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             FUEL_KEY: Fuel(),
         }
-        return _rendered(self._choose(bool(tools)), variables)
+        return _rendered(self._choose(bool(tools)).template, variables)
 
-    def _choose(self, with_tools: bool) -> Template:
+    def arguments(self, with_tools: bool) -> frozenset[str]:
+        """The variables it reads beside its own: what else it is given leaves no trace in the prompt."""
+        return self._choose(with_tools).arguments
+
+    def _choose(self, with_tools: bool) -> _Compiled:
         if with_tools and "tool_use" in self._templates:
             return self._templates["tool_use"]
         return self._templates.get("default") or next(iter(self._templates.values()))
@@ -88,11 +101,12 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
         raise ModelFileError(f"the chat template failed: {type(e).__name__}: {e}") from e
 
 
-def _compiled(environment: Sandbox, source: str) -> Template:
+def _compiled(environment: Sandbox, source: str) -> _Compiled:
     if len(source) > MAX_SOURCE:
         raise ModelFileError(f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are read")
     try:
-        return environment.from_string(source)
+        names = meta.find_undeclared_variables(environment.parse(source))
+        return _Compiled(environment.from_string(source), frozenset(names) - OWN_NAMES)
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as e:
         raise ModelFileError(
             f"the chat template does not compile: {e}", hint="give another: --chat-template FILE"

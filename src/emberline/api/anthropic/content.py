@@ -20,11 +20,21 @@ def signature(thinking: str) -> str:
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
-class CacheControl(Wire, tag="ephemeral", tag_field="type"):
+class CacheControl(Wire):
+    type: Literal["ephemeral"]  # where a struct stands alone, a tag could be left out
     ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(Wire, tag="text", tag_field="type"):
+    text: str
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class OnlyText(Wire):
+    """A text block where there are no others."""
+
+    type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     citations: None = None
@@ -35,8 +45,8 @@ class ThinkingBlock(Wire, tag="thinking", tag_field="type"):
     signature: str = ""
 
 
-class DirectCaller(Wire, tag="direct", tag_field="type"):
-    pass
+class DirectCaller(Wire):
+    type: Literal["direct"]
 
 
 class ToolUseBlock(Wire, tag="tool_use", tag_field="type"):
@@ -50,7 +60,7 @@ class ToolUseBlock(Wire, tag="tool_use", tag_field="type"):
 
 class ToolResultBlock(Wire, tag="tool_result", tag_field="type"):
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[OnlyText] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
     toolset_name: None = None
@@ -58,7 +68,7 @@ class ToolResultBlock(Wire, tag="tool_result", tag_field="type"):
 
 class SystemMessage(Wire, tag="system", tag_field="role"):
     speaker: ClassVar[Role] = "system"
-    content: str | list[TextBlock]
+    content: str | list[OnlyText]
 
 
 class UserMessage(Wire, tag="user", tag_field="role"):
@@ -71,11 +81,11 @@ class AssistantMessage(Wire, tag="assistant", tag_field="role"):
     content: str | list[TextBlock | ThinkingBlock | ToolUseBlock]
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | OnlyText | ThinkingBlock | ToolUseBlock | ToolResultBlock
 Message = SystemMessage | UserMessage | AssistantMessage
 
 
-def transcript(system: str | list[TextBlock] | None, messages: list[Message]) -> Transcript:
+def transcript(system: str | list[OnlyText] | None, messages: list[Message]) -> Transcript:
     made = Transcript()
     for text in _texts(system):
         made.say("system", text)
@@ -89,7 +99,7 @@ def transcript(system: str | list[TextBlock] | None, messages: list[Message]) ->
 
 def _add(made: Transcript, speaker: Role, block: Block, path: str) -> None:
     match block:
-        case TextBlock():
+        case TextBlock() | OnlyText():
             made.say(speaker, block.text)
         case ThinkingBlock():
             if block.signature not in ("", signature(block.thinking)):
@@ -107,7 +117,7 @@ def _add(made: Transcript, speaker: Role, block: Block, path: str) -> None:
             made.answer(block.tool_use_id, text, param=f"{path}.tool_use_id")
 
 
-def _texts(content: str | list[TextBlock] | None) -> list[str]:
+def _texts(content: str | list[OnlyText] | None) -> list[str]:
     if content is None:
         return []
     return [content] if isinstance(content, str) else [block.text for block in content]

@@ -14,11 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta
 
-from emberline.api.anthropic.content import CacheControl, Message, TextBlock, ToolName, transcript
+from emberline.api.anthropic.content import CacheControl, Message, OnlyText, ToolName, transcript
 from emberline.api.call import Caller, ChatCall, Tool, ToolChoice
 from emberline.api.openai.sampling import Never, refuse_true
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.toolset import check_tools
+from emberline.api.wishes import Wish
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar, SamplingParams
 
@@ -74,7 +75,8 @@ class ThinkingDisabled(Wire, tag="disabled", tag_field="type"):
     pass
 
 
-class JsonFormat(Wire, tag="json_schema", tag_field="type"):
+class JsonFormat(Wire):
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
@@ -92,7 +94,7 @@ class CountTokensRequest(Wire):
 
     model: Annotated[str, Meta(min_length=1, max_length=512)]
     messages: Annotated[list[Message], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[OnlyText] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
@@ -165,6 +167,8 @@ def _call(asked: CountTokensRequest, caller: Caller, params: SamplingParams, str
         tool_choice=choice,
         parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
         template_args=_template_args(asked),
+        wishes=_wishes(asked),
+        thinking_budget=asked.thinking.budget_tokens if isinstance(asked.thinking, ThinkingEnabled) else None,
         continue_last=continued,
         generation_prompt=not continued,
         stream=stream,
@@ -205,3 +209,12 @@ def _template_args(asked: CountTokensRequest) -> dict[str, Any]:
     if asked.output_config and asked.output_config.effort:
         arguments["reasoning_effort"] = asked.output_config.effort
     return arguments
+
+
+def _wishes(asked: CountTokensRequest) -> list[Wish]:
+    wishes = []
+    if asked.thinking is not None:
+        wishes.append(Wish("thinking", ("enable_thinking",), thinks=not isinstance(asked.thinking, ThinkingDisabled)))
+    if asked.output_config and asked.output_config.effort:
+        wishes.append(Wish("output_config.effort", ("reasoning_effort",)))
+    return wishes

@@ -1,6 +1,6 @@
 """One reply in Anthropic's protocol: the events of a stream, and the message that they add up to.
 
-    message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
+message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from msgspec import Meta
 from emberline.api.call import ChatCall
 from emberline.api.openai.messages import Message, explain_parts, for_template
 from emberline.api.openai.sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
-from emberline.api.openai.template import continues_last, template_args
+from emberline.api.openai.template import continues_last, template_args, wishes
 from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
@@ -87,6 +87,7 @@ def parse(body: bytes) -> Call:
         tool_choice=tools.choice,
         parallel_tool_calls=tools.parallel,
         template_args=template_args(asked.chat_template_kwargs, asked.reasoning_effort),
+        wishes=wishes(asked.chat_template_kwargs, asked.reasoning_effort),
         continue_last=continue_last,
         generation_prompt=asked.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(asked.add_special_tokens),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.api.openai.messages import AssistantMessage, Message
+from emberline.api.wishes import Wish, wishes_of_kwargs
 from emberline.core.errors import InvalidRequest
+from emberline.tokens.template import OWN_NAMES
 
-RESERVED = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
+RESERVED = OWN_NAMES | {"self"}
 
 
 def template_args(given: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
@@ -18,7 +20,23 @@ def template_args(given: dict[str, Any] | None, effort: str | None = None) -> di
     if effort is None:
         return args
     # Templates know one name or the other; what the request gives them outright wins.
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none", **args}
+    return {**_said_by(effort), **args}
+
+
+def wishes(given: dict[str, Any] | None, effort: str | None = None, field: str = "reasoning_effort") -> list[Wish]:
+    """What `template_args` are there for; `field`: what the protocol calls the effort."""
+    args = given or {}
+    asked = wishes_of_kwargs(args)
+    if effort is None:
+        return asked
+    names = tuple(name for name, value in _said_by(effort).items() if args.get(name, value) == value)
+    if not names:
+        raise InvalidRequest(f"{field} and chat_template_kwargs contradict each other", param=field)
+    return [Wish(field, names, thinks=False if effort == "none" else None), *asked]
+
+
+def _said_by(effort: str) -> dict[str, Any]:
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def continues_last(messages: list[Message], asked: bool | None, generation_prompt: bool | None) -> bool:

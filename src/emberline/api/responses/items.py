@@ -25,6 +25,13 @@ class InputText(Wire, tag_field="type", tag="input_text"):
     text: str
 
 
+class ResultText(Wire):
+    """The same where there are no other parts: a tag could be left out there."""
+
+    type: Literal["input_text"]
+    text: str
+
+
 class OutputText(Wire, tag_field="type", tag="output_text"):
     text: str
     annotations: Annotated[list[None], Meta(max_length=0)] | None = None
@@ -35,11 +42,13 @@ class RefusalText(Wire, tag_field="type", tag="refusal"):
     refusal: str
 
 
-class SummaryText(Wire, tag_field="type", tag="summary_text"):
+class SummaryText(Wire):
+    type: Literal["summary_text"]
     text: str
 
 
-class ReasoningText(Wire, tag_field="type", tag="reasoning_text"):
+class ReasoningText(Wire):
+    type: Literal["reasoning_text"]
     text: str
 
 
@@ -72,7 +81,7 @@ class FunctionCallItem(Wire, tag_field="type", tag="function_call"):
 
 class FunctionCallOutputItem(Wire, tag_field="type", tag="function_call_output"):
     call_id: CallId
-    output: str | list[InputText]
+    output: str | list[ResultText]
     id: str | None = None
     status: Status | None = None
     name: None = None
@@ -136,7 +145,7 @@ def _unseal(sealed: str, param: str) -> str:
         raise InvalidRequest(f"{param} is not ours", param=param, hint=hint) from None
 
 
-def _text(content: str | list[InputText] | list[InputText | OutputText | RefusalText]) -> str:
+def _text(content: str | list[ResultText] | list[InputText | OutputText | RefusalText]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(part.refusal if isinstance(part, RefusalText) else part.text for part in content)

@@ -1,7 +1,7 @@
 """POST /v1/responses. Nothing is stored between requests: the conversation comes whole, as `input`.
 
-    call = parse(body)
-    reply = stream.Renderer(call, id, created, fingerprint)
+call = parse(body)
+reply = stream.Renderer(call, id, created, fingerprint)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from emberline.api.call import ChatCall, Tool, ToolChoice
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai.messages import FunctionName, explain_parts
 from emberline.api.openai.sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
-from emberline.api.openai.template import template_args
+from emberline.api.openai.template import template_args, wishes
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.responses.items import Item, transcript, unfinished
 from emberline.api.toolset import check_tools
@@ -35,7 +35,8 @@ Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 _STATELESS = "nothing is stored here: send the whole conversation as input, and store: false"
 
 
-class ResponseTool(Wire, tag_field="type", tag="function"):
+class ResponseTool(Wire):
+    type: Literal["function"]
     name: FunctionName
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -49,9 +50,14 @@ class FunctionChoice(Wire, tag_field="type", tag="function"):
     name: FunctionName
 
 
+class AllowedTool(Wire):
+    type: Literal["function"]
+    name: FunctionName
+
+
 class AllowedChoice(Wire, tag_field="type", tag="allowed_tools"):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Meta(min_length=1)]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
 
 
 class SchemaFormat(Wire, tag_field="type", tag="json_schema"):
@@ -136,6 +142,7 @@ def parse(body: bytes) -> Call:
     asked.include_usage()
     tools, choice = _tools(asked)
     caller = asked.caller(user=asked.safety_identifier, salt=asked.prompt_cache_key)
+    effort = asked.reasoning.effort if asked.reasoning else None
     params = asked.params(max_tokens=asked.max_output_tokens, logprobs=_logprobs(asked), prompt_logprobs=None)
     return Call(
         caller=caller,
@@ -144,7 +151,8 @@ def parse(body: bytes) -> Call:
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=asked.parallel_tool_calls is not False,
-        template_args=template_args(asked.chat_template_kwargs, asked.reasoning.effort if asked.reasoning else None),
+        template_args=template_args(asked.chat_template_kwargs, effort),
+        wishes=wishes(asked.chat_template_kwargs, effort, "reasoning.effort"),
         continue_last=unfinished(asked.input),
         generation_prompt=not unfinished(asked.input),
         add_special_tokens=bool(asked.add_special_tokens),

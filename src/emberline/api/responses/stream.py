@@ -1,6 +1,6 @@
 """One reply of the Responses API: the events of a stream, and the response that the last of them holds.
 
-    response.created, response.in_progress, { output_item.added, ..., output_item.done } ..., response.completed
+response.created, response.in_progress, { output_item.added, ..., output_item.done } ..., response.completed
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Measurements on an NVIDIA GPU: kernels alone, and the engine. `python -m emberline.bench.gpu` runs them."""

@@ -1,0 +1,86 @@
+"""Decode attention of one layer of Llama 3.1 8B: batches at 640 keys a row, one of uneven lengths, and an fp8 cache.
+`python -m emberline.bench.gpu.decode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.bench.gpu.timing import copies_for, replay
+from emberline.bench.report import Report
+from emberline.kernels import worklist
+from emberline.kernels.cuda.decode import LayerCache, Scratch, Work, decode_attention, multiprocessors
+
+BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
+KEYS = 640
+BATCHES = (1, 8, 32, 64, 128, 256)
+UNEVEN = [300] * 255 + [30_000]
+LEAST_LAYERS = 2
+
+
+def measure(report: Report) -> None:
+    for batch in BATCHES:
+        _one(report, f"decode b={batch}", [KEYS] * batch, torch.bfloat16)
+    _one(report, "decode uneven", UNEVEN, torch.bfloat16)
+    _one(report, "decode 30000", [30_000], torch.bfloat16)
+    for batch in (1, 64, 256):
+        _one(report, f"decode fp8 b={batch}", [KEYS] * batch, torch.float8_e4m3fn)
+
+
+def _one(report: Report, name: str, lengths: list[int], dtype: torch.dtype) -> None:
+    size = 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
+    calls = _calls(lengths, dtype, max(LEAST_LAYERS, copies_for(size)), pdl=True)
+    ours = replay(calls)
+    alone = replay(_calls(lengths, dtype, len(calls), pdl=False))
+    limit = size / BYTES_PER_US
+    report.add(name, ours, "us", limit=limit)
+    report.add(f"{name} without pdl", alone, "us", limit=limit)
+    print(f"{name}: {ours:.2f} us ({limit / ours:.0%} of memory), without pdl {alone:.2f}", flush=True)
+    torch.cuda.empty_cache()
+
+
+def _calls(lengths: list[int], dtype: torch.dtype, layers: int, *, pdl: bool) -> list[Callable[[], Tensor]]:
+    """The same rows in different layers, that the cache holds none of them."""
+    device, rows = torch.device("cuda"), len(lengths)
+    counts = [-(-length // BLOCK) for length in lengths]
+    tables = torch.zeros(rows, max(counts), dtype=torch.int32)
+    for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
+        row[: len(blocks)] = blocks
+    shape = (layers, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
+    keys, values = (_random(shape, dtype) for _ in range(2))
+    caches = [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
+    work = Work.rooms(rows, KV_HEADS, device)
+    work.load(worklist.plan(np.array(lengths, np.int32), KV_HEADS, multiprocessors(device), work.capacity))
+    scratch = Scratch(rows, work.capacity, Q_HEADS, KV_HEADS, HEAD_DIM, device)
+    qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
+    out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
+    where = tables.to(device), torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+
+    def call(cached: LayerCache) -> Callable[[], Tensor]:
+        return lambda: decode_attention(
+            qkv, cached, *where, work, HEAD_DIM**-0.5, Q_HEADS, KV_HEADS, HEAD_DIM, out=out, scratch=scratch, pdl=pdl
+        )
+
+    return [call(cached) for cached in caches]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Layer by layer: the random numbers of all of them at once would not fit beside it."""
+    made = torch.empty(shape, device="cuda", dtype=dtype)
+    for part in made:
+        part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).to(dtype))
+    return made
+
+
+def main() -> None:
+    report = Report("gpu_decode")
+    measure(report)
+    report.emit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The small kernels of a layer, in the shape of an 8B Llama: microseconds, beside the time their bytes take.
+
+Few rows stay in the L2 cache from one use to the next, as they do between two kernels of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.bench.gpu.timing import copies_for, replay
+from emberline.bench.report import Report
+from emberline.kernels.triton.activation import silu_mul
+from emberline.kernels.triton.norm import rms_norm
+from emberline.kernels.triton.rope import rope_and_cache
+
+ROWS = (1, 64, 256, 2048, 8192)
+HIDDEN, FFN, HEADS = 4096, 14336, (32, 8, 128)
+BYTES_PER_US = 4.39e6
+MOST_COPIES = 32
+BLOCK = 64
+
+Call = Callable[[], object]
+
+
+def measure(report: Report) -> None:
+    for rows in ROWS:
+        for name, make, size in (
+            ("norm", _norm, 4 * HIDDEN),
+            ("rope", _rope, 4 * (HEADS[0] + 2 * HEADS[1]) * HEADS[2]),
+            ("silu_mul", _silu, 6 * FFN),
+        ):
+            pairs = [make(rows) for _ in range(min(MOST_COPIES, copies_for(size * rows)))]
+            peers = [peer for _, peer in pairs if peer is not None]
+            us = replay([ours for ours, _ in pairs])
+            peer = replay(peers) if peers else None
+            report.add(f"{name}_{rows}", us, "us", limit=size * rows / BYTES_PER_US, peer=peer)
+
+
+def _norm(rows: int) -> tuple[Call, Call]:
+    x, weight = _random(rows, HIDDEN), torch.rand(HIDDEN, device="cuda")
+    out, same = torch.empty_like(x), weight.bfloat16()
+    return lambda: rms_norm(x, weight, 1e-5, out, pdl=True), lambda: F.rms_norm(x, (HIDDEN,), same, 1e-5)
+
+
+def _rope(rows: int) -> tuple[Call, None]:
+    q_heads, kv_heads, dim = HEADS
+    qkv = _random(rows, (q_heads + 2 * kv_heads) * dim)
+    table = torch.rand(rows, dim, device="cuda")
+    positions, slots = torch.arange(rows, device="cuda", dtype=torch.int32), torch.arange(rows, device="cuda")
+    keys, values = _random(2, -(-rows // BLOCK), kv_heads, BLOCK, dim)
+    return lambda: rope_and_cache(qkv, positions, table, keys, values, slots, *HEADS, pdl=True), None
+
+
+def _silu(rows: int) -> tuple[Call, Call]:
+    gate_up, out = _random(rows, 2 * FFN), _random(rows, FFN)
+    gate, up = gate_up.chunk(2, dim=1)
+    return lambda: silu_mul(gate_up, out, 16, pdl=True), lambda: F.silu(gate) * up
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

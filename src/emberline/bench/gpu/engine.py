@@ -1,0 +1,290 @@
+"""The whole engine in this process: decode steps, prompts alone, and a crowd of conversations, beside their limits."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol
+
+from emberline.bench import workload
+from emberline.bench.ceiling import Ceiling, Cost
+from emberline.bench.gpu.model import LLAMA_8B, RandomWeights
+from emberline.bench.job import Job, Timeline
+from emberline.bench.report import Report
+from emberline.core.config import GPUConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from emberline.engine.gpu.boot import Booted
+
+CONFIG = ModelConfig.from_hf(LLAMA_8B)
+H200 = Ceiling({"read": 4390.0, "matmul": 758e3})  # GB/s and GFLOP/s, measured: a reduction, and 8192 cubed in bf16
+VOCAB = 128_000  # prompts are drawn below it: no special tokens
+
+BATCHES = (1, 8, 32, 64, 128, 256)
+CONTEXT, NEW = 512, 256  # of a decode measurement, tokens in and out
+PROMPTS = (2048, 8192, 30_000)
+CHAT = 1000
+NAMES = (*(f"decode_b{b}" for b in BATCHES), *(f"prefill_{p}" for p in PROMPTS), f"chat{CHAT}")
+CPU_AT = 256  # the batch whose host cost is shown
+
+ROUNDS = 2  # of a decode measurement
+PREFILLS = 3
+LIMIT = 60.0  # seconds that a job may take
+SETTINGS: dict[str, Any] = {
+    "max_running": 1024,
+    "max_batch_tokens": 32_768,  # a whole prompt is one step
+    "max_context": 32_768,
+    "prefix_cache": False,
+}
+WARM_UP = "each batch size, each prompt length and, before the chat, every eighth batch size ran once untimed"
+
+# vLLM 0.24.0 on the same machine (FA3, torch.compile, CUDA graphs)
+VLLM = {
+    "decode_b1_ms": 4.93,
+    "decode_b8_ms": 5.13,
+    "decode_b32_ms": 5.87,
+    "decode_b64_ms": 6.84,
+    "decode_b128_ms": 8.89,
+    "decode_b256_ms": 14.4,
+    "prefill_2048_ms": 50.9,
+    "prefill_8192_ms": 217.0,
+    "prefill_30000_ms": 1065.0,
+    "chat1000_out_tok_s": 11_120.0,
+}
+
+_runs = count()  # so that ids are never used twice
+
+Clock = Callable[[], float]
+
+
+class Served(Protocol):
+    """What takes requests and hands out tokens: our engine, and peers made to look like it."""
+
+    @property
+    def idle(self) -> bool: ...
+
+    def add(self, submission: Submission) -> None: ...
+
+    def abort(self, submission_id: str) -> None: ...
+
+    def step(self) -> list[Output]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How a job went: when its tokens came, and what it cost this process."""
+
+    timeline: Timeline
+    marks: list[tuple[float, float]]  # at the start and after each step: seconds and CPU seconds since submission
+
+    def cpu_percent(self, begin: float, end: float) -> float:
+        """Of one core, over the steps within."""
+        within = [mark for mark in self.marks if begin <= mark[0] <= end]
+        (t0, cpu0), (t1, cpu1) = within[0], within[-1]
+        return 100.0 * (cpu1 - cpu0) / (t1 - t0)
+
+
+Run = Callable[[Job, float], Course]  # a job and the seconds it may take
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """The part of a job in which every request decodes and none prefills."""
+
+    begin: float
+    end: float
+    steps: int
+    context: float  # keys that a query saw, on average
+
+    @staticmethod
+    def of(job: Job, timeline: Timeline) -> Steady:
+        begin, end = timeline.full
+        # A peer's tokens of one step have times of their own; the request that is told first has them all inside.
+        steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
+        if steps < 1:
+            raise EmberlineError("the requests never all decoded at the same time", hint="is there memory for all?")
+        keys = [
+            len(prompt) + i
+            for prompt, times in zip(job.prompts, timeline.times, strict=True)
+            for i, t in enumerate(times)
+            if begin < t <= end
+        ]
+        return Steady(begin, end, steps, sum(keys) / len(keys))
+
+    @property
+    def step(self) -> float:
+        return (self.end - self.begin) / self.steps
+
+
+def submission(name: str, prompt: list[int], output: int) -> Submission:
+    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+    return Submission(name, prompt, params, timeout=math.inf)
+
+
+def drive(
+    served: Served, job: Job, limit: float = LIMIT, clock: Clock = time.perf_counter, cpu: Clock = time.process_time
+) -> Course:
+    """All at once, then step by step to the end. All tokens of a step have the time at which it was returned."""
+    run = next(_runs)
+    index = {f"job{run}-{i}": i for i in range(len(job.prompts))}
+    times: list[list[float]] = [[] for _ in index]
+    began, cpu_began = clock(), cpu()
+    marks = [(0.0, 0.0)]
+    for name, i in index.items():
+        served.add(submission(name, job.prompts[i], job.outputs[i]))
+    while not served.idle:
+        outputs = served.step()
+        now = clock() - began
+        marks.append((now, cpu() - cpu_began))
+        for output in outputs:
+            if (at := index.get(output.id)) is None:
+                continue  # the end of one that was given up
+            if output.error is not None:
+                raise EmberlineError(output.error)
+            times[at] += [now] * len(output.tokens)
+        if now > limit:
+            _clear(served, index)
+            raise EmberlineError(f"gave up after {now:.0f} s with {sum(map(len, times))} of {sum(job.outputs)} tokens")
+    timeline = Timeline(times)
+    timeline.check(job)
+    return Course(timeline, marks)
+
+
+def _clear(served: Served, names: dict[str, int], steps: int = 100) -> None:
+    """So that what is measured next is alone."""
+    for name in names:
+        served.abort(name)
+    while (served.step() or not served.idle) and (steps := steps - 1):
+        pass
+
+
+def cost(settings: dict[str, Any]) -> Cost:
+    whole = Cost.of(CONFIG)
+    if "8" not in str(settings.get("kv_dtype", "")):
+        return whole
+    return Cost(whole.layers, whole.head, whole.attention, whole.kv_bytes // 2, whole.width)
+
+
+def decode_limit_ms(batch: int, context: float, of: Cost) -> float:
+    """Every weight and every key and value read once, or the arithmetic if that takes longer."""
+    return 1e3 * batch / of.decode_limit(H200, batch, round(context))
+
+
+def prefill_limit_ms(tokens: int, of: Cost) -> float:
+    """The arithmetic of the linear layers and of causal attention."""
+    return 1e3 * tokens / of.prefill_limit(H200, tokens)
+
+
+def staircase(requests: int) -> list[tuple[int, int]]:
+    """Lengths that bring every eighth batch size, and all below 16, up once: whatever is made for one is made."""
+    wide = max(0, requests - 16)
+    steps = [(16, 2 + i // 8) for i in range(wide)]
+    return steps + [(16, 3 + wide // 8 + i) for i in range(requests - wide)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Adds the figures of one engine to a report; `who` is another's name, whose figures stand beside ours."""
+
+    report: Report
+    run: Run
+    cost: Cost
+    rounds: int = ROUNDS
+    who: str = ""
+
+    def measure(self, name: str) -> None:
+        kind, _, size = name.rpartition("_")
+        if kind == "decode":
+            self.decode(int(size[1:]))
+        elif kind == "prefill":
+            self.prefill(int(size))
+        else:
+            self.chat(int(name.removeprefix("chat")))
+
+    def decode(self, batch: int) -> None:
+        self.run(workload.job([(32, 4)] * batch, VOCAB), LIMIT)
+        job = workload.job([(CONTEXT, NEW)] * batch, VOCAB)
+        courses = [self.run(job, LIMIT) for _ in range(self.rounds)]
+        parts = [Steady.of(job, course.timeline) for course in courses]
+        limit = decode_limit_ms(batch, parts[0].context, self.cost)
+        self._add(f"decode_b{batch}_ms", [1e3 * part.step for part in parts], "ms", limit)
+        if batch == CPU_AT and not self.who:
+            self._add(f"decode_b{batch}_tok_s", [batch / part.step for part in parts], "tok/s", 1e3 * batch / limit)
+            shares = [c.cpu_percent(p.begin, p.end) for c, p in zip(courses, parts, strict=True)]
+            self._add(f"decode_b{batch}_cpu", shares, "% of a core")
+
+    def prefill(self, tokens: int) -> None:
+        jobs = [workload.job([(tokens, 1)], VOCAB, seed) for seed in range(PREFILLS + 1)]
+        walls = [self.run(job, LIMIT).timeline.wall for job in jobs]
+        self._add(f"prefill_{tokens}_ms", [1e3 * wall for wall in walls[1:]], "ms", prefill_limit_ms(tokens, self.cost))
+
+    def chat(self, requests: int) -> None:
+        self.run(workload.job(staircase(requests), VOCAB), LIMIT)
+        self.run(workload.job(workload.chat(min(128, requests), seed=1), VOCAB), LIMIT)
+        job = workload.job(workload.chat(requests), VOCAB)
+        course = self.run(job, LIMIT)
+        rate = course.timeline.output_rate()
+        self._add(f"chat{requests}_out_tok_s", rate, "tok/s", self.cost.output_limit(H200, job))
+        if not self.who:
+            self._add(f"chat{requests}_cpu", course.cpu_percent(0.0, course.timeline.wall), "% of a core")
+
+    def _add(self, name: str, values: float | list[float], unit: str, limit: float | None = None) -> None:
+        if self.who:
+            self.report.add(f"{name}/{self.who}", values, unit)
+        else:
+            self.report.add(name, values, unit, peer=VLLM.get(name), limit=limit)
+
+
+def measure(report: Report, only: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0) -> None:
+    chosen = SETTINGS | (settings or {})
+    began = time.perf_counter()
+    booted = boot(chosen)
+    report.config |= {
+        "settings": chosen,
+        "warm_up": WARM_UP,
+        "rounds": rounds or ROUNDS,
+        "memory": asdict(booted.plan),
+        "boot_s": {"all": time.perf_counter() - began, **booted.seconds},
+    }
+    bench = Bench(report, partial(drive, booted.engine), cost(chosen), rounds or ROUNDS)
+    for name in NAMES:
+        if wanted(name, only):
+            attempt(report, name, partial(bench.measure, name))
+    report.config["stats"] = asdict(booted.engine.stats())
+
+
+def boot(settings: dict[str, Any]) -> Booted:
+    import torch
+
+    from emberline.engine.gpu.boot import boot_gpu
+
+    weights = RandomWeights("cuda", torch.bfloat16)
+    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings))
+
+
+def wanted(name: str, only: Sequence[str]) -> bool:
+    """By its name, a pattern, or the name of one of its figures; without `only`, everything is."""
+    return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
+
+
+def attempt(report: Report, name: str, work: Callable[[], None]) -> None:
+    """A measurement that fails is a finding; the others still count."""
+    began = time.perf_counter()
+    try:
+        work()
+    except Exception as error:
+        traceback.print_exc()
+        report.config.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
+    print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,184 @@
+"""The skinny linear layers of Llama 3.1 8B beside cuBLAS: each shape alone, all of them in one graph, and a sweep over
+plans. `python -m emberline.bench.gpu.linear [--sweep]`."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.bench.gpu.timing import copies_for, replay
+from emberline.bench.report import Report
+from emberline.kernels.cuda.linear import SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned, supports
+
+BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
+SHAPES = {  # k, n
+    "qkv": (4096, 6144),
+    "o": (4096, 4096),
+    "gate_up": (4096, 28672),
+    "down": (14336, 4096),
+    "lm_head": (4096, 128256),
+}
+ROWS = (1, 8, 16, 32, 64)
+DISTINCT, LAYERS = 8, 32  # eight layers' weights are several times any cache
+SWEEP_SECONDS = 80.0
+
+
+def measure(report: Report) -> None:
+    for name, (k, n) in SHAPES.items():
+        weights = _weights(n, k)
+        for m in ROWS:
+            _shape(report, f"{name} m={m}", weights, m)
+        del weights
+        torch.cuda.empty_cache()
+    _chain(report)
+
+
+def sweep(seconds: float = SWEEP_SECONDS) -> None:
+    """The best plans for each shape, with the rule's own; stops when the time is up."""
+    end = time.monotonic() + seconds
+    for name, (k, n) in SHAPES.items():
+        weights = _weights(n, k)
+        for m in ROWS:
+            if not supports(m, n, k) or time.monotonic() > end:
+                continue
+            rule = choose(m, n, k)
+            plans = dict.fromkeys(_plans(m, n, k))
+            tried = {plan: _ours(weights, m, plan=plan, replays=3) for plan in plans}
+            best = sorted(tried, key=lambda plan: tried[plan])
+            engine = tried[replace(rule, x_by_lanes=False)]
+            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {tried[rule]:.2f} {_text(rule)}, X {engine:.2f}")
+            for warps in (WARPS, 2 * WARPS):
+                these = [plan for plan in best if plan.warps == warps][:4]
+                print("    " + "  ".join(f"{tried[plan]:.2f} {_text(plan)}" for plan in these), flush=True)
+        del weights
+        torch.cuda.empty_cache()
+    print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
+
+
+def _shape(report: Report, name: str, weights: list[Weight], m: int) -> None:
+    n, k = weights[0].n, weights[0].k
+    x = _random(m, k)
+    cublas = replay([_bound(F.linear, x, weight.data) for weight in weights])
+    if not supports(m, n, k):
+        report.add(f"{name}/cublas", cublas, "us", limit=_limit(m, n, k))
+        print(f"{name}: cublas {cublas:.2f} us", flush=True)
+        return
+    ours, alone = _ours(weights, m), _ours(weights, m, pdl=False)
+    report.add(name, ours, "us", peer=cublas, limit=_limit(m, n, k))
+    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit(m, n, k))
+    print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
+
+
+def _ours(weights: list[Weight], m: int, *, plan: Plan | None = None, pdl: bool = True, replays: int = 11) -> float:
+    x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
+
+    def call(weight: Weight) -> Callable[[], Tensor]:
+        return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
+
+    return replay([call(weight) for weight in weights], replays=replays)
+
+
+def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
+    """The rule's, and those around it: tile, warps, one or two CTAs on a multiprocessor, sets of partial sums, depth of
+    the ring, the way of x."""
+    rule = choose(m, n, k)
+    yield from (rule, replace(rule, x_by_lanes=False))
+    for blocks, warps, both in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
+        ctas, shared = (2 * SMS, SHARED_LIMIT // 2) if both else (SMS, SHARED_LIMIT)
+        deep = planned(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared=shared)
+        sets = {deep.buffers, 0} if deep.buffers else {0}
+        depths = (deep.stages + 1, deep.stages, deep.stages - 1)
+        near = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
+        yield from (plan for plan in near if plan.stages > 1 and plan.shared <= shared)
+
+
+def _text(plan: Plan) -> str:
+    way = "" if plan.x_by_lanes else " X"
+    return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}{way}"
+
+
+def _chain(report: Report) -> None:
+    """All linears of one step in one graph: without what stands between them in a model."""
+    torch.manual_seed(0)
+    names = ("qkv", "o", "gate_up", "down")
+    layers = [[Weight(_random(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
+    head = Weight(_random(128256, 4096))
+    size = 2 * (LAYERS * sum(k * n for k, n in (SHAPES[name] for name in names)) + 4096 * 128256)
+    for m in ROWS:
+        cublas = replay([_cublas_chain(layers, head, m)]) / 1e3
+        print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
+        if not supports(m, 4096, 4096):
+            report.add(f"chain m={m}/cublas", cublas, "ms", limit=size / BYTES_PER_US / 1e3)
+            continue
+        for label, pdl in (("", True), (" without pdl", False)):
+            ours = replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
+            report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=size / BYTES_PER_US / 1e3)
+            print(f"chain m={m}{label}: {ours:.3f} ms", flush=True)
+
+
+def _our_chain(layers: list[list[Weight]], head: Weight, m: int, *, pdl: bool) -> Callable[[], None]:
+    """With the epilogues that a model uses. Inputs stay as they are, so that nothing grows from layer to layer."""
+    x, wide, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
+    qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
+    logits = torch.empty(m, head.n, device="cuda")
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            qkv, o, gate_up, down = layers[layer % DISTINCT]
+            linear(x, qkv, out=qkv_out, pdl=pdl)
+            linear(x, o, out=hidden, residual=residual, pdl=pdl)
+            linear(x, gate_up, out=active, gated=True, pdl=pdl)
+            linear(wide, down, out=hidden, residual=residual, pdl=pdl)
+        linear(x, head, out=logits, pdl=pdl)
+
+    return run
+
+
+def _cublas_chain(layers: list[list[Weight]], head: Weight, m: int) -> Callable[[], None]:
+    inputs = {k: _random(m, k) for k in (4096, 14336)}
+
+    def run() -> None:
+        for layer in range(LAYERS):
+            for weight in layers[layer % DISTINCT]:
+                F.linear(inputs[weight.k], weight.data)
+        F.linear(inputs[4096], head.data)
+
+    return run
+
+
+def _weights(n: int, k: int) -> list[Weight]:
+    return [Weight(_random(n, k)) for _ in range(copies_for(2 * n * k))]
+
+
+def _random(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
+
+
+def _bound(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
+    return lambda: function(*arguments)
+
+
+def _limit(m: int, n: int, k: int) -> float:
+    return 2 * (n * k + m * k + m * n) / BYTES_PER_US
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true", help="search plans instead of measuring the chosen ones")
+    if parser.parse_args().sweep:
+        sweep()
+        return
+    report = Report("gpu-linear")
+    measure(report)
+    report.emit()
+
+
+if __name__ == "__main__":
+    main()

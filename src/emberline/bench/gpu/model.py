@@ -1,0 +1,165 @@
+"""The model that everything here is measured on: the shape of Llama-3.1-8B, random weights, in memory or on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emberline.hub.checkpoint import INDEX
+from emberline.hub.tensorfile import write_tensors
+from emberline.models.config import ModelConfig
+from emberline.models.weights import Weights
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "torch_dtype": "bfloat16",
+}
+SCALE = 0.02  # standard deviation of every matrix
+SHARDS = 4
+PIECE = 64 << 20  # bytes on their way through pinned memory at a time
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class RandomWeights(Weights):
+    """Stands in the place of a checkpoint's: whatever is asked for exists, drawn where it will be used."""
+
+    def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.taken_bytes = 0
+        self._generator = torch.Generator(device=self.device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return not name.endswith(".bias")
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return self._count(torch.ones(size, device=self.device))
+
+    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
+        drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+        return self._count(drawn.normal_(0.0, SCALE, generator=self._generator))
+
+    def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+        """In which order the rows of random matrices lie is all the same."""
+        return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
+
+    def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
+        return self.vector(parts[0][0], sum(size for _, size in parts))
+
+    def keep(self, matrix: Tensor) -> Tensor:
+        return matrix
+
+    def drop_copy(self, name: str, original: Tensor) -> bool:
+        return True
+
+    def finish(self, ignorable: str = "") -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        self.taken_bytes += tensor.nbytes
+        return tensor
+
+
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Names and shapes as a published checkpoint has them, in its order."""
+    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, hidden)}
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}"
+        shapes |= {
+            f"{at}.input_layernorm.weight": (hidden,),
+            f"{at}.mlp.down_proj.weight": (hidden, config.ffn),
+            f"{at}.mlp.gate_proj.weight": (config.ffn, hidden),
+            f"{at}.mlp.up_proj.weight": (config.ffn, hidden),
+            f"{at}.post_attention_layernorm.weight": (hidden,),
+            f"{at}.self_attn.k_proj.weight": (kv, hidden),
+            f"{at}.self_attn.o_proj.weight": (hidden, q),
+            f"{at}.self_attn.q_proj.weight": (q, hidden),
+            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+        }
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab, hidden)}
+
+
+def split(shapes: Shapes, shards: int) -> list[Shapes]:
+    """In order, into parts of about the same size."""
+    total, before = sum(map(prod, shapes.values())), 0
+    parts: list[Shapes] = [{} for _ in range(shards)]
+    for name, shape in shapes.items():
+        parts[before * shards // total][name] = shape
+        before += prod(shape)
+    return [part for part in parts if part]
+
+
+def write_checkpoint(
+    directory: Path, hf: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS, seed: int = 0
+) -> None:
+    """Whole when its index is there: that comes last. Shards are written side by side, to keep the disk busy."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / INDEX).unlink(missing_ok=True)
+    parts = split(tensor_shapes(ModelConfig.from_hf(hf)), shards)
+    files = [directory / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        seeds = range(seed, seed + len(parts))
+        list(pool.map(lambda file, part, own: _write_shard(file, part, device, own), files, parts, seeds))
+    write_config(directory, hf)
+    where = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
+    total = 2 * sum(prod(shape) for part in parts for shape in part.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (directory / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+
+
+def write_config(directory: Path, hf: Mapping[str, Any] = LLAMA_8B) -> None:
+    (directory / "config.json").write_text(json.dumps(hf, indent=1), "utf-8")
+
+
+def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
+    file.unlink(missing_ok=True)
+    write_tensors(file, {name: ("BF16", shape) for name, shape in shapes.items()}, _pieces(shapes, device, seed))
+
+
+def _pieces(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
+    """The bytes of all tensors in turn. One buffer serves for all: each piece is written before the next is drawn."""
+    source = RandomWeights(device, torch.bfloat16, seed)
+    buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
+    view = memoryview(buffer.numpy().data)
+    for name, shape in shapes.items():
+        matrix = len(shape) == 2
+        drawn = source.matrix(name, *shape) if matrix else source.vector(name, *shape).to(torch.bfloat16)
+        raw = drawn.view(torch.uint8).flatten()
+        for at in range(0, len(raw), PIECE):
+            piece = raw[at : at + PIECE]
+            buffer[: len(piece)].copy_(piece)
+            yield view[: len(piece)]

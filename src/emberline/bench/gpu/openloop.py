@@ -1,0 +1,193 @@
+"""An open loop: requests arrive when they arrive, whether or not the engine keeps up. What their users then see."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, pairwise
+from typing import Any
+
+import numpy as np
+
+from emberline.bench import workload
+from emberline.bench.gpu.engine import VOCAB, Clock, Served, attempt, boot, drive, staircase, submission, wanted
+from emberline.bench.job import Job
+from emberline.bench.report import Report
+from emberline.core.errors import EmberlineError
+
+PROMPT, OUTPUT = 4096, 256
+RATES = (8.0,)  # requests a second
+SECONDS = 60.0  # of arrivals
+TAIL = 40.0  # seconds that the last ones may take to end
+PERCENTILES = (50, 90, 99)
+SETTINGS: dict[str, Any] = {
+    "max_running": 256,
+    "max_batch_tokens": 8192,
+    "max_context": 8192,
+    "prefix_cache": False,
+}
+WARM_UP = "every eighth batch size, eight prompts at once and five seconds of the same load ran untimed"
+
+Figures = tuple[float | None, ...]
+
+# vLLM 0.24.0 on the same machine: inter-token times and times to the first token, p50 / p90 / p99 in ms
+VLLM: dict[float, tuple[Figures, Figures]] = {
+    2: ((5.8, 6.2, 77.7), (103, 176, 217)),
+    4: ((6.8, 8.4, 84.7), (107, 195, 288)),
+    6: ((8.9, 18.4, 110.6), (149, 359, 616)),
+    8: ((13.8, 108.8, 216.5), (247, 485, None)),
+}
+# the same with max_num_batched_tokens=2048
+VLLM_2048: dict[float, tuple[Figures, Figures]] = {
+    4: ((6.7, 8.6, 54.7), (123, 210, 282)),
+    6: ((8.9, 51.7, 59.6), (192, 385, 615)),
+    8: ((14.5, 62.1, 69.6), (336, 712, 917)),
+}
+
+_flows = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Seconds since the beginning: when each request was due, when it was handed over, and when its tokens came."""
+
+    due: list[float]
+    added: list[float]
+    times: list[list[float]]
+    unfinished: int
+
+    @property
+    def first(self) -> list[float]:
+        """Seconds to the first token, from when the request was due: a busy engine gets no discount."""
+        return [times[0] - due for due, times in zip(self.due, self.times, strict=True) if times]
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds before each token after the first, of all requests."""
+        return [b - a for times in self.times for a, b in pairwise(times)]
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """Poisson: the times between them are exponential, and none knows of another."""
+    rng = np.random.default_rng(seed)
+    due: list[float] = []
+    at = float(rng.exponential(1 / rate))
+    while at < seconds:
+        due.append(at)
+        at += float(rng.exponential(1 / rate))
+    return due
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    return [float(p) for p in np.percentile(values, PERCENTILES)]
+
+
+def flow(
+    served: Served,
+    job: Job,
+    due: list[float],
+    limit: float,
+    clock: Clock = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Flow:
+    """Requests are added between steps, as soon as they are due. At the limit it stops looking; nothing is aborted."""
+    run = next(_flows)
+    index = {f"flow{run}-{i}": i for i in range(len(due))}
+    pending, times, added = deque(index.items()), [list[float]() for _ in due], list[float]()
+    began = clock()
+    while pending or not served.idle:
+        now = clock() - began
+        if now > limit:
+            break
+        while pending and due[pending[0][1]] <= now:
+            name, i = pending.popleft()
+            served.add(submission(name, job.prompts[i], job.outputs[i]))
+            added.append(now)
+        if served.idle:
+            sleep(max(0.0, due[pending[0][1]] - now))
+            continue
+        outputs = served.step()
+        now = clock() - began
+        for output in outputs:
+            if (at := index.get(output.id)) is None:
+                continue  # the end of one that was given up
+            if output.error is not None:
+                raise EmberlineError(output.error)
+            times[at] += [now] * len(output.tokens)
+    unfinished = sum(len(t) < wanted for t, wanted in zip(times, job.outputs, strict=True))
+    return Flow(due, added, times, unfinished)
+
+
+def load(
+    rate: float, seconds: float, seed: int, *, prompt: int = PROMPT, output: int = OUTPUT
+) -> tuple[Job, list[float]]:
+    due = arrivals(rate, seconds, seed)
+    return workload.job([(prompt, output)] * len(due), VOCAB, seed), due
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Adds the figures of one engine to a report; `who` is another's name, whose figures stand beside ours."""
+
+    report: Report
+    served: Served
+    seconds: float = SECONDS
+    who: str = ""
+
+    def __call__(self, rate: float) -> None:
+        self.warm_up(rate)
+        self.measure(rate)
+
+    def warm_up(self, rate: float) -> None:
+        drive(self.served, workload.job(staircase(128), VOCAB))
+        drive(self.served, workload.job([(PROMPT, 16)] * 8, VOCAB))
+        self._finished(flow(self.served, *load(rate, 5.0, seed=1), limit=5.0 + TAIL))
+
+    def measure(self, rate: float) -> None:
+        seen = flow(self.served, *load(rate, self.seconds, seed=0), limit=self.seconds + TAIL)
+        late = max((a - d for a, d in zip(seen.added, seen.due, strict=False)), default=0.0)
+        facts = {"requests": len(seen.due), "unfinished": seen.unfinished, "waited_for_a_step_at_most_ms": 1e3 * late}
+        self.report.config[f"open{rate:g}"] = facts
+        self._add(rate, "itl", seen.gaps, 0)
+        self._add(rate, "ttft", seen.first, 1)
+        self._finished(seen)
+
+    def _add(self, rate: float, kind: str, seconds: list[float], which: int) -> None:
+        nothing: Figures = (None,) * len(PERCENTILES)
+        usual, small = (table[rate][which] if rate in table else nothing for table in (VLLM, VLLM_2048))
+        for p, value, peer, other in zip(PERCENTILES, percentiles(seconds), usual, small, strict=True):
+            name = f"open{rate:g}_{kind}_p{p}_ms"
+            if self.who:
+                self.report.add(f"{name}/{self.who}", 1e3 * value, "ms")
+                continue
+            self.report.add(name, 1e3 * value, "ms", peer=peer)
+            if other is not None:
+                self.report.add(f"{name}/vllm-2048", other, "ms")
+
+    @staticmethod
+    def _finished(seen: Flow) -> None:
+        if seen.unfinished:
+            raise EmberlineError(f"{seen.unfinished} of {len(seen.due)} requests had not ended at the deadline")
+
+
+def names(rates: Sequence[float]) -> list[str]:
+    return [f"open{rate:g}" for rate in rates]
+
+
+def measure(
+    report: Report,
+    only: Sequence[str] = (),
+    settings: dict[str, Any] | None = None,
+    rates: Sequence[float] = RATES,
+    seconds: float = SECONDS,
+) -> None:
+    chosen = SETTINGS | (settings or {})
+    report.config |= {"settings": chosen, "warm_up": WARM_UP, "seconds": seconds}
+    bench = OpenLoop(report, boot(chosen).engine, seconds)
+    failures: dict[str, str] = report.config.setdefault("failed", {})
+    for rate, name in zip(rates, names(rates), strict=True):
+        if wanted(name, only) and not failures:  # what one left behind would be part of the next
+            attempt(report, name, partial(bench, rate))

@@ -1,0 +1,80 @@
+"""Prefill attention alone: one layer of 32 query and 8 key heads of 128, beside cuDNN's on contiguous tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from emberline.bench.gpu.timing import replay
+from emberline.bench.report import Report
+from emberline.kernels.cuda import prefill
+
+Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
+FLOPS = 758e12  # of a dense bf16 product on an H200
+SHAPES = {  # requests, new tokens of each, tokens before them
+    "2048": (1, 2048, 0),
+    "8192": (1, 8192, 0),
+    "30000": (1, 30000, 0),
+    "1024_after_3072": (1, 1024, 3072),
+    "1024_after_29000": (1, 1024, 29000),
+    "8x512": (8, 512, 0),
+}
+
+
+def measure(report: Report) -> None:
+    most = max(batch * -(-(new + before) // BLOCK) for batch, new, before in SHAPES.values())
+    cache = torch.randn(2, most, KV_HEADS, BLOCK, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    cached = prefill.PagedCache(cache[0], cache[1])
+    rates = report.config.setdefault("prefill_tflops", {})
+    for name, (batch, new, before) in SHAPES.items():
+        flop = causal_flop(batch, new, before)
+        ms = replay([_ours(cached, most, batch, new, before)]) / 1e3
+        theirs = None if before else _cudnn_ms(batch, new)
+        rates[name] = round(flop / ms / 1e9)
+        report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)
+        note = "" if theirs is None else f"; cuDNN {theirs:.4g} ms, {flop / theirs / 1e9:.0f} TFLOP/s"
+        print(f"prefill_{name}: {ms:.4g} ms, {rates[name]} TFLOP/s{note}", file=sys.stderr, flush=True)
+
+
+def causal_flop(batch: int, new: int, before: int) -> float:
+    """Of the scores that are seen, and nothing else: two products of HEAD_DIM for each."""
+    return 4.0 * HEAD_DIM * Q_HEADS * batch * (new * before + new * (new + 1) / 2)
+
+
+def _ours(cached: prefill.PagedCache, blocks: int, batch: int, new: int, before: int) -> Callable[[], Tensor]:
+    per = -(-(new + before) // BLOCK)
+    device = torch.device("cuda")
+    tables = torch.randperm(blocks, device=device, dtype=torch.int32)[: batch * per].view(batch, per)
+    bounds = torch.arange(0, batch * new + 1, new, device=device, dtype=torch.int32)
+    context = torch.full((batch,), before, device=device, dtype=torch.int32)
+    work = torch.from_numpy(prefill.tiles(np.full(batch, new), np.full(batch, before))).to(device)
+    columns = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
+    qkv = torch.randn(batch * new, columns, device=device, dtype=torch.bfloat16)
+    out = torch.empty(batch * new, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
+    scale = HEAD_DIM**-0.5
+    return lambda: prefill.prefill_attention(qkv, cached, tables, bounds, context, work, scale, Q_HEADS, out=out)
+
+
+def _cudnn_ms(batch: int, new: int) -> float | None:
+    """Keys of each query head of its own where this cuDNN does not take groups."""
+    for kv_heads in (KV_HEADS, Q_HEADS):
+        q, k, v = (
+            torch.randn(batch, heads, new, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+            for heads in (Q_HEADS, kv_heads, kv_heads)
+        )
+
+        def attend(q: Tensor = q, k: Tensor = k, v: Tensor = v, grouped: bool = kv_heads < Q_HEADS) -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+        try:
+            return replay([attend]) / 1e3
+        except RuntimeError as why:
+            print(f"cuDNN with {kv_heads} key heads: {why}", file=sys.stderr, flush=True)
+    return None

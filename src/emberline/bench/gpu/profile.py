@@ -1,0 +1,73 @@
+"""`python -m emberline.bench.gpu.profile`: where the time of a step goes on the device, kernel by kernel."""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from emberline.bench import workload
+from emberline.bench.gpu.engine import CONTEXT, SETTINGS, VOCAB, boot, submission
+from emberline.engine.engine import Engine
+
+STEPS = 20
+
+
+def decode(engine: Engine, batch: int) -> None:
+    """Steps of single tokens, after a warm-up."""
+    job = workload.job([(CONTEXT, 4 * STEPS)] * batch, VOCAB)
+    for i, prompt in enumerate(job.prompts):
+        engine.add(submission(f"decode-{batch}-{i}", prompt, 4 * STEPS))
+    for _ in range(2 * STEPS):  # the prompts, and the capture
+        engine.step()
+    _profiled(f"decode b={batch}, per step", lambda: [engine.step() for _ in range(STEPS)], STEPS)
+    while not engine.idle:
+        engine.step()
+
+
+def prefill(engine: Engine, tokens: int) -> None:
+    def once(name: str) -> None:
+        prompt = workload.job([(tokens, 1)], VOCAB).prompts[0]
+        engine.add(submission(name, prompt, 1))
+        while not engine.idle:
+            engine.step()
+
+    once(f"warm-{tokens}")
+    _profiled(f"prefill {tokens}", lambda: once(f"prefill-{tokens}"), 1)
+
+
+def _profiled(title: str, work: Callable[[], object], times: int) -> None:
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        work()
+        torch.cuda.synchronize()
+    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    first, last, busy = float("inf"), 0.0, 0.0
+    for event in found.events() or ():
+        if event.device_type.name == "CUDA":
+            span = event.time_range
+            us = float(span.end - span.start)
+            total[event.name][0] += us
+            total[event.name][1] += 1
+            first, last, busy = min(first, span.start), max(last, span.end), busy + us
+    print(f"{title}: {(last - first) / times:.0f} us from first to last, {busy / times:.0f} us of kernels")
+    for name, (us, count) in sorted(total.items(), key=lambda item: -item[1][0])[:16]:
+        print(f"  {us / times:9.1f} us {count / times:7.1f} x {us / count:8.2f}  {name[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.profile", description=__doc__)
+    parser.add_argument("--batches", default="1,32,64,256")
+    parser.add_argument("--prompts", default="2048,8192")
+    args = parser.parse_args()
+    engine = boot(SETTINGS).engine
+    for batch in (int(b) for b in args.batches.split(",") if b):
+        decode(engine, batch)
+    for tokens in (int(t) for t in args.prompts.split(",") if t):
+        prefill(engine, tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Logits to tokens without bringing the logits home. What only the host can know (grammar masks, penalties) goes to the
+device with the step's other inputs; what the host needs (tokens, log-probabilities) comes back with its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from emberline.core.plan import Sampled, TokenLogprob, Work
+from emberline.engine.gpu.rows import Place, Rows
+from emberline.engine.gpu.staging import Sheet
+from emberline.kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What the device needs to choose the step's tokens, one for each of `work`."""
+
+    work: Sequence[Work]
+    places: Sequence[Place]
+    rows: Tensor  # [S] int64
+    position: Tensor  # [S] int32: of the token to be chosen
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
+    mask: tuple[Tensor, Tensor] | None  # bits, rows
+    scored: tuple[list[int], Tensor] | None  # whose log-probabilities are wanted, of [0, S)
+
+
+def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
+    places = [rows[w.id] for w in work]
+    index = np.fromiter((p.index for p in places), np.int64, len(places))
+    known = np.fromiter((w.start + len(w.tokens) for w in work), np.int32, len(work))
+    scored = [i for i, p in enumerate(places) if p.row.params.logprobs is not None]
+    return Draw(
+        work,
+        places,
+        sheet.put(index),
+        sheet.put(known),
+        sheet.put(rows.temperature[index]),
+        sheet.put(rows.top_k[index]),
+        sheet.put(rows.top_p[index]),
+        sheet.put(rows.min_p[index]),
+        sheet.put(rows.seed[index]),
+        _edits(places, known, sheet),
+        _mask(places, vocab, sheet),
+        (scored, sheet.put(np.array(scored, np.int64))) if scored else None,
+    )
+
+
+def sample(draw: Draw, logits: Tensor, newest: Tensor) -> Callable[[Callable[[Tensor], Tensor]], Fetched]:
+    """Chooses, and notes each row's newest token on the device; overwrites the logits. The call it gives back brings
+    the results home."""
+    raw = logits.index_select(0, draw.scored[1]) if draw.scored else None
+    if draw.edits is not None:
+        ops.edit(logits, *draw.edits)
+    if draw.mask is not None:
+        ops.apply_bitmask(logits, *draw.mask)
+    tokens = ops.draw(logits, draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seed, draw.position)
+    newest.index_copy_(0, draw.rows, tokens)
+    parts = [tokens]
+    if draw.scored is not None and raw is not None:
+        most = max(draw.places[i].row.params.logprobs or 0 for i in draw.scored[0])
+        parts += ops.log_probs(raw, tokens.index_select(0, draw.scored[1]), most)
+    return lambda home: Fetched(*(home(part) for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    tokens: Tensor
+    chosen: Tensor | None = None
+    top_ids: Tensor | None = None
+    top: Tensor | None = None
+    rank: Tensor | None = None
+
+    def results(self, draw: Draw, rows: Rows) -> tuple[dict[str, Sampled], dict[str, str]]:
+        """Of the requests that have not ended since: what was sampled, or why nothing could be."""
+        scores = self._scores(draw)
+        sampled, failed = {}, {}
+        for i, (w, place, token) in enumerate(zip(draw.work, draw.places, self.tokens.tolist(), strict=True)):
+            if rows.get(w.id) is not place:
+                continue
+            row = place.row
+            if row.error is None:  # the mask was good
+                row.append(token)
+            if row.error is None:
+                sampled[w.id] = Sampled(token, scores.get(i), stop=row.done)
+            else:
+                failed[w.id] = row.error
+        return sampled, failed
+
+    def _scores(self, draw: Draw) -> dict[int, TokenLogprob]:
+        if draw.scored is None or self.chosen is None:
+            return {}
+        assert self.top_ids is not None and self.top is not None and self.rank is not None
+        ids, values = self.top_ids.tolist(), self.top.tolist()
+        return {
+            i: TokenLogprob(c, r, list(zip(ids[j][:n], values[j][:n], strict=True)))
+            for j, (i, c, r) in enumerate(zip(draw.scored[0], self.chosen.tolist(), self.rank.tolist(), strict=True))
+            for n in (draw.places[i].row.params.logprobs or 0,)
+        }
+
+
+def _edits(places: Sequence[Place], known: np.ndarray, sheet: Sheet) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    found = [(i, e) for i, p in enumerate(places) if (e := p.row.edits(int(known[i]))) is not None]
+    if not found:
+        return None
+    rows = np.concatenate([np.full(len(e.ids), i, np.int32) for i, e in found])
+    return (
+        sheet.put(rows),
+        sheet.put(np.concatenate([e.ids for _, e in found]).astype(np.int32)),
+        sheet.put(np.concatenate([e.divide for _, e in found])),
+        sheet.put(np.concatenate([e.add for _, e in found])),
+    )
+
+
+def _mask(places: Sequence[Place], vocab: int, sheet: Sheet) -> tuple[Tensor, Tensor] | None:
+    masked = [(i, p.row.matcher) for i, p in enumerate(places) if p.row.matcher is not None]
+    if not masked:
+        return None
+    bits = np.full((len(masked), -(-vocab // 32)), -1, np.int32)
+    for out, (_, matcher) in zip(bits, masked, strict=True):
+        matcher.fill(out)
+    return sheet.put(bits), sheet.put(np.array([i for i, _ in masked], np.int64))

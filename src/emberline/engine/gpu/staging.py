@@ -1,0 +1,57 @@
+"""Staging: how a step's inputs reach the device: written into one pinned buffer, sent by one copy.
+
+The device side is one buffer at one address, so what a captured step reads lies where it lay at capture. The host side
+is a ring, since a copy may still be under way when the next step is written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.engine.gpu.device import Device, Mark
+
+ALIGN = 128
+RING = 3
+DTYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+}
+
+
+class Sheet:
+    """One step's inputs. The same shapes put in the same order land at the same device addresses."""
+
+    def __init__(self, host: Tensor, device: Tensor, sent: Mark) -> None:
+        self._host, self._device, self._sent = host, device, sent
+        self._bytes = host.numpy()
+        self._end = 0
+
+    def put(self, values: np.ndarray) -> Tensor:
+        """Where the values will be on the device once the sheet is sent."""
+        begin, end = self._end, self._end + values.nbytes
+        if end > len(self._bytes):  # penalties over very long texts: rare, so they may cost a copy of their own
+            return torch.from_numpy(values).to(self._device.device)
+        self._bytes[begin:end] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self._end = -(-end // ALIGN) * ALIGN
+        return self._device[begin:end].view(DTYPES[values.dtype]).view(values.shape)
+
+    def send(self) -> None:
+        self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
+        self._sent.record()
+
+
+class Staging:
+    def __init__(self, size: int, device: Device) -> None:
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+        self._ring = [device.pinned(size) for _ in range(RING)]
+        self._sent = [device.mark() for _ in range(RING)]
+        self._next = 0
+
+    def sheet(self) -> Sheet:
+        turn = self._next
+        self._next = (turn + 1) % RING
+        self._sent[turn].wait()  # passed long ago, unless the host is a whole ring ahead
+        return Sheet(self._ring[turn], self._device, self._sent[turn])

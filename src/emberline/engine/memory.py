@@ -1,0 +1,146 @@
+"""MemoryPlan: where a device's memory goes, by arithmetic from the model's config. Nothing is tried out. Torch-free.
+
+Everything but keys and values is counted first, as if nothing shared its memory; they get what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.core.errors import ModelError
+from emberline.models.config import ModelConfig
+
+FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
+RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels and cuBLAS's workspace
+GRAPHS = 36  # captured graphs, one for each size of batch
+GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments
+LOGIT_COPIES = 2  # the logits, and the sampler's working copy
+PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
+LEAST_BLOCKS = 2
+F32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes. The parts and `spare` sum up to `total`."""
+
+    total: int
+    weights: int
+    activations: int
+    scratch: int  # of attention: partial results; tables of blocks and of angles
+    logits: int
+    graphs: int
+    reserve: int
+    kv_bytes: int
+    kv_tokens: int
+    block_size: int
+    max_context: int
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.activations + self.scratch + self.logits + self.graphs + self.reserve
+
+    @property
+    def spare(self) -> int:
+        return self.total - self.fixed - self.kv_bytes
+
+    @property
+    def kv_blocks(self) -> int:
+        return self.kv_tokens // self.block_size
+
+    def rows(self) -> list[tuple[str, int]]:
+        parts = ("weights", "activations", "scratch", "logits", "graphs", "reserve")
+        return [*((name, getattr(self, name)) for name in parts), ("kv cache", self.kv_bytes), ("spare", self.spare)]
+
+    def __str__(self) -> str:
+        lines = [f"{name:<12}{_gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
+        contexts = self.kv_tokens / self.max_context
+        return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
+
+
+def plan(
+    config: ModelConfig,
+    total_bytes: int,
+    *,
+    dtype_bytes: int,
+    kv_dtype_bytes: int,
+    block_size: int,
+    max_running: int,
+    max_batch_tokens: int,
+    max_context: int,
+    fraction: float = FRACTION,
+    graphs: int = GRAPHS,
+    kv_tokens: int | None = None,
+) -> MemoryPlan:
+    """`kv_tokens`: so many and no more; by default as many as fit."""
+    fixed = {
+        "weights": weight_bytes(config, dtype_bytes),
+        "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
+        "scratch": _scratch(config, block_size, max_running, max_context),
+        "logits": LOGIT_COPIES * F32 * max_running * config.vocab,
+        "graphs": graphs * GRAPH_BYTES,
+        "reserve": RESERVE,
+    }
+    block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
+    room = int(total_bytes * fraction) - sum(fixed.values())
+    blocks = max(0, room) // block_bytes
+    wanted = LEAST_BLOCKS if kv_tokens is None else max(LEAST_BLOCKS, -(-kv_tokens // block_size))
+    if blocks < wanted:
+        raise _does_not_fit(fixed, total_bytes, fraction, wanted * block_bytes)
+    blocks = blocks if kv_tokens is None else wanted
+    return MemoryPlan(
+        total=total_bytes,
+        **fixed,
+        kv_bytes=blocks * block_bytes,
+        kv_tokens=blocks * block_size,
+        block_size=block_size,
+        max_context=max_context,
+    )
+
+
+def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+    """Matrices in the dtype they are used in; norms and biases in float32."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    matrices = config.hidden * (q + 2 * kv) + q * config.hidden + 3 * config.hidden * config.ffn
+    vectors = 2 * config.hidden + 2 * config.head_dim * config.qk_norm
+    vectors += (q + 2 * kv) * config.qkv_bias + config.hidden * config.o_bias
+    vectors += (2 * config.ffn + config.hidden) * config.mlp_bias
+    tables = config.vocab * config.hidden * (1 if config.tie_embeddings else 2)
+    return dtype_bytes * (config.layers * matrices + tables) + F32 * (config.layers * vectors + config.hidden)
+
+
+def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
+    return 2 * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
+
+
+def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
+    """x and its normed copy; q, k and v; what attention gives; gate and up; their product."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
+
+
+def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
+    partials = max_running * PARTIALS * config.heads * (config.head_dim + 2) * F32  # a sum, its maximum, its weight
+    tables = 2 * max_running * -(-max_context // block_size) * 4  # of int32; one on its way while the other is used
+    angles = max_context * config.rope.dim * F32
+    return partials + tables + angles
+
+
+def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: int) -> ModelError:
+    usable = int(total * fraction)
+    room = usable - sum(fixed.values())
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in fixed.items())
+    left = f"leaves {_gib(room)} GiB" if room >= 0 else f"is {_gib(-room)} GiB too little"
+    if fixed["weights"] + RESERVE >= usable:
+        hint = "take a smaller model, or a device with more memory"
+    else:
+        hint = "lower --max-batch-tokens, --max-running or --kv-tokens"
+    return ModelError(
+        f"the model does not fit: {fraction:.0%} of {_gib(total)} GiB {left}, and keys and values need "
+        f"{_gib(needed)} GiB (in GiB: {parts})",
+        hint=hint,
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

@@ -1,0 +1,181 @@
+// attend: one warp's attention over its own 16 keys of a tile, as running sums. decode.cu brings the tiles.
+//
+// The query heads of a kv head are the rows of 16-row fragments, rows past them zero. HALVES: a lane l has rows l / 4
+// (half 0) and l / 4 + 8 (half 1); up to 8 heads need the first half alone. fp8 keys and values become halves on the
+// way to the products, so queries and weights are halves there too; else all are bf16.
+#pragma once
+#include "common.cuh"
+
+#define UNROLL _Pragma("unroll")
+
+constexpr int TILE = 64, WORKERS = 4, KEYS = TILE / WORKERS;
+
+template <int HEAD_DIM_, int BYTES>
+struct Shape {  // of a layer's cache
+  static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1;
+  static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
+  static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;  // of a row in one copy: the swizzle's width
+  static constexpr int BOX = LINE / BYTES;                        // columns of one copy
+  static constexpr int FIT = (96 << 10) / (2 * TILE_BYTES), STAGES = FIT < 6 ? FIT : 6;
+  static constexpr int STEPS = HEAD_DIM / 16;  // of 16 columns: of a product with keys, or of the output
+};
+
+DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
+DEVICE float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE u32 pack_half(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+// Four fp8 numbers to two pairs of halves, exactly.
+DEVICE void widen(u32 four, u32& first, u32& second) {
+  asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
+      : "=r"(first), "=r"(second) : "r"(four));
+}
+DEVICE void multiply_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <class S, int HALVES>
+struct State {
+  float top[HALVES], sum[HALVES];  // of this warp's keys; `sum` of this lane's columns only
+  float out[2 * S::STEPS][4];
+
+  DEVICE void clear() {
+    UNROLL for (int h = 0; h < HALVES; h++) top[h] = minus_infinity(), sum[h] = 0.f;
+    UNROLL for (int t = 0; t < 2 * S::STEPS; t++)
+      UNROLL for (int i = 0; i < 4; i++) out[t][i] = 0.f;
+  }
+};
+
+// Row `row` of a tile, for addresses of 16-byte columns: the swizzle is an exclusive or, so c ^ d follows from c.
+template <class S>
+DEVICE u32 row_of(u32 tile, u32 row, u32 column) {
+  u32 turn = S::LINE == 128 ? row & 7 : row >> 1 & 3;
+  return tile + row * S::LINE + ((column ^ turn) << 4);
+}
+template <class S>
+DEVICE u32 column(u32 row, int flip) {
+  constexpr int COUNT = S::LINE / 16;
+  return (row ^ (flip % COUNT << 4)) + flip / COUNT * (TILE * S::LINE);
+}
+
+// Queries as fragments. With fp8 keys they are halves, and columns 4j .. 4j+3 of 16 stand at 2j, 2j+1, 2j+8, 2j+9: that
+// is where a lane finds four bytes of keys.
+template <class S, int HALVES>
+DEVICE void load_queries(u32 (&q)[S::STEPS][4], const bf16* heads, int group, int lane) {
+  UNROLL for (int h = 0; h < 2; h++) {
+    int row = lane / 4 + 8 * h;
+    bool real = h < HALVES && row < group;
+    const u32* from = reinterpret_cast<const u32*>(heads + row * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
+    UNROLL for (int s = 0; s < S::STEPS; s++) {
+      u32 a = real ? from[8 * s] : 0, b = real ? from[8 * s + (S::F8 ? 1 : 4)] : 0;
+      q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
+      q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
+    }
+  }
+}
+
+// Scores of the 16 rows with this warp's 16 keys, 8 keys to a fragment; two chains each, for the product's latency.
+template <class S>
+DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int warp, int lane) {
+  float odd[2][4] = {};
+  UNROLL for (int t = 0; t < 2; t++)
+    UNROLL for (int i = 0; i < 4; i++) s[t][i] = 0.f;
+  u32 r[4];
+  if constexpr (S::F8) {  // matrices: keys 0-7 and 8-15 of columns 16s.., then of 16(s+1)..
+    u32 row = row_of<S>(tile, warp * KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
+    UNROLL for (int k = 0; k < S::STEPS; k += 2) {
+      load_matrices(r, column<S>(row, k));
+      UNROLL for (int t = 0; t < 2; t++) {
+        u32 b0, b1;
+        widen(r[t], b0, b1);
+        multiply_half(s[t], q[k], b0, b1);
+        widen(r[2 + t], b0, b1);
+        multiply_half(odd[t], q[k + 1], b0, b1);
+      }
+    }
+  } else {  // matrices: keys 0-7 of columns 16s.. and 16s+8.., then keys 8-15
+    u32 row = row_of<S>(tile, warp * KEYS + (lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+    UNROLL for (int k = 0; k < S::STEPS; k++) {
+      load_matrices(r, column<S>(row, 2 * k));
+      multiply(k & 1 ? odd[0] : s[0], q[k], r[0], r[1]);
+      multiply(k & 1 ? odd[1] : s[1], q[k], r[2], r[3]);
+    }
+  }
+  UNROLL for (int t = 0; t < 2; t++)
+    UNROLL for (int i = 0; i < 4; i++) s[t][i] += odd[t][i];
+}
+
+// `key`: of the lane's first score.
+DEVICE void hide(float (&s)[2][4], int key, int low, int high) {
+  UNROLL for (int i = 0; i < 8; i++) {
+    int at = key + i / 4 * 8 + i % 2;
+    if (at < low || at >= high) s[i / 4][i % 4] = minus_infinity();
+  }
+}
+
+// Scores become weights, relative to the greatest so far; what was summed before is scaled to it.
+template <class S, int HALVES>
+DEVICE void soften(State<S, HALVES>& state, float (&s)[2][4], float scale) {
+  UNROLL for (int h = 0; h < HALVES; h++) {
+    float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1])) * scale;
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(state.top[h], fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
+    float base = top == minus_infinity() ? 0.f : top;  // none seen yet: every weight becomes 0
+    if (__any_sync(~0u, top > state.top[h])) {
+      float shrink = exp2_fast(state.top[h] - base);
+      state.sum[h] *= shrink;
+      UNROLL for (int t = 0; t < 2 * S::STEPS; t++) state.out[t][2 * h] *= shrink, state.out[t][2 * h + 1] *= shrink;
+    }
+    state.top[h] = top;
+    UNROLL for (int t = 0; t < 2; t++)
+      UNROLL for (int i = 2 * h; i < 2 * h + 2; i++) {
+        s[t][i] = exp2_fast(fmaf(s[t][i], scale, -base));
+        state.sum[h] += s[t][i];
+      }
+  }
+}
+
+// Adds the weighted values. With fp8, 16 columns make two products: the even columns, and the odd ones.
+template <class S, int HALVES>
+DEVICE void gather(State<S, HALVES>& state, const float (&s)[2][4], u32 tile, int warp, int lane) {
+  u32 p[4] = {}, r[4];
+  UNROLL for (int t = 0; t < 2; t++)
+    UNROLL for (int h = 0; h < HALVES; h++)
+      p[2 * t + h] = S::F8 ? pack_half(s[t][2 * h], s[t][2 * h + 1]) : pack(s[t][2 * h], s[t][2 * h + 1]);
+  // matrices: keys 0-7 and 8-15 of one 16-byte column, then of the next
+  u32 row = row_of<S>(tile, warp * KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
+  UNROLL for (int k = 0; k < S::ROW_BYTES / 16; k += 2) {
+    load_matrices_transposed(r, column<S>(row, k));
+    if constexpr (S::F8) {
+      UNROLL for (int n = 0; n < 2; n++) {  // a register has columns 2c, 2c+1 of one key, then of the next
+        u32 even[2], odd[2];
+        widen(__byte_perm(r[2 * n], 0, 0x3120), even[0], odd[0]);
+        widen(__byte_perm(r[2 * n + 1], 0, 0x3120), even[1], odd[1]);
+        multiply_half(state.out[2 * (k + n)], p, even[0], even[1]);
+        multiply_half(state.out[2 * (k + n) + 1], p, odd[0], odd[1]);
+      }
+    } else {
+      multiply(state.out[k], p, r[0], r[1]);
+      multiply(state.out[k + 1], p, r[2], r[3]);
+    }
+  }
+}
+
+// One tile into the running sums. `key`: of this warp's first; only those in [low, high) count.
+template <class S, int HALVES>
+DEVICE void attend(State<S, HALVES>& state, const u32 (&q)[S::STEPS][4], u32 keys, u32 values, int key, int low,
+                   int high, float scale, int warp, int lane) {
+  float s[2][4];
+  score<S>(s, q, keys, warp, lane);
+  if (key < low || key + KEYS > high) hide(s, key + lane % 4 * 2, low, high);
+  soften(state, s, scale);
+  gather(state, s, values, warp, lane);
+}

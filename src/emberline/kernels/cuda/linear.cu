@@ -1,0 +1,280 @@
+// y[m, n] = x[m, k] w[n, k]^T for a few rows of x: the weights are read once, as fast as memory gives them.
+//
+// Who owns what. A CTA owns 16 BLOCKS outputs (rows of w) at a time and all of k, so nothing is summed across CTAs.
+// Warp i owns the units i, i + WARPS, .. of 64 k, and a private ring of slots that only it fills and reads: there is no
+// producer, and no CTA barrier while streaming. A slot is a tile of x (8 TILES rows) and one of w, 128 bytes a row,
+// swizzled; rows past m and n and units past k read as zero. It is refilled once its fragments are in registers.
+//
+// Order of sums. An output is the sum over warps, in order, of what each added up unit by unit: it depends on k and
+// WARPS alone, not on m, on the row of x, on BLOCKS, the stages or the grid.
+#include "common.cuh"
+
+enum Epilogue { STORE, STORE_F32, ADD, GATED };
+
+template <int BLOCKS, int TILES, int WARPS> struct Shape {
+  static constexpr int ROWS = 16 * BLOCKS;     // of w
+  static constexpr int COLUMNS = 8 * TILES;    // rows of x, which are the columns of a product w x^T
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = 128 * ROWS, SLOT = X_BYTES + W_BYTES;
+  static constexpr int PITCH = ROWS + 4;       // floats: lanes that write one column apart meet other banks
+  static constexpr int PARTIAL = COLUMNS * PITCH;
+  static_assert(PARTIAL * 4 <= SLOT, "partial sums lie in a slot");
+};
+
+// The map itself is fetched too; this asks for it early.
+DEVICE void prepare(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// Two bf16 past the L1: a CTA that started early may find there what was read before the last kernel wrote.
+DEVICE u32 load_fresh(const bf16* at) {
+  u32 pair;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");
+  return pair;
+}
+// 16 bytes by the thread itself, past the L1; zeros where there are none. Then all that the thread asked for.
+DEVICE void copy_chunk(u32 to, const bf16* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void chunks_are_there() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A warp's slots. Step s of the warp (its units in order, tile after tile) is in slot s % stages.
+template <class S> struct Ring {
+  const TensorMap* weights;
+  const TensorMap* x;
+  u32 slots, barriers;
+  int stages, warp, units, stride;  // unit j of the warp is unit warp + j stride of k
+  u64 once, often;                  // how long the cache should hold what is read
+  int tile, unit, slot, left;       // to be fetched next, and how many steps are yet to be
+
+  DEVICE int k_of(int j) const { return 64 * (warp + j * stride); }
+  DEVICE void open(int lane) const {
+    if (lane == 0) {
+      prepare(x);
+#pragma unroll 1
+      for (int i = 0; i < stages; i++) barrier_init(barriers + 8 * i, 1);
+      barriers_are_set();
+    }
+    __syncwarp();
+  }
+  // The next step, if there is one, into its slot, which is free. `bytes` will come by the copy engine.
+  DEVICE void fetch(int lane, bool with_x, u32 bytes = S::SLOT) {
+    if (left == 0) return;
+    if (lane == 0) {
+      const u32 at = slots + slot * S::SLOT, barrier = barriers + 8 * slot;
+      barrier_expect(barrier, bytes);
+      if (with_x) copy_tile(at, x, k_of(unit), 0, barrier, often);
+      copy_tile(at + S::X_BYTES, weights, k_of(unit), S::ROWS * tile, barrier, once);
+    }
+    left--;
+    if (++slot == stages) slot = 0;
+    if (++unit == units) {
+      unit = 0;
+      tile += gridDim.x;
+    }
+  }
+  // The tiles of x that belong to the first `count` slots, which were fetched without. By one lane.
+  DEVICE void fetch_x(int count) const {
+#pragma unroll 1
+    for (int i = 0, j = 0; i < count; i++) {
+      copy_tile(slots + i * S::SLOT, x, k_of(j), 0, barriers + 8 * i, often);
+      if (++j == units) j = 0;
+    }
+  }
+  // The same by the lanes of the warp, whose copies do not queue behind those of the weights.
+  DEVICE void copy_x(int count, const bf16* from, int pitch, int m, int k, int lane) const {
+    const int chunk = lane % 8;
+#pragma unroll 1
+    for (int i = 0, j = 0; i < count; i++) {
+      const int at = k_of(j) + 8 * chunk;
+#pragma unroll
+      for (int row = lane / 8; row < S::COLUMNS; row += 4) {
+        const bool there = row < m && at < k;
+        copy_chunk(slots + i * S::SLOT + swizzled(row, chunk), there ? from + i64(row) * pitch + at : from, there);
+      }
+      if (++j == units) j = 0;
+    }
+    chunks_are_there();
+    shared_writes_are_done();
+    __syncwarp();
+  }
+};
+
+// What a warp takes out of a slot. Chunk c of a row is k 8c .. 8c + 7; 16 k make one step of the matrix product.
+template <int BLOCKS, int TILES> struct Fragments {
+  u32 a[BLOCKS][4][4];
+  u32 b[TILES][2][4];
+
+  DEVICE void load(u32 x_tile, u32 w_tile, int lane) {
+    // Later chunks differ from the first in bits that the swizzle only flips: 4 chunks on is ^ 64, 2 f chunks ^ 32 f.
+    const u32 b_at = swizzled(lane & 7, lane >> 3), a_at = swizzled(lane & 15, lane >> 4);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      load_matrices(b[t][0], x_tile + 1024 * t + b_at);
+      load_matrices(b[t][1], x_tile + 1024 * t + (b_at ^ 64));
+    }
+#pragma unroll
+    for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+      for (int f = 0; f < 4; f++) load_matrices(a[r][f], w_tile + 2048 * r + (a_at ^ (32 * f)));
+  }
+  DEVICE void multiply_into(float (&sums)[BLOCKS][TILES][4]) const {
+#pragma unroll
+    for (int f = 0; f < 4; f++)
+#pragma unroll
+      for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+          multiply(sums[r][t], a[r][f], b[t][f / 2][2 * (f % 2)], b[t][f / 2][2 * (f % 2) + 1]);
+  }
+};
+
+// A warp's sums, laid out [column][row].
+template <class S, int BLOCKS, int TILES>
+DEVICE void put_partial(float* partial, const float (&sums)[BLOCKS][TILES][4], int lane) {
+#pragma unroll
+  for (int r = 0; r < BLOCKS; r++)
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      float* at = partial + (8 * t + 2 * (lane % 4)) * S::PITCH + 16 * r + lane / 4;
+      at[0] = sums[r][t][0];
+      at[S::PITCH] = sums[r][t][1];
+      at[8] = sums[r][t][2];
+      at[S::PITCH + 8] = sums[r][t][3];
+    }
+}
+
+template <int WARPS> DEVICE float2 sum_partials(const float* partials, int pitch) {
+  float2 sum = *reinterpret_cast<const float2*>(partials);
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) {
+    const float2 more = *reinterpret_cast<const float2*>(partials + w * pitch);
+    sum.x += more.x;
+    sum.y += more.y;
+  }
+  return sum;
+}
+
+// As torch does it in bf16: gate and up are rounded, then silu, then the product.
+DEVICE float gated(float gate, float up) {
+  gate = to_float(to_bf16(gate));
+  const float silu = gate / (1.f + expf(-gate));
+  return to_float(to_bf16(silu)) * to_float(to_bf16(up));
+}
+
+// The CTA's threads divide a tile's outputs among them, two neighbours at a time: item i is pair i % PAIRS of column
+// i / PAIRS. What is added to an output is asked for before the weights are streamed, and is there after.
+template <class S, int WARPS, Epilogue END> struct Outputs {
+  static constexpr int PAIRS = END == GATED ? S::ROWS / 4 : S::ROWS / 2;
+  static constexpr int ITEMS = (S::COLUMNS * PAIRS + S::THREADS - 1) / S::THREADS;
+  void* out;
+  const bf16* residual;
+  const float* bias;
+  int n, m, width;  // width: of a row of out
+  u32 added[ITEMS];
+  float2 shift[ITEMS];
+
+  static DEVICE int column(int i) { return (threadIdx.x + S::THREADS * i) / PAIRS; }
+  static DEVICE int pair(int i) { return (threadIdx.x + S::THREADS * i) % PAIRS; }
+  // The pair's first row of w within the tile. Gated: 16 rows of gates, then the 16 of up that belong to them.
+  static DEVICE int row(int i) { return END == GATED ? 32 * (pair(i) / 8) + 2 * (pair(i) % 8) : 2 * pair(i); }
+  DEVICE bool ours(int i, int tile) const { return column(i) < m && S::ROWS * tile + row(i) < n; }
+  DEVICE i64 place(int i, int tile) const { return i64(column(i)) * width + tile * (2 * PAIRS) + 2 * pair(i); }
+
+  DEVICE void ask(int tile) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      added[i] = 0;
+      shift[i] = make_float2(0.f, 0.f);
+      if (!ours(i, tile)) continue;
+      if (END == ADD) added[i] = load_fresh(residual + place(i, tile));
+      if (END != GATED && bias) shift[i] = *reinterpret_cast<const float2*>(bias + S::ROWS * tile + row(i));
+    }
+  }
+  DEVICE void finish(int tile, const float* partials, int pitch) const {
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+      if (!ours(i, tile)) continue;
+      const float* at = partials + column(i) * S::PITCH + row(i);
+      float2 y = sum_partials<WARPS>(at, pitch);
+      if (END == GATED) {
+        float2 up = sum_partials<WARPS>(at + 16, pitch);
+        if (bias) {
+          const float* from = bias + S::ROWS * tile + row(i);
+          y = make_float2(y.x + from[0], y.y + from[1]);
+          up = make_float2(up.x + from[16], up.y + from[17]);
+        }
+        y = make_float2(gated(y.x, up.x), gated(y.y, up.y));
+      } else {
+        y = make_float2(y.x + shift[i].x, y.y + shift[i].y);
+      }
+      if (END == ADD) y = make_float2(low(added[i]) + y.x, high(added[i]) + y.y);
+      if (END == STORE_F32) *reinterpret_cast<float2*>(static_cast<float*>(out) + place(i, tile)) = y;
+      else *reinterpret_cast<u32*>(static_cast<bf16*>(out) + place(i, tile)) = pack(y.x, y.y);
+    }
+  }
+};
+
+// Shared memory: the rings of the warps, then `buffers` sets of partial sums, then the barriers. With two sets a warp
+// writes one while slower warps still read the other; with one, a barrier keeps them apart. With none, a warp's partial
+// sums lie in the slot that it read last, which is refilled once they have been added up.
+//
+// `early`: launched while the kernel before may still run. Weights are asked for at once, x after it has ended: through
+// the copy engine (1) or by the lanes (2).
+template <int BLOCKS, int TILES, int WARPS, Epilogue END>
+__global__ void __launch_bounds__(32 * WARPS, 1)
+    linear(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
+           const bf16* x_rows, int x_pitch, void* out, const bf16* residual, const float* bias, int n, int k, int m,
+           int stages, int buffers, int early) {
+  using S = Shape<BLOCKS, TILES, WARPS>;
+  let_next_kernel_start();
+  extern __shared__ u8 unaligned[];
+  const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
+  float* const shared = reinterpret_cast<float*>(unaligned + (base - shared_address(unaligned)));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 ring_bytes = stages * S::SLOT, rings_bytes = WARPS * ring_bytes;
+  const u32 barriers = base + rings_bytes + buffers * WARPS * S::PARTIAL * 4;
+
+  const int tiles = (n + S::ROWS - 1) / S::ROWS, count = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
+  const int units = (k / 64 + WARPS - 1) / WARPS;  // of each warp; those past k read as zero
+  Ring<S> ring{&weights, &x, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp, units, WARPS,
+               drop_from_l2(), keep_in_l2(), int(blockIdx.x), 0, 0, count * units};
+  const int ahead = min(stages, ring.left);
+  ring.open(lane);
+#pragma unroll 1
+  for (int i = 0; i < ahead; i++) ring.fetch(lane, early == 0, early == 2 ? S::W_BYTES : S::SLOT);
+  wait_for_previous_kernel();
+  if (early == 1 && lane == 0) ring.fetch_x(ahead);
+  if (early == 2) ring.copy_x(ahead, x_rows, x_pitch, m, k, lane);
+
+  Outputs<S, WARPS, END> outputs{out, residual, bias, n, m, END == GATED ? n / 2 : n};
+  u32 parity = 0;
+#pragma unroll 1
+  for (int i = 0, slot = 0; i < count; i++) {
+    const int tile = blockIdx.x + i * gridDim.x;
+    outputs.ask(tile);
+    float sums[BLOCKS][TILES][4] = {};
+    int last = slot;
+#pragma unroll 1
+    for (int j = 0; j < units; j++) {
+      barrier_wait(ring.barriers + 8 * slot, parity);
+      const u32 at = ring.slots + slot * S::SLOT;
+      Fragments<BLOCKS, TILES> fragments;
+      fragments.load(at, at + S::X_BYTES, lane);
+      __syncwarp();  // every lane has read the slot
+      if (buffers || j + 1 < units) ring.fetch(lane, true);
+      fragments.multiply_into(sums);
+      last = slot;
+      if (++slot == stages) slot = 0, parity ^= 1;
+    }
+    if (buffers == 1 && i) __syncthreads();  // the last tile's partial sums have been read
+    const int pitch = buffers ? S::PARTIAL : ring_bytes / 4;
+    float* set = shared + last * (S::SLOT / 4);
+    if (buffers) set = shared + rings_bytes / 4 + (buffers == 2 && i % 2 ? WARPS * S::PARTIAL : 0);
+    put_partial<S>(set + warp * pitch, sums, lane);
+    __syncthreads();
+    outputs.finish(tile, set, pitch);
+    if (!buffers && i + 1 < count) {
+      shared_writes_are_done();
+      __syncthreads();
+      ring.fetch(lane, true);
+    }
+  }
+}

@@ -1,0 +1,172 @@
+"""linear: y = x w^T for at most 32 rows of x, where reading the weights is all the time there is. `linear.cu` says how.
+
+A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m that
+`supports` allows. Larger m is cuBLAS's, which sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import Kernel, Module, TensorMap, tensor_map
+
+FILE = "linear.cu"
+MOST_ROWS = 32  # beyond, the tiles of x take more of the L2's bandwidth than the weights do
+UNIT = 64  # k in a slot: rows of 128 bytes, the widest swizzle
+SMS = 132
+SHARED_LIMIT = 227 << 10
+IN_FLIGHT = 96 << 10  # bytes of weights that a multiprocessor must have asked for to keep memory busy
+WARPS = 8  # they split k, so this is part of what a result is: the same for all shapes
+EPILOGUES = ("STORE", "STORE_F32", "ADD", "GATED")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one shape is computed. `blocks`: of 16 outputs, a CTA's tile. `tiles`: of 8 rows of x."""
+
+    blocks: int
+    tiles: int
+    warps: int
+    stages: int
+    buffers: int
+    grid: int
+    x_by_lanes: bool = False  # launched early: x of the first slots need not wait for the weights before it
+
+    def variant(self, epilogue: str) -> str:
+        return f"linear<{self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
+
+    @property
+    def shared(self) -> int:
+        """The bytes of the layout in linear.cu, and what it takes to align it."""
+        slot = 1024 * self.tiles + 2048 * self.blocks
+        partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
+        return 1024 + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
+
+
+class Weight:
+    """w [n, k] in bf16, and its maps for the copy engine. Gated: groups of 32 rows, 16 of gates and then the 16 of up
+    that belong to them; see `interleave`."""
+
+    def __init__(self, data: Tensor) -> None:
+        assert data.dtype is torch.bfloat16 and data.dim() == 2
+        self.data = data
+        self.n, self.k = data.shape
+        self._maps: dict[int, TensorMap] = {}
+
+    def map(self, blocks: int) -> TensorMap:
+        if blocks not in self._maps:
+            self._maps[blocks] = tensor_map(self.data, (16 * blocks, UNIT))
+        return self._maps[blocks]
+
+
+def supports(m: int, n: int, k: int) -> bool:
+    """Gated needs n to be a multiple of 32 besides."""
+    return 1 <= m <= MOST_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % UNIT == 0
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """The rows of both as a gated weight has them."""
+    n, k = gate.shape
+    return torch.stack((gate.view(n // 16, 16, k), up.view(n // 16, 16, k)), 1).reshape(2 * n, k)
+
+
+def linear(
+    x: Tensor,
+    w: Weight,
+    *,
+    out: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    pdl: bool = True,
+    plan: Plan | None = None,
+) -> Tensor:
+    """Into `out`: bf16, or float32 where it is so. `bias` is float32 [n], in the order of w's rows. `residual` is added
+    and may be `out` itself. Gated: silu(gate) * up, [m, n / 2]. `plan` overrides the choice, for measurements."""
+    m, k = x.shape
+    assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
+    assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
+    assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
+    epilogue = _epilogue(out, residual, gated)
+    plan = plan or choose(m, w.n, k, gated=gated)
+    _kernel(plan.variant(epilogue))(
+        (plan.grid, 1, 1),
+        32 * plan.warps,
+        (
+            w.map(plan.blocks),
+            *(tensor_map(x, (8 * plan.tiles, UNIT)), x, x.stride(0)),
+            *(out, residual, bias, w.n, k, m),
+            *(plan.stages, plan.buffers, int(pdl) * (1 + plan.x_by_lanes)),
+        ),
+        pdl=pdl,
+        shared=plan.shared,
+    )
+    return out
+
+
+@cache
+def choose(m: int, n: int, k: int, *, gated: bool = False) -> Plan:
+    """The tile that leaves the busiest CTA the fewest rows, the larger among equals: measured best or within 1 % of it
+    for the shapes of an 8B Llama at 1, 8, 16 and 32 rows. Then only as many CTAs as that takes, and as deep a ring as
+    memory holds."""
+    tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
+    blocks = min((2, 4) if gated else (2, 3, 4), key=lambda size: (size * -(-n // (16 * size * SMS)), -size))
+    return planned(n, k, blocks, tiles)
+
+
+def planned(
+    n: int, k: int, blocks: int, tiles: int, *, warps: int = WARPS, ctas: int = SMS, shared: int = SHARED_LIMIT
+) -> Plan:
+    """The plan for a tile: CTAs get about as many each; separate sets of partial sums where the ring stays deep enough
+    beside them."""
+    count = -(-n // (16 * blocks))
+    waves = -(-count // ctas)
+    grid, most = -(-count // waves), waves * -(-k // (UNIT * warps))  # steps of a warp: more stages are never used
+    for buffers in (2, 1) if waves > 1 else ():
+        plan = _filled(Plan(blocks, tiles, warps, most, buffers, grid), shared)
+        if plan.stages * plan.warps * 2048 * plan.blocks >= IN_FLIGHT:
+            return plan
+    return _filled(Plan(blocks, tiles, warps, most, 0, grid), shared)
+
+
+def _filled(plan: Plan, shared: int) -> Plan:
+    """With no more stages than fit."""
+    bare = replace(plan, stages=0).shared
+    a_stage = replace(plan, stages=1).shared - bare
+    return replace(plan, stages=max(0, min(plan.stages, (shared - bare) // a_stage)))
+
+
+def _epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
+    if gated:
+        assert residual is None and out.dtype is torch.bfloat16 and out.shape[1] % 16 == 0
+        return "GATED"
+    if residual is not None:
+        assert residual.shape == out.shape and residual.is_contiguous()
+        assert residual.dtype is out.dtype is torch.bfloat16
+        return "ADD"
+    assert out.dtype in (torch.bfloat16, torch.float32)
+    return "STORE" if out.dtype is torch.bfloat16 else "STORE_F32"
+
+
+def _variants() -> Sequence[str]:
+    shapes = [(blocks, tiles) for blocks in (1, 2, 3, 4) for tiles in (1, 2, 4)]
+    return [
+        Plan(blocks, tiles, WARPS, 1, 0, 1).variant(epilogue)
+        for blocks, tiles in shapes
+        for epilogue in EPILOGUES
+        if epilogue != "GATED" or blocks % 2 == 0
+    ]
+
+
+VARIANTS = tuple(_variants())  # all that `choose` may choose
+
+
+@cache
+def _kernel(variant: str) -> Kernel:
+    """Compiled one by one, when first used: a model needs few of them."""
+    return Module(FILE, [variant]).kernel(variant, SHARED_LIMIT)

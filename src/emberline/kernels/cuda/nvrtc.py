@@ -1,0 +1,124 @@
+"""compile: CUDA C++ to machine code with the NVRTC library that torch's CUDA builds bring, kept on disk once made.
+
+Needs no GPU and no CUDA toolkit, so that kernels are compiled in tests on any machine. Sources include no headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+SOURCES = Path(__file__).parent
+
+
+class CompileError(Exception):
+    """The compiler's log, or why there is no compiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    code: bytes
+    symbols: dict[str, str]  # the kernel as its caller writes it, `decode<128, 4>`, to its name in the code
+
+
+def compile(file: str, kernels: Sequence[str], *, defines: Sequence[str] = (), cache: Path | None = None) -> Binary:
+    """The kernels of SOURCES/file; `kernels` are names or template instances. `defines` are NAME=VALUE."""
+    source = _inlined(SOURCES / file)
+    options = [*OPTIONS, *(f"-D{define}" for define in defines)]
+    library = _library()
+    parts = [source, *options, *kernels, _version(library)]
+    kept = None if cache is None else cache / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
+    if kept is not None and kept.exists():
+        head, _, code = kept.read_bytes().partition(b"\n")
+        return Binary(code, json.loads(head))
+    binary = _compile(library, source, file, options, kernels)
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(json.dumps(binary.symbols).encode() + b"\n" + binary.code)
+        draft.replace(kept)
+    return binary
+
+
+def _inlined(path: Path) -> str:
+    """The source with its `#include "file"` lines replaced by our own files of that name."""
+    lines = []
+    for line in path.read_text().splitlines():
+        quoted = line.strip().removeprefix('#include "')
+        lines.append(_inlined(path.parent / quoted[:-1]) if quoted != line.strip() else line)
+    return "\n".join(lines)
+
+
+def _compile(library: ctypes.CDLL, source: str, name: str, options: Sequence[str], kernels: Sequence[str]) -> Binary:
+    program = ctypes.c_void_p()
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    try:
+        for kernel in kernels:
+            _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), flags):
+            raise CompileError(f"{name}: {_log(library, program)}")
+        symbols = {}
+        for kernel in kernels:
+            lowered = ctypes.c_char_p()
+            _check(library, library.nvrtcGetLoweredName(program, kernel.encode(), ctypes.byref(lowered)))
+            symbols[kernel] = (lowered.value or b"").decode()
+        size = ctypes.c_size_t()
+        _check(library, library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check(library, library.nvrtcGetCUBIN(program, code))
+        return Binary(code.raw, symbols)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace")
+
+
+def _check(library: ctypes.CDLL, status: int) -> None:
+    if status:
+        raise CompileError(library.nvrtcGetErrorString(status).decode())
+
+
+def _version(library: ctypes.CDLL) -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return f"{major.value}.{minor.value}"
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    for name in _candidates():
+        try:
+            # It looks for its other half by name alone: found if it is loaded already, wherever it lies.
+            for half in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(half))
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    raise CompileError("there is no libnvrtc: install a CUDA build of torch, or nvidia-cuda-nvrtc")
+
+
+def _candidates() -> list[str]:
+    """Packages of this Python first, then the system's."""
+    found = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (found.submodule_search_locations or [])] if found else []
+    packaged = [str(file) for root in roots for file in sorted(root.glob("*/lib/libnvrtc.so.*"))]
+    system = ctypes.util.find_library("nvrtc")
+    return [*packaged, *([system] if system else []), "/usr/local/cuda/lib64/libnvrtc.so"]

@@ -1,0 +1,399 @@
+// Causal attention of chunks of new tokens over a paged cache, on Hopper's warpgroup products.
+//
+// A CTA lives as long as there is work. Item i is tile i / q_heads (128 queries of a request) for head i % q_heads:
+// tiles come longest first, and heads that share keys run side by side. One warp fetches, two warpgroups compute 64
+// queries each. They walk the keys in tiles of 128 from the diagonal back, so that what must be masked comes first:
+//
+//   fetcher   Q K0 K1 V0 K2 V1 ... Kn Vn-1 Vn, then the next item's Q ...   (a ring of STAGES for K, one for V)
+//   computer  S0 softmax | S1 = Q K1, O += P0 V0, softmax(S1) | S2, O += P1 V1, softmax(S2) | ... | O += Pn Vn, store
+//
+// The two take turns to issue products, so that one's softmax runs under the other's products. A tile whose keys are
+// all hidden from a row changes nothing of that row, so a query's result does not depend on how its prompt was cut.
+//
+// Barriers. *_FULL: one arrival, with the bytes of a copy; *_EMPTY: one arrival of each of the 8 computing warps. Use u
+// of a slot has parity u & 1: a computer waits for FULL with it, the fetcher for EMPTY with the other, which a new
+// barrier has already passed. Q's barriers guard the item too.
+#include "common.cuh"
+
+constexpr int ROWS = 128, KEYS = 128, STAGES = 2;  // queries and keys of a tile; tiles of K, and of V, in the rings
+constexpr int COMPUTING_WARPS = 8;
+constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
+constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, as the copy engine's 128-byte swizzle writes them
+constexpr u32 ALL = 0xffffffffu;
+
+struct Work {
+  bf16* out;
+  const int2* tiles;  // request, first query in its chunk
+  const int* query_start;
+  const int* context;
+  const int* tables;
+  int* counters;  // items taken beyond the first of each CTA; CTAs that are done. Zero between launches
+  int items, width, q_heads, group, block_size, window;
+  float scale;  // times log2(e)
+};
+
+struct alignas(16) Item {
+  int position;  // of the first query
+  int rows;      // queries; 0: there is no more work
+  int token;     // the first query's row in qkv and out
+  int head;
+  DEVICE int last_tile() const { return (position + rows - 1) / KEYS; }
+  DEVICE int first_tile(int window) const { return max(position - window + 1, 0) / KEYS; }
+};
+
+// Byte offsets in shared memory. A tile of Q, K or V is D / 64 panels.
+template <int D>
+struct At {
+  static constexpr u32 TILE = D / 64 * PANEL;
+  static constexpr u32 Q = 0, K = TILE, V = K + STAGES * TILE, BARRIERS = V + STAGES * TILE;
+  static constexpr u32 Q_FULL = BARRIERS, Q_EMPTY = Q_FULL + 8;
+  static constexpr u32 K_FULL = Q_EMPTY + 8, K_EMPTY = K_FULL + 8 * STAGES;
+  static constexpr u32 V_FULL = K_EMPTY + 8 * STAGES, V_EMPTY = V_FULL + 8 * STAGES;
+  static constexpr u32 ITEM = BARRIERS + 128;
+  static_assert(V_EMPTY + 8 * STAGES <= ITEM, "barriers overlap the item");
+};
+
+struct Ring {
+  u32 stage = 0, parity = 0;
+  DEVICE void advance() { if (++stage == STAGES) stage = 0, parity ^= 1; }
+};
+
+// As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
+// registers that a warpgroup takes over from another.
+DEVICE void wait_for(u32 barrier, u32 parity) {
+#pragma unroll 1
+  for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
+    if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
+}
+
+// -- warpgroup products -----------------------------------------------------------------------------------------------
+
+// A matrix in shared memory for wgmma: address in bits 0-13, leading offset 16-29, stride offset 32-45, in units of 16
+// bytes, and in bits 62-63 a 1 for the 128-byte swizzle. Atoms are 8 rows of 128 bytes on a boundary of 1024; address
+// bits 4-6 are XORed with bits 7-9, as the copy engine did, so bytes added to the address in an atom select columns.
+//   Q, K: the inner dimension is contiguous. Stride offset: 1024, from 8 rows to the next 8; the leading one is unused.
+//     A step of 16 of the inner dimension is 32 bytes: steps 0-3 lie in one panel, 4-7 in the next.
+//   V: keys are the inner dimension, and head dimensions contiguous. Stride offset: 1024, from 8 keys to the next 8;
+//     leading offset: PANEL, from 64 head dimensions to the next 64. A step of 16 keys is 2048 bytes.
+DEVICE u64 matrix(u32 address, u32 leading) {
+  return u64(address >> 4) | u64(leading >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
+}
+
+#define FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FLOATS_16(d, i) FLOATS_4(d, i), FLOATS_4(d, i + 4), FLOATS_4(d, i + 8), FLOATS_4(d, i + 12)
+#define FLOATS_32(d, i) FLOATS_16(d, i), FLOATS_16(d, i + 16)
+#define NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// Accumulators of m64nN: warp w of the group, lane l holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
+// 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the left operand's fragment of columns 16 k .. 16 k + 15.
+template <bool ADD>
+DEVICE void multiply_group(float (&d)[64], u64 a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(a), "l"(b), "n"(int(ADD)));
+}
+DEVICE void add_group(float (&d)[64], const u32* a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void add_group(float (&d)[32], const u32* a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
+      : FLOATS_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+// The compiler thinks a product's results are there at once: nothing that uses them may move above the wait.
+template <int N> DEVICE void ready(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <int D> DEVICE void score(float (&s)[64], u64 q, u64 k) {
+  products_begin();
+  multiply_group<false>(s, q, k);
+#pragma unroll
+  for (int step = 1; step < D / 16; step++) {
+    const u32 on = (step / 4 * PANEL + step % 4 * 32) >> 4;
+    multiply_group<true>(s, q + on, k + on);
+  }
+  products_end();
+}
+template <int D> DEVICE void mix(float (&o)[D / 2], const u32 (&p)[32], u64 v) {
+  products_begin();
+#pragma unroll
+  for (int step = 0; step < KEYS / 16; step++) add_group(o, p + 4 * step, v + (step * 2048 >> 4));
+  products_end();
+}
+
+// -- the fetching warp ------------------------------------------------------------------------------------------------
+
+DEVICE u64 usual_in_l2() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// One tile of keys or values. Lane i knows the block of piece i. `barriers`: FULL of every stage, then EMPTY.
+template <int D>
+DEVICE void fetch_tile(const TensorMap* map, u32 to, u32 barriers, Ring& ring, int block, int head, int size) {
+  const u32 lane = threadIdx.x % 32, at = to + ring.stage * At<D>::TILE, barrier = barriers + 8 * ring.stage;
+  wait_for(barrier + 8 * STAGES, ring.parity ^ 1);
+  if (lane == 0) barrier_expect(barrier, At<D>::TILE);
+  const u64 policy = usual_in_l2();
+  for (int piece = 0; piece * size < KEYS; piece++) {
+    const int from = __shfl_sync(ALL, block, piece);
+    if (lane) continue;
+#pragma unroll
+    for (int panel = 0; panel < D / 64; panel++)
+      copy_tile(at + panel * PANEL + piece * size * 128, map, panel * 64, head * size, from, barrier, policy);
+  }
+  ring.advance();
+}
+
+template <int D>
+DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, const TensorMap* v_map, const Work& work) {
+  const int lane = threadIdx.x % 32, size = work.block_size, pieces = KEYS / size;
+  Item* const shown = reinterpret_cast<Item*>(__cvta_shared_to_generic(base + At<D>::ITEM));
+  Ring k, v;
+  u32 q_parity = 1;
+  for (int index = blockIdx.x; index < work.items; q_parity ^= 1) {
+    int next = 0;
+    if (lane == 0) next = gridDim.x + atomicAdd(work.counters, 1);  // used only once this item is fetched
+    const int2 tile = work.tiles[index / work.q_heads];
+    const int begin = work.query_start[tile.x], count = work.query_start[tile.x + 1] - begin;
+    const Item item = {work.context[tile.x] + tile.y, min(count - tile.y, ROWS), begin + tile.y, index % work.q_heads};
+    const int kv_head = item.head / work.group, final_block = (item.position + item.rows - 1) / size;
+    const int* const table = work.tables + i64(tile.x) * work.width;
+
+    wait_for(base + At<D>::Q_EMPTY, q_parity);
+    if (lane == 0) {
+      *shown = item;
+      const u32 barrier = base + At<D>::Q_FULL;
+      barrier_expect(barrier, At<D>::TILE);
+#pragma unroll
+      for (int panel = 0, x = item.head * D; panel < D / 64; panel++)
+        copy_tile(base + At<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, drop_from_l2());
+    }
+    const int last = item.last_tile(), first = item.first_tile(work.window);
+    int newer = 0;
+    for (int n = last; n >= first; n--) {
+      // beyond the last key the last block is read again: those keys are masked, and what lies there is finite
+      const int block = lane < pieces ? table[min(n * pieces + lane, final_block)] : 0;
+      fetch_tile<D>(k_map, base + At<D>::K, base + At<D>::K_FULL, k, block, kv_head, size);
+      if (n < last) fetch_tile<D>(v_map, base + At<D>::V, base + At<D>::V_FULL, v, newer, kv_head, size);
+      newer = block;
+    }
+    fetch_tile<D>(v_map, base + At<D>::V, base + At<D>::V_FULL, v, newer, kv_head, size);
+    index = __shfl_sync(ALL, next, 0);
+  }
+  wait_for(base + At<D>::Q_EMPTY, q_parity);
+  if (lane == 0) {
+    shown->rows = 0;
+    barrier_arrive(base + At<D>::Q_FULL);
+    __threadfence();
+    if (atomicAdd(work.counters + 1, 1) == int(gridDim.x) - 1) work.counters[0] = work.counters[1] = 0;
+  }
+}
+
+// -- the computing warpgroups -----------------------------------------------------------------------------------------
+
+DEVICE float power_of_2(float x) { asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+// A division would be a call, and in a kernel with calls warpgroups cannot trade registers.
+DEVICE float inverse(float x) { asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x)); return x; }
+
+// Groups issue products in turn: named barrier 1 + g holds group g until the other one has issued its own.
+DEVICE void wait_for_turn(u32 group) { asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory"); }
+DEVICE void pass_turn(u32 group) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - group) : "memory"); }
+
+// Every warp says so itself: a warp's wait covers its own products only.
+DEVICE void release(u32 barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+// reach[r]: the position of row r, counted from this lane's first key of the tile.
+DEVICE void hide(float (&s)[64], const int (&reach)[2], int window) {
+#pragma unroll
+  for (int i = 0; i < 64; i++) {
+    const int key = i / 4 * 8 + i % 2, r = i / 2 % 2;
+    if (key > reach[r] || key <= reach[r] - window) s[i] = -__int_as_float(0x7f800000);
+  }
+}
+
+// Scores become powers; `most` is the largest score of a row so far, `sum` this lane's part of the sum of powers. What
+// was summed with the former `most` must be multiplied by `rescale`. `most` starts finite: a row that has seen only
+// hidden keys gets zeros, never NaN.
+DEVICE void soften(float (&s)[64], float (&most)[2], float (&sum)[2], float (&rescale)[2], float scale) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float top = most[r];
+#pragma unroll
+    for (int j = 0; j < 16; j++) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+    rescale[r] = power_of_2((most[r] - top) * scale);
+    most[r] = top;
+  }
+  float part[2] = {0.f, 0.f};
+  const float shift[2] = {most[0] * scale, most[1] * scale};
+#pragma unroll
+  for (int i = 0; i < 64; i++) {
+    s[i] = power_of_2(__fmaf_rn(s[i], scale, -shift[i / 2 % 2]));
+    part[i / 2 % 2] += s[i];
+  }
+  sum[0] = __fmaf_rn(sum[0], rescale[0], part[0]);
+  sum[1] = __fmaf_rn(sum[1], rescale[1], part[1]);
+}
+
+DEVICE void round_pairs(u32 (&p)[32], const float (&s)[64]) {
+#pragma unroll
+  for (int i = 0; i < 32; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
+}
+
+// x[i] of lane q of four becomes x[q] of lane i.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const auto swap = [](bool first, u32& a, u32& b, int distance) {
+    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
+    (first ? a : b) = other;
+  };
+  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
+  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
+}
+
+template <int D>
+DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u32 row, const Work& work) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    sum[r] += __shfl_xor_sync(ALL, sum[r], 1);
+    sum[r] += __shfl_xor_sync(ALL, sum[r], 2);
+    const float share = inverse(sum[r]);
+    bf16* const to = work.out + (i64(item.token + row + 8 * r) * work.q_heads + item.head) * D + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int part = 0; part < D / 32; part++) {
+      u32 x[4];
+#pragma unroll
+      for (int i = 0, at = 16 * part + 2 * r; i < 4; i++, at += 4) x[i] = pack(o[at] * share, o[at + 1] * share);
+      transpose_quad(x);
+      if (int(row) + 8 * r < item.rows) *reinterpret_cast<uint4*>(to + 32 * part) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+template <int D>
+DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v, const Work& work) {
+  const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of the tile, and + 8
+  const u64 q_matrix = matrix(base + At<D>::Q + group * 64 * 128, 16);
+  const u64 k_matrix = matrix(base + At<D>::K, 16), v_matrix = matrix(base + At<D>::V, PANEL);
+  const int top = item.position + group * 64;  // position of the group's first row
+  const int last = item.last_tile(), first = item.first_tile(work.window);
+  float s[64], o[D / 2], most[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];
+  u32 p[32];
+  const auto hide_some = [&](int n) {
+    if (n * KEYS + KEYS - 1 <= top && n * KEYS > top + 63 - work.window) return;
+    const int from = item.position + int(row) - n * KEYS - int(lane % 4 * 2);
+    hide(s, {from, from + 8}, work.window);
+  };
+
+  wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+  score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
+  products_wait<0>();
+  ready(s);
+  release(base + At<D>::K_EMPTY + 8 * k.stage);
+  k.advance();
+  hide_some(last);
+  soften(s, most, sum, rescale, work.scale);
+  round_pairs(p, s);
+#pragma unroll
+  for (int i = 0; i < D / 2; i++) o[i] = 0.f;
+  if (first < last) wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+
+#pragma unroll 1
+  for (int n = last - 1; n >= first; n--) {
+    wait_for_turn(group);
+    score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
+    wait_for(base + At<D>::V_FULL + 8 * v.stage, v.parity);
+    mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
+    pass_turn(group);
+    products_wait<1>();
+    ready(s);
+    release(base + At<D>::K_EMPTY + 8 * k.stage);
+    k.advance();
+    hide_some(n);
+    soften(s, most, sum, rescale, work.scale);
+    // the next round's keys. A wait is a loop: without one here, the assembler moves the wait below above the softmax
+    if (first < n) wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+    products_wait<0>();
+    ready(o), ready(s);  // and p is free
+    release(base + At<D>::V_EMPTY + 8 * v.stage);
+    v.advance();
+    round_pairs(p, s);
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
+  }
+  release(base + At<D>::Q_EMPTY);
+  wait_for(base + At<D>::V_FULL + 8 * v.stage, v.parity);
+  mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
+  products_wait<0>();
+  ready(o);
+  release(base + At<D>::V_EMPTY + 8 * v.stage);
+  v.advance();
+  store<D>(o, sum, item, row, work);
+}
+
+template <int D>
+DEVICE void compute(u32 base, u32 group, const Work& work) {
+  const volatile Item* const shown = reinterpret_cast<const Item*>(__cvta_shared_to_generic(base + At<D>::ITEM));
+  Ring k, v;
+  if (group == 1) pass_turn(group);  // the first turn is group 0's
+  for (u32 parity = 0;; parity ^= 1) {
+    wait_for(base + At<D>::Q_FULL, parity);
+    const Item item = {shown->position, shown->rows, shown->token, shown->head};
+    if (item.rows == 0) break;
+    compute_item<D>(base, group, item, k, v, work);
+  }
+  if (group == 0) wait_for_turn(group);  // the turn that nobody takes
+}
+
+// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none.
+template <int D>
+__global__ void __launch_bounds__(384, 1)
+prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
+        const __grid_constant__ TensorMap v_map, bf16* out, const int2* tiles, int items, const int* query_start,
+        const int* context, const int* tables, int width, int q_heads, int group, int block_size, int window,
+        float scale, int* counters) {
+  extern __shared__ u8 memory[];
+  const u32 base = (shared_address(memory) + 1023) & ~1023u;
+  const Work work = {out,   tiles,   query_start, context,    tables, counters, items,
+                     width, q_heads, group,       block_size, window, scale};
+  let_next_kernel_start();
+  if (threadIdx.x == 0) {
+    prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map);
+    barrier_init(base + At<D>::Q_FULL, 1), barrier_init(base + At<D>::Q_EMPTY, COMPUTING_WARPS);
+    for (int stage = 0; stage < STAGES; stage++) {
+      barrier_init(base + At<D>::K_FULL + 8 * stage, 1), barrier_init(base + At<D>::V_FULL + 8 * stage, 1);
+      barrier_init(base + At<D>::K_EMPTY + 8 * stage, COMPUTING_WARPS);
+      barrier_init(base + At<D>::V_EMPTY + 8 * stage, COMPUTING_WARPS);
+    }
+    barriers_are_set();
+  }
+  __syncthreads();
+  wait_for_previous_kernel();
+  const u32 warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHER_REGISTERS));
+    if (threadIdx.x < 32) fetch<D>(base, &q_map, &k_map, &v_map, work);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTER_REGISTERS));
+    compute<D>(base, warpgroup - 1, work);
+  }
+}

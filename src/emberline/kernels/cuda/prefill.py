@@ -1,0 +1,122 @@
+"""prefill_attention: chunks of new tokens over the paged cache, on Hopper's warpgroup products. `prefill.cu` says how.
+
+A query's result is a function of its own keys: to the bit, it depends neither on the rest of the batch, nor on how its
+prompt was cut into chunks, nor on which multiprocessor computed what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from emberline.kernels.cuda.driver import Argument, Kernel, Module, TensorMap, tensor_map
+
+FILE = "prefill.cu"
+HEAD_DIMS = (64, 128)
+VARIANTS = tuple(f"prefill<{dim}>" for dim in HEAD_DIMS)
+BLOCK_SIZES = (16, 32, 64, 128)
+ROWS, STAGES, THREADS, PANEL = 128, 2, 384, 128 * 128  # as in the source
+NO_WINDOW = 1 << 30
+
+Integers = Sequence[int] | NDArray[np.signedinteger[Any]]
+
+
+class PagedCache:
+    """One layer's keys and values as the copy engine sees them. Made once; it is the caller who keeps the memory."""
+
+    def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
+        _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
+        assert k_cache.shape == v_cache.shape and supports(k_cache) and supports(v_cache), "see `supports`"
+        self.keys, self.values = _map_of_cache(k_cache), _map_of_cache(v_cache)
+
+
+def supports(k_cache: Tensor) -> bool:
+    block_size, head_dim = k_cache.shape[2:]
+    return k_cache.dtype == torch.bfloat16 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+
+
+def tiles(query_counts: Integers, contexts: Integers, rows: int = ROWS) -> NDArray[np.int32]:
+    """The work: (request, first query in its chunk) of every `rows` new tokens of each request, whatever their count.
+
+    Longest first: what starts last is then short, and all multiprocessors end at about the same time.
+    """
+    counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
+    per = -(-counts // rows)
+    request = np.repeat(np.arange(len(counts)), per)
+    first = (np.arange(len(request)) - np.repeat(np.cumsum(per) - per, per)) * rows
+    keys = before[request] + np.minimum(first + rows, counts[request])
+    order = np.argsort(-keys, kind="stable")
+    return np.stack([request, first], axis=1)[order].astype(np.int32)
+
+
+def prefill_attention(
+    qkv: Tensor,
+    cached: PagedCache,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    work: Tensor,
+    scale: float,
+    q_heads: int,
+    *,
+    window: int = 0,
+    out: Tensor | None = None,
+    pdl: bool = True,
+) -> Tensor:
+    """As `ref.paged_attention`; the new keys are in the cache already. `work` is `tiles` of the batch on the device.
+
+    Launches on one device must follow each other: they share the counters that hand out the work.
+    """
+    head_dim = cached.head_dim
+    assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cached.kv_heads) * head_dim
+    assert work.dtype == torch.int32 and work.is_contiguous() and block_tables.stride(1) == 1
+    out = qkv.new_empty(len(qkv), q_heads * head_dim) if out is None else out
+    assert out.is_contiguous() and out.dtype == torch.bfloat16
+    items = len(work) * q_heads
+    if not items:
+        return out
+    arguments: list[Argument] = [
+        tensor_map(qkv, (ROWS, 64)), cached.keys, cached.values, out, work, items, query_start, context, block_tables,
+        block_tables.stride(0), q_heads, q_heads // cached.kv_heads, cached.block_size, window or NO_WINDOW,
+        scale * math.log2(math.e), _counters(qkv.device),
+    ]  # fmt: skip
+    grid = min(_multiprocessors(qkv.device), items)
+    _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
+    return out
+
+
+def shared_bytes(head_dim: int) -> int:
+    tile = head_dim // 64 * PANEL
+    return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the item, and room to start on a multiple of 1024
+
+
+def _map_of_cache(cache: Tensor) -> TensorMap:
+    blocks, kv_heads, block_size, head_dim = cache.shape
+    inner = kv_heads * block_size
+    assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "contiguous but for the first stride"
+    rows = cache.as_strided((blocks, inner, head_dim), (cache.stride(0), head_dim, 1))
+    return tensor_map(rows, (1, block_size, 64))
+
+
+@cache
+def _kernel(head_dim: int) -> Kernel:
+    variant = f"prefill<{head_dim}>"
+    return Module(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Left at zero by every launch."""
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,170 @@
+"""The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
+
+Up to `skinny.MOST_ROWS` rows, where reading the weights is all the time there is, our own product runs, with what
+follows it built in; beyond, cuBLAS. Every kernel of ours may start before the one before it in the stream has ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.cuda import decode, prefill
+from emberline.kernels.cuda import linear as skinny
+from emberline.kernels.cuda import sample as sampling
+from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.tiles import GATED_ROWS, Tiles
+from emberline.kernels.triton import activation, attention, norm, rope, rows
+
+__all__ = [
+    "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "newest_tokens", "pack_linear",
+    "paged_attention", "rope_and_cache",
+]  # fmt: skip
+
+apply_bitmask = sampling.apply_bitmask
+edit = sampling.edit
+log_probs = sampling.log_probs
+
+
+def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    n, k = weight.shape
+    ours = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
+    handle = skinny.Weight(weight) if ours else None
+    return PackedWeight(weight, n, k, weight.dtype, Layout.ROWS, gated, weight.data_ptr(), handle)
+
+
+def linear(
+    x: Tensor,
+    w: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    add_to: Tensor | None = None,
+    out: Tensor | None = None,
+    full: bool = False,
+) -> Tensor:
+    x = _normed(x, norm, eps)
+    m = len(x)
+    if _is_skinny(x, w):
+        kind = torch.float32 if full else x.dtype
+        y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=kind) if out is None else out
+        return skinny.linear(x, w.handle, out=y, bias=bias, residual=add_to)  # type: ignore[arg-type]
+    if full:
+        return _full(x, w.data, bias, out)
+    if add_to is not None:
+        add_to.addmm_(x, w.data.t())
+        return add_to if bias is None else add_to.add_(bias)
+    y = F.linear(x, w.data, None if bias is None else bias.to(x.dtype))
+    return y if out is None else out.copy_(y)
+
+
+def gate_up_silu(
+    x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+) -> Tensor:
+    x = _normed(x, norm, eps)
+    width = w.n // 2
+    y = x.new_empty(len(x), width) if out is None else out
+    if _is_skinny(x, w) and width % GATED_ROWS == 0:
+        return skinny.linear(x, w.handle, out=y, gated=True)  # type: ignore[arg-type]
+    group = GATED_ROWS if width % GATED_ROWS == 0 else width
+    return activation.silu_mul(F.linear(x, w.data), y, group, pdl=True)
+
+
+def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    rows_ = table.data if isinstance(table, PackedWeight) else table
+    return torch.index_select(rows_, 0, ids) if out is None else torch.index_select(rows_, 0, ids, out=out)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    rope.rope_and_cache(
+        qkv, positions, cos_sin, k_cache, v_cache, slots, q_heads, kv_heads, head_dim,
+        q_norm=q_norm, k_norm=k_norm, eps=eps, pdl=True,
+    )  # fmt: skip
+
+
+def paged_attention(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context: Tensor,
+    scale: float,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    tiles: Tiles,
+    out: Tensor | None = None,
+) -> Tensor:
+    heads = q_heads, kv_heads, head_dim
+    out = qkv.new_empty(len(qkv), q_heads * head_dim) if out is None else out
+    if tiles.work is not None:
+        assert tiles.scratch is not None
+        one, at = tiles.singles, k_cache.data_ptr()
+        if at not in tiles.maps.decode:
+            tiles.maps.decode[at] = decode.LayerCache(k_cache, v_cache)
+        decode.decode_attention(
+            qkv[:one], tiles.maps.decode[at], block_tables[:one], context[:one], tiles.work, scale, *heads,
+            window=window, out=out[:one], scratch=tiles.scratch,
+        )  # fmt: skip
+    if tiles.chunks is not None:
+        at = k_cache.data_ptr()
+        if at not in tiles.maps.prefill:
+            tiles.maps.prefill[at] = prefill.PagedCache(k_cache, v_cache)
+        prefill.prefill_attention(
+            qkv, tiles.maps.prefill[at], block_tables, query_start, context, tiles.chunks, scale, q_heads,
+            window=window, out=out,
+        )  # fmt: skip
+    if tiles.general is not None:
+        attention.paged_attention(
+            qkv, k_cache, v_cache, block_tables, query_start, context, tiles.general, scale, *heads,
+            window=window, out=out, block_m=tiles.queries, pdl=True,
+        )  # fmt: skip
+    return out
+
+
+def draw(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    return sampling.sample(logits, temperature, top_k, top_p, min_p, seed, position, ids)
+
+
+def newest_tokens(tokens: Tensor, owners: Tensor, newest: Tensor) -> Tensor:
+    return rows.gather_tokens(tokens, owners, newest, torch.empty_like(tokens), pdl=True)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else norm.rms_norm(x, weight, eps, pdl=True)
+
+
+def _is_skinny(x: Tensor, w: PackedWeight) -> bool:
+    return w.handle is not None and x.dtype is torch.bfloat16 and skinny.supports(len(x), w.n, w.k)
+
+
+def _full(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Products of bf16 with their sums as they are, in float32."""
+    y = x.new_empty(len(x), len(w), dtype=torch.float32) if out is None else out
+    if x.dtype is torch.float32:
+        torch.mm(x, w.t(), out=y)
+    else:
+        torch.mm(x, w.t(), out_dtype=torch.float32, out=y)
+    return y if bias is None else y.add_(bias)

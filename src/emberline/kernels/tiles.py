@@ -1,0 +1,104 @@
+"""Tiles: how a step's attention is cut into pieces of work for a GPU; made on the host, which knows every length.
+
+Rows [0, singles) have one token each and are cut along their keys; the others are chunks of prompts, cut along their
+queries. Other devices cut for themselves: theirs are empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from emberline.kernels.cuda import decode, prefill
+
+GATED_ROWS = 16  # of gate, then as many of up, in turn: so that a kernel that has one has the other
+
+
+@dataclass(slots=True)
+class Maps:
+    """What kernels keep of the caches of one runner: by a layer's address, as the copy engine sees it."""
+
+    decode: dict[int, decode.LayerCache] = field(default_factory=dict)
+    prefill: dict[int, prefill.PagedCache] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    singles: int
+    work: decode.Work | None = None  # of the singles
+    scratch: decode.Scratch | None = None
+    chunks: Tensor | None = None  # [n, 2] int32: the row, and its first query
+    general: Tensor | None = None  # the same, where only the general kernel serves
+    queries: int = 0  # of one of these
+    maps: Maps = field(default_factory=Maps)
+
+
+class Cutter:
+    def __init__(self, heads: tuple[int, int, int], keys: Tensor, dtype: torch.dtype, rows: int) -> None:
+        """For steps of at most so many rows. `heads` of queries, of keys, and their size; `dtype` of activations."""
+        self._heads, self._device = heads, keys.device
+        self._maps = Maps()
+        self._decodes = self._prefills = False
+        if keys.is_cuda:
+            from emberline.kernels.cuda import decode, prefill
+
+            narrow = dtype is torch.bfloat16
+            self._decodes = narrow and decode.supports(*heads, keys.dtype, keys.shape[3])
+            self._prefills = narrow and prefill.supports(keys[0])
+            self._sms = decode.multiprocessors(keys.device)
+            capacity = self._capacity(rows)
+            self._scratch = decode.Scratch(rows, capacity, *heads, keys.device) if self._decodes else None
+
+    def cut(self, context: np.ndarray, counts: np.ndarray, singles: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
+        """`put` brings an array to the device. What is made for singles alone has shapes that depend on their number
+        alone, so that a graph can take the next step's."""
+        tiles = Tiles(singles, maps=self._maps)
+        if self._device.type != "cuda":
+            return tiles
+        rest = 0  # the kernels for chunks serve single tokens too
+        if singles and self._decodes:
+            tiles, rest = replace(tiles, work=self._work(context[:singles] + 1, put), scratch=self._scratch), singles
+        if rest == len(counts):
+            return tiles
+        if self._prefills:
+            from emberline.kernels.cuda import prefill
+
+            cut = prefill.tiles(counts[rest:], context[rest:])
+            return replace(tiles, chunks=put(_shifted(cut, rest)))
+        from emberline.kernels.triton import attention
+
+        queries = attention.tile_queries(int(counts[rest:].max()), self._heads[0] // self._heads[1])
+        cut = attention.make_tiles(counts[rest:], queries)
+        return replace(tiles, general=put(_shifted(cut, rest)), queries=queries)
+
+    def most_bytes(self, rows: int, tokens: int) -> int:
+        """Of what `cut` puts, for a step of so many rows and tokens."""
+        if self._device.type != "cuda":
+            return 0
+        from emberline.kernels import worklist
+
+        return 4 * worklist.ints(rows, self._capacity(rows)) + 8 * (rows + tokens)
+
+    def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor]) -> decode.Work:
+        from emberline.kernels import worklist
+        from emberline.kernels.cuda import decode
+
+        rows = len(lengths)
+        made = worklist.plan(lengths, self._heads[1], self._sms, self._capacity(rows))
+        return decode.Work(put(made.data), rows, made.capacity)
+
+    def _capacity(self, rows: int) -> int:
+        from emberline.kernels import worklist
+
+        return worklist.capacity(rows, self._heads[1], self._sms)
+
+
+def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:
+    shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
+    return shifted

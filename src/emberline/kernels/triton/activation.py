@@ -1,0 +1,46 @@
+"""silu_mul: silu(gate) * up of a product whose columns hold both, in groups; rounded as torch does, after each step."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr, tensor
+
+from emberline.kernels.triton.jit import begin, jit
+
+FEW_ROWS = 128  # up to here more programs matter more than wide ones
+
+
+@jit
+def _silu_mul(
+    gate_up: tensor,
+    out: tensor,
+    in_stride: tensor,
+    out_stride: tensor,
+    COLUMNS: constexpr,
+    GROUP: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    at = gate_up + row * in_stride + column // GROUP * (2 * GROUP) + column % GROUP
+    gate = tl.load(at, inside, 0.0).to(tl.float32)
+    up = tl.load(at + GROUP, inside, 0.0).to(tl.float32)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * out_stride + column, (silu * up).to(out.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
+    """gate_up [T, 2F]: `group` gate columns, their `group` up columns, and so on (F: plain halves). out [T, F]."""
+    rows, columns = out.shape
+    assert gate_up.shape == (rows, 2 * columns) and columns % group == 0
+    assert gate_up.stride(1) == out.stride(1) == 1
+    block = 1024 if rows <= FEW_ROWS else 2048
+    if rows:
+        _silu_mul[(rows, -(-columns // block))](
+            gate_up, out, gate_up.stride(0), out.stride(0), columns, group, block, pdl, num_warps=4, launch_pdl=pdl
+        )
+    return out

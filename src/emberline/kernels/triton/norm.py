@@ -1,0 +1,55 @@
+"""rms_norm: ref.rms_norm with the roundings of transformers, where x * scale is rounded before the weight applies."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr, tensor
+
+from emberline.kernels.triton.jit import begin, jit, power_of_two
+
+MOST_WARPS = 4224  # 32 for each of 132 multiprocessors: a program keeps the weight in registers for all its rows
+
+
+@jit
+def _rms_norm(
+    x: tensor,
+    weight: tensor,
+    out: tensor,
+    rows: tensor,
+    x_stride: tensor,
+    out_stride: tensor,
+    eps: tensor,
+    COLUMNS: constexpr,
+    BLOCK: constexpr,
+    PDL: constexpr,
+) -> None:
+    column = tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    scale = tl.load(weight + column, inside, 0.0)
+    begin(PDL)
+    first = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0)
+    ahead = tl.load(x + first * x_stride + column, inside, 0.0)
+    for row in range(first, rows, step):
+        value = ahead.to(tl.float32)
+        following = row + step
+        ahead = tl.load(x + following * x_stride + column, inside & (following < rows), 0.0)
+        size = tl.sum(value * value, 0) / COLUMNS
+        normed = (value * tl.rsqrt(size + eps)).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(out + row * out_stride + column, (normed * scale).to(out.dtype.element_ty), inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
+    """`weight` is float32, and read before the kernel in front ends. `out` may be x."""
+    rows, columns = x.shape
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if out is None else out
+    assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32
+    block = power_of_two(max(columns, 32))
+    warps = min(max(block // 512, 1), 16)
+    if rows:
+        _rms_norm[(min(rows, MOST_WARPS // warps),)](
+            x, weight, out, rows, x.stride(0), out.stride(0), eps, columns, block, pdl, num_warps=warps, launch_pdl=pdl
+        )
+    return out

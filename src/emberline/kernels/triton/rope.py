@@ -1,0 +1,106 @@
+"""rope_and_cache: ref.rope_and_cache for a cache whose keys lie row by row, like the values.
+
+A program is one warp with a few heads of one token: all are loaded before any is stored, so q turns in place.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr, tensor
+
+from emberline.kernels.triton.jit import begin, jit, power_of_two
+
+HEADS = 8  # of a program
+
+
+@jit
+def _rope_and_cache(
+    qkv: tensor, positions: tensor, cos_sin: tensor, k_cache: tensor, v_cache: tensor, slots: tensor,
+    q_norm: tensor, k_norm: tensor, qkv_stride: tensor, cache_stride: tensor, eps: tensor,
+    Q_HEADS: constexpr, KV_HEADS: constexpr, HEAD_DIM: constexpr, HALF: constexpr,
+    HALF_PADDED: constexpr, REST_PADDED: constexpr, BLOCK_SIZE: constexpr, TILE: constexpr,
+    NORM: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
+    begin(PDL)
+    token = tl.program_id(0)
+    slot = tl.load(slots + token)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    is_q, is_v, is_head = head < Q_HEADS, head >= Q_HEADS + KV_HEADS, head < Q_HEADS + 2 * KV_HEADS
+    at = qkv + token.to(tl.int64) * qkv_stride + head * HEAD_DIM
+    cached = slot // BLOCK_SIZE * cache_stride + (slot % BLOCK_SIZE + (head - Q_HEADS) * BLOCK_SIZE) * HEAD_DIM
+    k_at, v_at = k_cache + cached, v_cache + cached - KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    to_k, to_v = (slot >= 0) & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS), (slot >= 0) & is_v & is_head
+
+    d = tl.arange(0, HALF_PADDED)[None, :]
+    turns = d < HALF
+    angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + d
+    cos, sin = tl.load(angle, turns, 0.0), tl.load(angle + HALF, turns, 0.0)
+    a = tl.load(at + d, is_head & turns, 0.0).to(tl.float32)
+    b = tl.load(at + HALF + d, is_head & turns, 0.0).to(tl.float32)
+    e = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
+    stays = e < HEAD_DIM
+    rest = tl.load(at + e, is_head & stays, 0.0).to(tl.float32)
+    if NORM:
+        size = tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(size / HEAD_DIM + eps)[:, None]
+        a = tl.where(is_v, a, a * scale * _weight(q_norm, k_norm, d, turns, is_q))
+        b = tl.where(is_v, b, b * scale * _weight(q_norm, k_norm, d + HALF, turns, is_q))
+        rest = tl.where(is_v, rest, rest * scale * _weight(q_norm, k_norm, e, stays, is_q))
+    _store(a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & turns, to_k & turns, to_v & turns)
+    d += HALF
+    _store(b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & turns, to_k & turns, to_v & turns)
+    _store(rest, rest, at + e, k_at + e, v_at + e, is_q & stays, to_k & stays, to_v & stays)
+
+
+@jit
+def _weight(q_norm: tensor, k_norm: tensor, d: tensor, inside: tensor, is_q: tensor) -> tensor:
+    return tl.where(is_q, tl.load(q_norm + d, inside, 0.0), tl.load(k_norm + d, inside, 0.0))
+
+
+@jit
+def _store(
+    turned: tensor, plain: tensor, at: tensor, k_at: tensor, v_at: tensor, is_q: tensor, to_k: tensor, to_v: tensor
+) -> None:
+    """Each head goes to one of the three places; v is not turned."""
+    tl.store(at, turned.to(at.dtype.element_ty), is_q)
+    tl.store(k_at, _rounded(turned, k_at.dtype.element_ty), to_k)
+    tl.store(v_at, _rounded(plain, v_at.dtype.element_ty), to_v)
+
+
+@jit
+def _rounded(x: tensor, TYPE: constexpr) -> tensor:
+    """In the cache's type; float8 saturates."""
+    if tl.float8e4nv == TYPE:
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(TYPE)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> None:
+    """Rotates q inside `qkv`; writes the rotated k, and v, at `slots`. The k in `qkv` stays as it was."""
+    heads, half = q_heads + 2 * kv_heads, cos_sin.shape[1] // 2
+    normed = q_norm is not None
+    assert normed == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
+    if not len(qkv):
+        return
+    _rope_and_cache[(len(qkv), -(-heads // HEADS))](
+        qkv, positions, cos_sin, k_cache, v_cache, slots,
+        q_norm if normed else cos_sin, k_norm if normed else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
+        q_heads, kv_heads, head_dim, half, power_of_two(half), power_of_two(head_dim - 2 * half), k_cache.shape[2],
+        HEADS, normed, pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip

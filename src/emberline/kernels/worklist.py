@@ -1,0 +1,112 @@
+"""plan: how the keys of rows that decode one token each are shared out over the GPU. Made on the host for every step.
+
+A row's keys are cut at multiples of TILE into parts of equal size, give or take a tile, of at most `chunk` tiles. The
+chunk is a power of two picked from the tiles of all rows together, so that there are a few parts for each
+multiprocessor. So where a row is cut depends on its own length, the window and the chunk; other rows change it only by
+moving the total past a power of two. A row that is cut elsewhere may differ in its last bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ints = NDArray[np.int32]
+
+TILE = 64
+PARTS = 2  # for a multiprocessor, at least, where there are keys enough: it holds two CTAs
+HEAD = 4  # ints before the items, which are read 16 bytes at a time
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """`data` is what travels: the count of items, the items, where each row's partials begin.
+
+    An item is (row, first key, end key, index of its partial, or -1 if it is all of its row); the longest come first,
+    give or take a tile.
+    Partials of row r are [row_parts[r], row_parts[r + 1]), in the order of their keys; none for a row of one item.
+    """
+
+    data: Ints
+    rows: int
+    capacity: int
+
+    @property
+    def count(self) -> int:
+        return int(self.data[0])
+
+    @property
+    def items(self) -> Ints:
+        """All `capacity` of them; those past `count` mean nothing."""
+        return self.data[HEAD : HEAD + 4 * self.capacity].reshape(-1, 4)
+
+    @property
+    def row_parts(self) -> Ints:
+        return self.data[HEAD + 4 * self.capacity :]
+
+
+def capacity(rows: int, kv_heads: int, sms: int) -> int:
+    """Items that `rows` rows of any lengths never exceed: one each, and what the chunk cuts off beyond. The chunk is
+    more than half of total * kv_heads / (PARTS * sms), so whole chunks are fewer than 2 * PARTS * sms / kv_heads."""
+    return rows + -(-2 * PARTS * sms // kv_heads)
+
+
+def ints(rows: int, capacity: int) -> int:
+    """Of `WorkList.data`."""
+    return HEAD + 4 * capacity + rows + 1
+
+
+def plan(
+    lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, window: int = 0, data: Ints | None = None
+) -> WorkList:
+    """For rows that see `lengths` keys, their own included, or the last `window` of them. A row of length 0 has no
+    item, and its output stays as it is. `data`: written in place, `ints` of the rows and the capacity long."""
+    end = np.asarray(lengths, np.int32)
+    low = np.maximum(end - window, 0) if window else np.zeros_like(end)
+    tiles = (end + (TILE - 1)) // TILE - low // TILE
+    shift = _shift(int(tiles.sum()) * kv_heads, sms)
+    parts = (tiles + ((1 << shift) - 1)) >> shift
+    while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
+        assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"
+        shift += 1
+        parts = (tiles + ((1 << shift) - 1)) >> shift
+    made = WorkList(np.zeros(ints(len(end), capacity), np.int32) if data is None else data, len(end), capacity)
+    assert len(made.data) == ints(len(end), capacity)
+    made.data[:HEAD] = count, 0, 0, 0
+    if parts.max() <= 1:
+        _whole(made, count, low, end, tiles)
+    else:
+        _cut(made, count, low, end, tiles, parts)
+    return made
+
+
+def _shift(units: int, sms: int) -> int:
+    """The chunk, as the power of two: the greatest of which PARTS times the multiprocessors fit into `units`, or 1."""
+    return max(0, (units // (PARTS * sms)).bit_length() - 1)
+
+
+def _whole(made: WorkList, count: int, low: Ints, end: Ints, tiles: Ints) -> None:
+    """Every row in one item."""
+    row = np.argsort(-tiles, kind="stable")[:count]
+    item = made.items[:count]
+    item[:, 0], item[:, 1], item[:, 2], item[:, 3] = row, low[row], end[row], -1
+    made.row_parts[:] = 0
+
+
+def _cut(made: WorkList, count: int, low: Ints, end: Ints, tiles: Ints, parts: Ints) -> None:
+    """Rows by the size of their parts; part i of n has tiles [i * tiles // n, (i + 1) * tiles // n) of its row."""
+    rows = np.argsort(-(tiles // np.maximum(parts, 1)), kind="stable")
+    some = parts[rows]
+    row = np.repeat(rows, some)
+    index = np.arange(count) - np.repeat(np.cumsum(some) - some, some)
+    made.row_parts[0] = 0
+    np.cumsum(np.where(parts > 1, parts, 0), out=made.row_parts[1:])
+    of, pieces, seen = tiles[row], parts[row], low[row]
+    begin = seen // TILE
+    item = made.items[:count]
+    item[:, 0] = row
+    np.maximum((begin + index * of // pieces) * TILE, seen, out=item[:, 1], casting="unsafe")
+    np.minimum((begin + (index + 1) * of // pieces) * TILE, end[row], out=item[:, 2], casting="unsafe")
+    item[:, 3] = np.where(pieces > 1, made.row_parts[row] + index, -1)

@@ -1,0 +1,37 @@
+"""Every CUDA kernel compiles for its GPU, in every variant that may be launched. No GPU is needed."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+from emberline.kernels import cuda
+from emberline.kernels.cuda import nvrtc
+
+NAMES = [module.name for module in pkgutil.iter_modules(cuda.__path__)]
+ROOM = [importlib.import_module(f"{cuda.__name__}.{name}") for name in NAMES]
+KERNELS = [module for module in ROOM if hasattr(module, "FILE") and hasattr(module, "VARIANTS")]
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_compiles(module: ModuleType) -> None:
+    binary = nvrtc.compile(module.FILE, module.VARIANTS)
+    assert binary.code[:4] == b"\x7fELF"
+    assert set(binary.symbols) == set(module.VARIANTS)
+    assert all(symbol.encode() in binary.code for symbol in binary.symbols.values())
+
+
+def test_no_source_is_left_out() -> None:
+    sources = {file.name for file in nvrtc.SOURCES.glob("*.cu")}
+    assert sources == {module.FILE for module in KERNELS}

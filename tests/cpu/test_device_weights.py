@@ -1,0 +1,534 @@
+"""Weights that arrive in place, the reader that brings them, and weights that sleep: all on the CPU as the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
+from emberline.engine.memory import weight_bytes
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models import device_weights
+from emberline.models import reader as reading
+from emberline.models.config import ModelConfig
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.layers import stacked, stacked_bias
+from emberline.models.loader import IGNORABLE
+from emberline.models.reader import Reader, files_of
+from emberline.models.sleep import sleep
+from emberline.models.weights import Weights
+
+DTYPES = [None, torch.float32, torch.bfloat16]
+SMALL = {"piece": 4096, "ring": 3, "threads": 3, "ahead": 0}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody fills reads as NaN, or as bytes of ones."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    assert not [t for t in threading.enumerate() if t.name == "reader"]
+
+
+def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
+    """Everything a decoder asks for, as it asks for it."""
+    q, kv, out = config.heads * config.head_dim, config.kv_heads * config.head_dim, {}
+    for layer in range(config.layers):
+        at = f"model.layers.{layer}"
+        qkv = [(f"{at}.self_attn.{name}_proj", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
+        gate_up = [(f"{at}.mlp.{name}_proj", config.ffn) for name in ("gate", "up")]
+        out[f"{at}.qkv"] = stacked(weights, qkv, config.hidden)
+        out[f"{at}.o"] = stacked(weights, [(f"{at}.self_attn.o_proj", config.hidden)], q)
+        out[f"{at}.gate_up"] = stacked(weights, gate_up, config.hidden, gated=gated)
+        out[f"{at}.down"] = stacked(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn)
+        if config.qkv_bias:
+            out[f"{at}.qkv_bias"] = stacked_bias(weights, qkv)
+        if config.o_bias:
+            out[f"{at}.o_bias"] = stacked_bias(weights, [(f"{at}.self_attn.o_proj", config.hidden)])
+        if config.mlp_bias:
+            out[f"{at}.gate_up_bias"] = stacked_bias(weights, gate_up)
+            out[f"{at}.down_bias"] = stacked_bias(weights, [(f"{at}.mlp.down_proj", config.hidden)])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            out[f"{at}.{name}"] = weights.vector(f"{at}.{name}.weight", config.hidden)
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            out[f"{at}.{name}"] = weights.vector(f"{at}.self_attn.{name}.weight", config.head_dim)
+    out["embedding"] = weights.keep(weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden))
+    out["norm"] = weights.vector("model.norm.weight", config.hidden)
+    if weights.has("lm_head.weight"):
+        out["head"] = weights.matrix("lm_head.weight", config.vocab, config.hidden)
+    return out
+
+
+def interleaved(gate_up: Tensor) -> Tensor:
+    """The definition, row by row: rows [32g, 32g + 16) are gate rows 16g.., the next 16 the up rows of the same."""
+    ffn = len(gate_up) // 2
+    if ffn % 16:
+        return gate_up
+    rows = [half * ffn + 16 * g + i for g in range(ffn // 16) for half in (0, 1) for i in range(16)]
+    return gate_up[rows]
+
+
+def both(directory: Path, dtype: torch.dtype | None = None, **options: int) -> tuple[Weights, DeviceWeights]:
+    """Checks every tensor of one source against the other."""
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_hf(checkpoint.config)
+    plain = Weights(checkpoint, dtype)
+    expected = take_all(plain, config)
+    plain.finish(IGNORABLE)
+    placed = DeviceWeights(checkpoint, dtype, "cpu", Reader.start(files_of(checkpoint), **(SMALL | options)))
+    found = take_all(placed, config)
+    placed.finish(IGNORABLE)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        assert tensor.dtype == wanted.dtype and tensor.is_contiguous(), name
+        assert torch.equal(tensor, wanted), name
+    assert placed.taken_bytes == plain.taken_bytes
+    return plain, placed
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "llama-biased", "llama-odd-head", "qwen2", "qwen3"])
+def test_same_values_as_from_mapped_files(name: str, tmp_path: Path) -> None:
+    for shards in (1, 3):
+        plain, _ = both(tiny.write(tmp_path / str(shards), name, shards=shards))
+        config = ModelConfig.from_hf(plain.checkpoint.config)
+        assert weight_bytes(config, 4) == plain.taken_bytes  # the plan counts the same
+
+
+@pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    both(tiny.write(tmp_path, dtype=file), dtype)
+
+
+def test_halves_that_do_not_come_in_groups_stay_halves(tmp_path: Path) -> None:
+    for ffn in (72, 16, 8):
+        both(tiny.write(tmp_path / str(ffn), {**tiny.CONFIGS["llama"], "intermediate_size": ffn}))
+
+
+def test_a_stack_of_different_dtypes(tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    narrow = {n: t.to(torch.bfloat16) if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
+    directory = tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], narrow)
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_hf(checkpoint.config)
+    placed = DeviceWeights(checkpoint, None, "cpu")
+    found, expected = take_all(placed, config), take_all(Weights(checkpoint), config)
+    placed.finish(IGNORABLE)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+
+
+def test_ring_and_piece_of_any_size(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, shards=2)
+    for options in (
+        {"ring": 1, "threads": 1},
+        {"ring": 1, "threads": 8},
+        {"ring": 2, "threads": 1, "ahead": 1 << 20},
+        {"piece": 3 * 4096, "ahead": 50_000},
+        {"piece": 1 << 20},
+    ):
+        both(directory, **options)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_offsets(shift: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Elements may lie across the border of two pieces."""
+    file = tiny.write(tmp_path) / "model.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    file.write_bytes((length + shift).to_bytes(8, "little") + data[8 : 8 + length] + b" " * shift + data[8 + length :])
+    both(tmp_path, dtype)
+
+
+class Late:
+    """A stream that copies some time after it was told to; in order, as a stream does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chance: float) -> None:
+        self.device = None
+        self.told = self.done = 0
+        self.pinned: set[int] = set()
+        self.most_pinned = 0
+        self._queue: deque[Callable[[], None]] = deque()
+        self._random, self._chance = random.Random(5), chance
+        land, carrier, stream = device_weights._Arrival.land, device_weights._Carrier.__init__, self
+
+        class Event:
+            def record(self, _: Any) -> None:
+                self.mark = stream.told
+
+            def query(self) -> bool:
+                stream.go_on()
+                return stream.done >= self.mark
+
+        def later(arrival: Any, at: int, source: Tensor) -> None:
+            stream.told += 1
+            stream._queue.append(lambda: land(arrival, at, source))
+
+        def pin(memory: Tensor) -> None:
+            assert memory.data_ptr() not in stream.pinned
+            stream.pinned.add(memory.data_ptr())
+            stream.most_pinned = max(stream.most_pinned, len(stream.pinned))
+
+        monkeypatch.setattr(device_weights._Arrival, "land", later)
+        monkeypatch.setattr(
+            device_weights._Carrier, "__init__", lambda c, r, _: carrier(c, r, SimpleNamespace(type="cuda"))
+        )
+        monkeypatch.setattr(device_weights, "pin", pin)
+        monkeypatch.setattr(device_weights, "unpin", lambda memory: stream.pinned.remove(memory.data_ptr()))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def go_on(self) -> None:
+        if self._queue and self._random.random() < self._chance:
+            self._queue.popleft()()
+            self.done += 1
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.5, 0.05])
+def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
+    stream = Late(monkeypatch, chance)
+    for ring, ahead in ((1, 0), (3, 0), (3, 100_000)):
+        both(directory, ring=ring, ahead=ahead)
+        assert not stream.pinned and not stream._queue
+        assert 1 <= stream.most_pinned <= ring  # those that are used once are not worth it
+        stream.most_pinned = 0
+
+
+def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(tiny.write(tmp_path))
+    stream = Late(monkeypatch, 0.5)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    os.truncate(tmp_path / "model.safetensors", 60_000)
+    with pytest.raises(ModelFileError, match="ended at byte"):
+        placed.finish(IGNORABLE)
+    assert stream.most_pinned and not stream.pinned
+
+
+def test_times(tmp_path: Path) -> None:
+    _, placed = both(tiny.write(tmp_path, shards=2))
+    assert placed.times is not None
+    read = placed.times.read
+    assert read.bytes == sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert 0 <= read.direct_bytes <= read.bytes and read.seconds > 0 and read.rate > 0
+    assert "GB/s" in str(placed.times)
+
+
+def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.models.device_weights.COMPARED", 500)
+    config, name = tiny.CONFIGS["llama-tied-mha"], "model.embed_tokens.weight"
+
+    def answer(change: Callable[[Tensor], Any], dtype: torch.dtype | None = None) -> bool:
+        tensors = tiny.tensors(config)
+        head = tensors[name].clone()
+        change(head)
+        checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, config, {**tensors, "lm_head.weight": head}))
+        placed = DeviceWeights(checkpoint, dtype, "cpu")
+        embedding = placed.matrix(name, 131, 48)
+        dropped = placed.drop_copy("lm_head.weight", embedding)
+        assert placed.has("lm_head.weight") is not dropped
+        return dropped
+
+    assert answer(lambda head: None)
+    assert not answer(lambda head: head[-1, -1].add_(1))
+    assert not answer(lambda head: head[0, 0].add_(1))
+    assert answer(lambda head: head.mul_(1 + 2**-20), torch.bfloat16) is (  # equal once rounded, or not
+        torch.equal(
+            tiny.tensors(config)[name].mul(1 + 2**-20).to(torch.bfloat16), tiny.tensors(config)[name].to(torch.bfloat16)
+        )
+    )
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(Q), Q),
+        (lambda t: t.update({Q: t[Q][:-1].clone()}), r"has the shape \(47, 48\); config.json asks for \(48, 48\)"),
+        (lambda t: t.update({Q: t[Q].to(torch.int8)}), "has the dtype I8"),
+        (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(80, 48)}), "no use"),
+        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][None].clone()}), "model.norm.weight"),
+    ],
+)
+def test_the_same_refusals(change: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"])
+    change(tensors)
+    checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, tiny.CONFIGS["llama"], tensors))
+    config = ModelConfig.from_hf(checkpoint.config)
+    said = []
+    for source in (Weights(checkpoint), DeviceWeights(checkpoint, None, "cpu")):
+        with pytest.raises((ModelFileError, UnsupportedModel), match=message) as refused:
+            take_all(source, config)
+            source.finish(IGNORABLE)
+        said.append((type(refused.value), str(refused.value)))
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4096, 5000, -1])
+def test_a_file_cut_after_it_was_opened(cut: int, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write(tmp_path))
+    placed = DeviceWeights(checkpoint, None, "cpu")
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, cut if cut >= 0 else file.stat().st_size + cut)
+    with pytest.raises(ModelFileError, match=r"model\.safetensors"):
+        placed.finish(IGNORABLE)
+
+
+def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(random.Random(0).randbytes(40_000))
+    with Reader.start([file], piece=4096, ring=1, threads=2, ahead=0) as reader:
+        first = reader.take()
+        assert first is not None and first.offset == 0
+        os.truncate(file, 9000)
+        reader.give_back(first)
+        with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000"):
+            while (piece := reader.take(5)) is not None:
+                reader.give_back(piece)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="missing"):
+        Reader.start([tmp_path / "missing"])
+    with Reader.start([tmp_path], **SMALL) as reader, pytest.raises(ModelFileError, match="director"):
+        while reader.take(5) is not None:
+            pass
+
+
+def pieces(reader: Reader) -> dict[tuple[str, int], bytes]:
+    found: dict[tuple[str, int], bytes] = {}
+    while (piece := reader.take(10)) is not None:
+        assert (piece.file.name, piece.offset) not in found, "read twice"
+        found[piece.file.name, piece.offset] = piece.buffer.memory[: piece.length]
+        reader.give_back(piece)
+    return found
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_byte_once(direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not direct:
+        monkeypatch.delattr(os, "O_DIRECT")
+    made = random.Random(1)
+    sizes = [0, 1, 4095, 4096, 4097, 12288, 100_001]
+    files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    for piece, ring, threads, ahead in ((4096, 1, 1, 0), (4096, 2, 5, 30_000), (8192, 9, 4, 1 << 20)):
+        options = {"piece": piece, "ring": ring, "threads": threads, "ahead": ahead}
+        with Reader.start([tmp_path / name for name in files], **options) as reader:
+            found = pieces(reader)
+            assert reader.take() is None
+            reader.close()
+            with (tmp_path / "0").open() as other:
+                reader.close()  # again: touches no file that was opened since
+                os.fstat(other.fileno())
+            assert reader.stats.bytes == sum(sizes)
+            assert direct or reader.stats.direct_bytes == 0
+        for name, data in files.items():
+            parts = sorted((offset, part) for (file, offset), part in found.items() if file == name)
+            assert b"".join(part for _, part in parts) == data
+
+
+def test_a_refused_direct_read_goes_on_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random.Random(2).randbytes(4097)
+    real = os.preadv
+
+    def refuse(fd: int, buffers: Any, offset: int) -> int:
+        if len(buffers[0]) % 4096 == 0:
+            raise OSError(22, "Invalid argument")
+        return real(fd, buffers, offset)
+
+    (tmp_path / "odd").write_bytes(data)
+    monkeypatch.setattr(os, "preadv", refuse)
+    with Reader.start([tmp_path / "odd"], piece=8192, ring=2, threads=1, ahead=0) as reader:
+        assert pieces(reader) == {("odd", 0): data}
+        assert reader.stats.direct_bytes == 0
+
+
+def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, real, made = random.Random(3).randbytes(60_000), os.preadv, random.Random(4)
+    (tmp_path / "file").write_bytes(data)
+
+    def short(fd: int, buffers: Any, offset: int) -> int:
+        most = made.randrange(1, len(buffers[0]) + 1)
+        most = most // 4096 * 4096 if most >= 4096 and made.random() < 0.7 else most
+        with memoryview(buffers[0])[:most] as part:
+            return real(fd, [part], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with Reader.start([tmp_path / "file"], piece=16384, ring=2, threads=1, ahead=0) as reader:
+        found = pieces(reader)
+    assert b"".join(found[key] for key in sorted(found)) == data
+
+
+def test_reads_ahead_only_until_the_first_piece_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100 * 4096))
+    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=2, ahead=10 * 4096) as reader:
+        for _ in range(500):
+            if reader.stats.bytes == 12 * 4096:
+                break
+            threading.Event().wait(0.01)
+        threading.Event().wait(0.05)
+        assert reader.stats.bytes == 12 * 4096  # the ring and what is ahead, then nobody reads on
+        numbers = []
+        while (piece := reader.take(10)) is not None:
+            numbers.append(piece.buffer.number)
+            reader.give_back(piece)
+        assert len(numbers) == 100 and set(numbers) == set(range(12))
+        assert sum(number >= 2 for number in numbers) == 10  # those beyond the ring were used once
+
+
+def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(100 * 4096))
+    turns, real = threading.Semaphore(1), os.preadv
+
+    def in_turn(fd: int, buffers: Any, offset: int) -> int:
+        turns.acquire(timeout=10)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", in_turn)
+    monkeypatch.setattr(reading, "AT_ONCE", 1)
+    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=1, ahead=50 * 4096) as reader:
+        first = reader.take(10)
+        turns.release(100)
+        threading.Event().wait(0.1)
+        assert first is not None and reader.stats.bytes <= 2 * 4096
+        reader.give_back(first)
+        assert len(pieces(reader)) == 99
+
+
+def test_a_disk_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(5000))
+    gate, real = threading.Event(), os.preadv
+
+    def stuck(fd: int, buffers: Any, offset: int) -> int:
+        gate.wait(10)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", stuck)
+    with Reader.start([tmp_path / "file"], **SMALL) as reader:
+        with pytest.raises(ModelFileError, match="nothing came from the disk"):
+            reader.take(0.05)
+        reader.close(0.05)  # does not wait for the disk either
+        gate.set()
+
+
+def test_any_error_of_a_thread_comes_to_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(5000))
+    for raised, seen in ((OSError(5, "Input/output error"), ModelFileError), (RuntimeError("a bug"), RuntimeError)):
+
+        def fail(*_: Any, raised: Exception = raised) -> int:
+            raise raised
+
+        monkeypatch.setattr(os, "preadv", fail)
+        with Reader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(seen, match=r"error|bug"):
+            reader.take(5)
+
+
+def test_no_memory_for_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(5000))
+
+    def refuse(*_: Any) -> reading.Buffer:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(reading, "Buffer", refuse)
+    with Reader.start([tmp_path / "file"], **SMALL) as reader, pytest.raises(EmberlineError, match="no memory"):
+        reader.take(5)
+
+
+def test_a_refused_model_closes_the_reader(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write(tmp_path))
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    with pytest.raises(ModelFileError, match="no use"):
+        placed.finish(IGNORABLE)
+
+
+def test_starts_without_torch(tmp_path: Path) -> None:
+    directory = tiny.write(tmp_path, shards=2)
+    code = f"""
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = None
+from pathlib import Path
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.reader import Reader, files_of
+import emberline.engine.memory
+with Reader.start(files_of(Checkpoint.open(Path({str(directory)!r})))) as reader:
+    while (piece := reader.take(10)) is not None:
+        reader.give_back(piece)
+    print(reader.stats.bytes)
+"""
+    source = str(Path(reading.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
+def test_sleep_and_wake() -> None:
+    base = torch.randn(1000)
+    head, rows, alone = base[:100], base.view(10, 100)[3:7], torch.randint(0, 100, (7, 5), dtype=torch.int32)
+    before = [t.clone() for t in (base, head, rows, alone)]
+    slept = sleep([head, rows, alone, torch.empty(0)])
+    assert slept.nbytes == base.nbytes + alone.nbytes  # shared memory once
+    assert base.untyped_storage().nbytes() == alone.untyped_storage().nbytes() == 0
+    slept.wake()
+    for now, then in zip((base, head, rows, alone), before, strict=True):
+        assert torch.equal(now, then)
+    rows.fill_(1.0)
+    assert (base[300:700] == 1).all()  # they still share it
+
+
+def test_a_wake_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(50) for _ in range(3)]
+    before = [t.clone() for t in tensors]
+    slept = sleep(tensors)
+    full = slept._slept[1].storage
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(full, name)
+
+        def resize_(self, size: int) -> None:
+            raise RuntimeError("out of memory")
+
+    object.__setattr__(slept._slept[1], "storage", Full())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        slept.wake()
+    object.__setattr__(slept._slept[1], "storage", full)
+    slept.wake()
+    assert all(torch.equal(now, then) for now, then in zip(tensors, before, strict=True))

@@ -1,0 +1,243 @@
+"""The Triton kernels without a GPU: what they compute, in Triton's interpreter, and that they compile for Hopper.
+
+The interpreter is chosen when a kernel is declared, so those tests run in a process of their own, started by one here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver, interpreter, jit  # noqa: E402
+from triton_cases import (  # noqa: E402
+    BF16,
+    F32,
+    FP8,
+    check_attention,
+    check_norm,
+    check_rope,
+    check_rows,
+    check_silu,
+)
+
+from emberline.kernels.triton import norm  # noqa: E402
+from emberline.kernels.triton.activation import silu_mul  # noqa: E402
+from emberline.kernels.triton.attention import make_tiles, paged_attention, tile_queries  # noqa: E402
+from emberline.kernels.triton.norm import rms_norm  # noqa: E402
+from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
+from emberline.kernels.triton.rows import gather_tokens, store_last  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+compiled = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+CPU = "cpu"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@compiled
+def test_all_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "interpreter and not all", __file__]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.fixture
+def rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts where the GPU rounds, multiplies bfloat16 as integers, and trips over numpy 2.4."""
+    types = {"fp32": F32, "bf16": BF16, "fp8e4nv": FP8}
+    bits = {"fp32": torch.int32, "bf16": torch.uint16, "fp8e4nv": torch.uint8}
+
+    def convert(data: Any, source: Any, target: Any, _: object) -> Any:
+        value = torch.from_numpy(np.array(data)).view(types[str(source)])
+        return value.to(types[str(target)]).view(bits[str(target)]).numpy()
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def wide_dot(self: Any, a: Any, b: Any, *more: Any) -> Any:
+        if a.dtype.scalar == triton.language.bfloat16:
+            a, b = (self.create_fp_to_fp(x, triton.language.float32, None) for x in (a, b))
+        return dot(self, a, b, *more)
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_more(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_more)
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("rows,columns", [(1, 64), (8, 100)])
+def test_norm_in_the_interpreter(
+    rounding: None, dtype: torch.dtype, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norm, "MOST_WARPS", 3)  # some take three rows, some two
+    check_norm(CPU, dtype, rows, columns)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("columns,group", [(2064, 16), (48, 16), (33, None)])
+def test_silu_in_the_interpreter(rounding: None, dtype: torch.dtype, columns: int, group: int | None) -> None:
+    check_silu(CPU, dtype, 3, columns, group)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype,cache,heads,rotary,normed",
+    [
+        (F32, F32, (4, 2, 8), 8, False),
+        (F32, BF16, (9, 3, 20), 12, True),
+        (BF16, BF16, (6, 1, 16), 16, True),
+        (BF16, FP8, (3, 3, 20), 20, False),
+        (F32, FP8, (2, 1, 10), 4, False),
+    ],
+)
+def test_rope_in_the_interpreter(
+    rounding: None,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    heads: tuple[int, int, int],
+    rotary: int,
+    normed: bool,
+) -> None:
+    check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
+
+
+RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype,cache,heads,window,block,block_m",
+    [
+        (F32, F32, (6, 2, 8), 0, 16, 16),
+        (F32, BF16, (3, 1, 20), 19, 32, 64),
+        (F32, FP8, (2, 1, 24), 0, 64, 2),
+        (BF16, BF16, (8, 1, 20), 0, 64, None),
+        (BF16, FP8, (4, 2, 16), 40, 16, 4),
+        (BF16, BF16, (2, 2, 16), 1, 16, 16),
+    ],
+)
+def test_attention_in_the_interpreter(
+    rounding: None,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    heads: tuple[int, int, int],
+    window: int,
+    block: int,
+    block_m: int | None,
+) -> None:
+    check_attention(CPU, dtype, cache, RAGGED, heads, window=window, block=block, block_m=block_m)
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 7, 130])
+def test_rows_in_the_interpreter(count: int) -> None:
+    check_rows(CPU, count)
+
+
+def test_tiles() -> None:
+    assert make_tiles(np.array([1, 0, 9, 4]), 4).tolist() == [[0, 0], [2, 0], [2, 4], [2, 8], [3, 0]]
+    assert make_tiles(np.array([], dtype=np.int32), 4).shape == (0, 2)
+    assert [tile_queries(most, 4) for most in (1, 4, 5, 20, 1000)] == [4, 4, 8, 32, 32]
+    assert tile_queries(1, 128) == 1
+
+
+class Hopper:
+    """In the driver's place, where there is none."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Launches compile, as for the real device, and do no more: these are the kernels."""
+    made: list[Any] = []
+
+    def launcher(self: Any, grid: object) -> Any:
+        return lambda *a, **options: made.append(self.run(*a, grid=grid, warmup=True, **options))
+
+    monkeypatch.setattr(jit.JITFunction, "__getitem__", launcher)
+    monkeypatch.setattr(driver, "_active", Hopper())
+    yield made
+    for kernel in made:
+        assert kernel.asm["ptx"].count("griddepcontrol.wait") == 1
+        assert kernel.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
+
+
+@compiled
+def test_small_kernels_compile(built: list[SimpleNamespace]) -> None:
+    for dtype, rows in ((BF16, 1), (F32, 2)):  # a one becomes a constant of the kernel
+        x = torch.zeros(rows, 4096, dtype=dtype)
+        rms_norm(x, torch.zeros(4096), 1e-5, pdl=True)
+        silu_mul(x, x[:, :2048].clone(), 16, pdl=True)
+    ids = torch.zeros(1, dtype=torch.int64)
+    gather_tokens(ids, ids, ids, ids, pdl=True)
+    store_last(ids, ids, ids, pdl=True)
+    assert len(built) == 6
+    for kernel in (built[0], built[1]):  # sixteen bytes at a time
+        assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+
+
+@compiled
+@pytest.mark.parametrize("dtype,cache,normed", [(BF16, BF16, True), (BF16, FP8, False), (F32, F32, False)])
+def test_rope_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype, normed: bool) -> None:
+    qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
+    positions, slots, norm = torch.zeros(2).int(), torch.zeros(2).long(), torch.zeros(128) if normed else None
+    table = torch.zeros(9, 128)
+    rope_and_cache(qkv, positions, table, blocks, blocks.clone(), slots, 32, 8, 128, q_norm=norm, k_norm=norm, pdl=True)
+    assert "st.global.v4" in built[0].asm["ptx"] or cache == FP8
+
+
+@compiled
+@pytest.mark.parametrize(
+    "dtype,cache,most,product",
+    [(BF16, BF16, 1, "mma.sync"), (BF16, BF16, 99, "wgmma"), (BF16, FP8, 1, "mma.sync"), (F32, F32, 4, "fma.rn.f32")],
+)
+def test_attention_compiles(built: list[Any], dtype: torch.dtype, cache: torch.dtype, most: int, product: str) -> None:
+    qkv, blocks = torch.zeros(2, 6144, dtype=dtype), torch.zeros(2, 8, 64, 128).to(cache)
+    integers, tiles = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    block_m = tile_queries(most, 4)
+    paged_attention(
+        qkv,
+        blocks,
+        blocks.clone(),
+        integers[None],
+        integers,
+        integers,
+        tiles,
+        0.1,
+        32,
+        8,
+        128,
+        block_m=block_m,
+        pdl=True,
+    )
+    assert product in built[0].asm["ptx"]

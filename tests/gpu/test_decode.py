@@ -1,0 +1,241 @@
+"""Decode attention against exact sums, and against itself: cut or whole, alone or in a batch, launched or replayed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels import worklist
+from emberline.kernels.cuda.decode import LayerCache, Scratch, Work, decode_attention
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
+SMS = 132
+MANY = 4096  # multiprocessors for which every tile becomes an item
+RAGGED = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 640, 641, 1000, 1024, 2048, 2999, 3000]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of some lengths with their cache, blocks in any order, and a hole after the heads of each block."""
+
+    lengths: list[int]
+    qkv: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: Tensor
+    context: Tensor
+    q_heads: int
+
+    @staticmethod
+    def random(
+        lengths: list[int], q_heads: int, kv_heads: int, head_dim: int, *, dtype: torch.dtype = BF16, block: int = 64
+    ) -> Case:
+        counts = [-(-length // block) for length in lengths]
+        order = torch.randperm(sum(counts)).add(1).int().split(counts)
+        tables = torch.zeros(len(lengths), max(counts) + 3, dtype=torch.int32)
+        for row, blocks in zip(tables, order, strict=True):
+            row[: len(blocks)] = blocks
+        shape = (sum(counts) + 1, kv_heads + 1, block, head_dim)
+        keys, values = (torch.randn(shape, device="cuda").to(dtype)[:, :kv_heads] for _ in range(2))
+        qkv = 2 * torch.randn(len(lengths), (q_heads + 2 * kv_heads) * head_dim, device="cuda")
+        context = torch.tensor(lengths, dtype=torch.int32, device="cuda") - 1
+        return Case(lengths, qkv.to(BF16), keys, values, tables.cuda(), context, q_heads)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.q_heads, self.keys.shape[1], self.keys.shape[3]
+
+    @property
+    def scale(self) -> float:
+        return float(self.heads[2] ** -0.5)
+
+    def seen(self, cache: Tensor, row: int, window: int) -> Tensor:
+        """[kv_heads, keys, head_dim] that a row attends to."""
+        length, (_, kv_heads, head_dim) = self.lengths[row], self.heads
+        blocks = self.tables[row, : -(-length // cache.shape[2])].long()
+        held = torch.stack([cache[b].to(BF16) for b in blocks.tolist()])
+        first = max(0, length - window) if window else 0
+        return held.transpose(0, 1).reshape(kv_heads, -1, head_dim)[:, first:length]
+
+    def reference(self, window: int = 0) -> tuple[Tensor, Tensor]:
+        """Exact, and as torch has it in bf16."""
+        q_heads, kv_heads, head_dim = self.heads
+        exact, theirs = [], []
+        for row in range(len(self.lengths)):
+            q = self.qkv[row, : q_heads * head_dim].view(1, q_heads, 1, head_dim)
+            k, v = (self.seen(cache, row, window)[None] for cache in (self.keys, self.values))
+            theirs.append(F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=True).flatten())
+            wide = [t.double().repeat_interleave(q_heads // kv_heads, 1) for t in (k, v)]
+            weights = (q.double() @ wide[0].transpose(2, 3) * self.scale).softmax(-1)
+            exact.append((weights @ wide[1]).flatten())
+        return torch.stack(exact), torch.stack(theirs)
+
+
+def listed(case: Case, *, sms: int = SMS, window: int = 0, lengths: list[int] | None = None) -> Work:
+    rows, kv_heads = len(case.lengths), case.heads[1]
+    room = worklist.capacity(rows, kv_heads, sms)
+    made = worklist.plan(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room, window=window)
+    return Work(torch.from_numpy(made.data).cuda(), rows, room)
+
+
+def scratch_of(case: Case, work: Work) -> Scratch:
+    made = Scratch(work.rows, work.capacity, *case.heads, torch.device("cuda"))
+    made.partials.fill_(torch.nan)
+    made.tops.fill_(torch.nan)
+    return made
+
+
+def run(case: Case, work: Work | None = None, *, window: int = 0, scratch: Scratch | None = None) -> Tensor:
+    work = work or listed(case, window=window)
+    scratch = scratch or scratch_of(case, work)
+    out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
+    cached = LayerCache(case.keys, case.values)
+    decode_attention(
+        case.qkv, cached, case.tables, case.context, work, case.scale, *case.heads, window=window, out=out,
+        scratch=scratch, pdl=False,
+    )  # fmt: skip
+    assert not scratch.counters.any()
+    return out
+
+
+def assert_close(ours: Tensor, case: Case, *, window: int = 0) -> None:
+    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    exact, theirs = case.reference(window)
+    floor = 1e-6 * exact.abs().max().item()
+    for norm in (torch.max, torch.mean):
+        mine, other = (norm((y.double() - exact).abs()).item() for y in (ours, theirs))
+        assert mine <= 2 * other + floor, f"{norm.__name__}: ours {mine:.3e}, torch {other:.3e}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("q_heads,kv_heads", [(8, 8), (4, 2), (32, 8), (8, 1), (16, 1), (24, 2), (9, 3), (11, 1)])
+def test_ragged(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    case = Case.random(RAGGED, q_heads, kv_heads, head_dim, dtype=dtype)
+    for sms in (1, SMS, MANY):  # hardly cut, as it comes, every tile an item
+        assert_close(run(case, listed(case, sms=sms)), case)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_block_sizes(head_dim: int, dtype: torch.dtype, block: int) -> None:
+    case = Case.random(RAGGED, 8, 2, head_dim, dtype=dtype, block=block)
+    assert_close(run(case), case)
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 500, 4096])
+@pytest.mark.parametrize("block", [16, 64])
+def test_windows(block: int, window: int) -> None:
+    case = Case.random(RAGGED, 8, 2, 128, block=block)
+    for sms in (1, MANY):
+        assert_close(run(case, listed(case, sms=sms, window=window), window=window), case, window=window)
+    assert_close(run(case, listed(case), window=window), case, window=window)  # a list that knows no window
+
+
+def test_one_long_row_among_short_ones() -> None:
+    case = Case.random([100] * 31 + [30_000] + [1] * 32, 32, 8, 128)
+    assert_close(run(case), case)
+
+
+def test_more_units_than_the_grid() -> None:
+    """The queue hands them out, and is left as it was found."""
+    case = Case.random([int(n) for n in torch.randint(1, 400, (300,))], 8, 8, 64)
+    work = listed(case)
+    scratch = scratch_of(case, work)
+    ours = run(case, work, scratch=scratch)
+    assert_close(ours, case)
+    assert torch.equal(run(case, work, scratch=scratch), ours)
+
+
+def test_a_list_for_longer_rows() -> None:
+    """Keys that are not there yet count for nothing, even in items that have none."""
+    case = Case.random(RAGGED, 32, 8, 128)
+    work = listed(case, sms=MANY, lengths=[n + 200 for n in RAGGED])
+    assert_close(run(case, work), case)
+
+
+def test_rows_do_not_depend_on_each_other() -> None:
+    case = Case.random(RAGGED, 32, 8, 128)
+    ours, work = run(case), listed(case)
+    assert (work.row_parts[1:] > 0).any()
+    order = torch.randperm(len(RAGGED))
+    moved = Case(
+        [RAGGED[i] for i in order.tolist()], case.qkv[order], case.keys, case.values, case.tables[order],
+        case.context[order], case.q_heads,
+    )  # fmt: skip
+    assert torch.equal(run(moved), ours[order])
+
+
+def test_padding_rows_are_harmless() -> None:
+    case = Case.random([700, 64, 1, 1, 1, 1], 32, 8, 128)
+    case.tables[3:] = 0
+    ours = run(case)
+    assert_close(ours, case)
+    fewer = Case([700, 64, 1], case.qkv[:3], case.keys, case.values, case.tables[:3], case.context[:3], case.q_heads)
+    assert torch.equal(run(fewer), ours[:3])
+
+
+def test_queries_in_wider_rows() -> None:
+    case = Case.random([700, 64, 129], 8, 2, 128)
+    wide = torch.full((3, case.qkv.shape[1] + 64), torch.nan, device="cuda", dtype=BF16)
+    wide[:, : case.qkv.shape[1]] = case.qkv
+    ours = run(case)
+    assert torch.equal(run(Case(case.lengths, wide[:, :-64], *_rest(case))), ours)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F8], ids=["bf16", "fp8"])
+def test_graph_replays(dtype: torch.dtype) -> None:
+    """One graph, chained launches in one scratch; lengths, tables and lists change between its replays."""
+    rows = 24
+    longest = Case.random([3000] * rows, 32, 8, 128, dtype=dtype)
+    work = listed(longest)
+    scratch = scratch_of(longest, work)
+    cached = LayerCache(longest.keys, longest.values)
+    swapped = LayerCache(longest.values, longest.keys)
+    qkv, context = torch.zeros_like(longest.qkv), longest.context.clone()
+    outs = [torch.empty(rows, 32 * 128, device="cuda", dtype=BF16) for _ in range(4)]
+
+    def chain() -> None:
+        torch.mul(longest.qkv, 1, out=qkv)  # a kernel to be chained to
+        for i, out in enumerate(outs):
+            decode_attention(
+                qkv, (cached, swapped)[i % 2], longest.tables, context, work, longest.scale, *longest.heads,
+                out=out, scratch=scratch,
+            )  # fmt: skip
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for most in (3000, 5, 700, 64, 1500):
+        lengths = [int(n) for n in torch.randint(1, most + 1, (rows,))]
+        context.copy_(torch.tensor(lengths) - 1)
+        work.load(worklist.plan(np.array(lengths, np.int32), 8, SMS, work.capacity))
+        longest.qkv.normal_()
+        for out in outs:
+            out.fill_(torch.nan)
+        scratch.partials.fill_(torch.nan)
+        graph.replay()
+        now = Case(lengths, longest.qkv, longest.keys, longest.values, longest.tables, context, 32)
+        other = Case(lengths, longest.qkv, longest.values, longest.keys, longest.tables, context, 32)
+        assert_close(outs[0], now)
+        for i, out in enumerate(outs):
+            assert torch.equal(out, run((now, other)[i % 2], work)), (most, i)
+        assert not scratch.counters.any()
+
+
+def _rest(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    return case.keys, case.values, case.tables, case.context, case.q_heads

@@ -1,0 +1,92 @@
+"""The Triton kernels on a GPU, in the shapes models have and in awkward ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton_cases import (
+    BF16,
+    F32,
+    FP8,
+    check_attention,
+    check_norm,
+    check_rope,
+    check_rows,
+    check_silu,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("rows", [1, 64, 527, 3001])
+@pytest.mark.parametrize("columns", [4096, 576, 100])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_norm(dtype: torch.dtype, rows: int, columns: int, pdl: bool) -> None:
+    check_norm(GPU, dtype, rows, columns, pdl=pdl)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("rows", [1, 67, 500])
+@pytest.mark.parametrize("columns,group", [(14336, 16), (14336, None), (1536, 16), (100, None)])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_silu(dtype: torch.dtype, rows: int, columns: int, group: int | None, pdl: bool) -> None:
+    check_silu(GPU, dtype, rows, columns, group, pdl=pdl)
+
+
+@pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (BF16, FP8), (F32, F32), (F32, BF16), (F32, FP8)])
+@pytest.mark.parametrize("tokens", [1, 64, 777])
+@pytest.mark.parametrize(
+    "heads,rotary", [((32, 8, 128), 128), ((9, 3, 64), 64), ((32, 8, 96), 72), ((4, 2, 20), 20), ((5, 1, 8), 8)]
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope(
+    dtype: torch.dtype, cache: torch.dtype, tokens: int, heads: tuple[int, int, int], rotary: int, normed: bool
+) -> None:
+    check_rope(GPU, dtype, cache, tokens, heads, rotary, normed=normed, block=64, pdl=normed)
+
+
+RAGGED = [(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3), (1000, 1), (511, 257)]
+DECODE = [(0, 1), (1, 1), (15, 1), (63, 1), (64, 1), (2000, 1), (777, 1)]
+TYPES = [(BF16, BF16), (BF16, FP8), (F32, F32), (F32, BF16), (F32, FP8)]
+
+
+@pytest.mark.parametrize("dtype,cache", TYPES)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (4, 4, 96), (7, 1, 20), (6, 2, 8)])
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("lengths", [RAGGED, DECODE], ids=["ragged", "decode"])
+def test_attention(
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    heads: tuple[int, int, int],
+    window: int,
+    lengths: list[tuple[int, int]],
+) -> None:
+    check_attention(GPU, dtype, cache, lengths, heads, window=window)
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8])
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("block_m", [1, 2, 16, 32])
+def test_attention_of_any_block_and_tile(cache: torch.dtype, block: int, block_m: int) -> None:
+    check_attention(GPU, BF16, cache, RAGGED, (32, 8, 128), block=block, block_m=block_m, pdl=True)
+
+
+@pytest.mark.parametrize("window", [0, 1, 64, 1500])
+def test_attention_over_a_long_context(window: int) -> None:
+    check_attention(GPU, BF16, BF16, [(9000, 1), (8191, 65), (4000, 1)], (8, 2, 128), window=window)
+
+
+@pytest.mark.parametrize("count", [1, 256, 1000])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_rows(count: int, pdl: bool) -> None:
+    check_rows(GPU, count, pdl=pdl)

@@ -1,0 +1,200 @@
+"""What the Triton kernels must do, on any device: random inputs, poisoned outputs, float64 beside them.
+
+A kernel may be off by twice what torch is off in the same types, and a few roundings of float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.kernels.triton.activation import silu_mul
+from emberline.kernels.triton.attention import make_tiles, paged_attention, tile_queries
+from emberline.kernels.triton.norm import rms_norm
+from emberline.kernels.triton.rope import rope_and_cache
+from emberline.kernels.triton.rows import gather_tokens, store_last
+
+BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+def assert_close(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    """Each element, and all of them together."""
+    assert ours.shape == exact.shape
+    mine, theirs = ours.double() - exact, torchs.double() - exact
+    few = 32 * torch.finfo(F32).eps * exact.abs().max()
+    assert mine.isfinite().all()
+    assert mine.abs().max() <= 2 * theirs.abs().max() + few
+    assert mine.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + few / 4
+
+
+def assert_rounded_alike(ours: Tensor, torchs: Tensor) -> None:
+    """In bfloat16 a rounding more or less would change a third of the elements; the last bit of an exp changes few."""
+    assert (ours == torchs).float().mean() > 0.98
+
+
+def random(*shape: int, device: str, dtype: torch.dtype = F32) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def poisoned(*shape: int, device: str, dtype: torch.dtype = F32) -> Tensor:
+    return torch.full(shape, torch.nan, device=device).to(dtype)
+
+
+def check_norm(device: str, dtype: torch.dtype, rows: int, columns: int, *, pdl: bool = False) -> None:
+    wide = random(rows, columns + 8, device=device, dtype=dtype) * 3
+    x, eps = wide[:, :columns], 1e-5
+    weight = random(columns, device=device, dtype=dtype).float()
+    out = poisoned(rows, columns, device=device, dtype=dtype)
+    assert rms_norm(x, weight, eps, out, pdl=pdl) is out
+    normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(dtype)
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + eps) * weight.double()
+    assert_close(out, weight.to(dtype) * normed, exact)
+    if dtype is BF16:
+        assert_rounded_alike(out, weight.to(dtype) * normed)
+    assert torch.equal(rms_norm(x, weight, eps), out)
+    in_place = rms_norm(wide[:, :columns], weight, eps, wide[:, :columns])
+    assert (in_place == out).float().mean() > 0.999  # rows that lie otherwise are summed in another order
+
+
+def check_silu(
+    device: str, dtype: torch.dtype, rows: int, columns: int, group: int | None = None, *, pdl: bool = False
+) -> None:
+    group = group or columns
+    gate_up = random(rows, 2 * columns, device=device, dtype=dtype) * 4
+    out = poisoned(rows, columns, device=device, dtype=dtype)
+    assert silu_mul(gate_up, out, group, pdl=pdl) is out
+    gate, up = gate_up.view(rows, -1, 2, group).unbind(2)
+    gate, up = gate.reshape(rows, columns), up.reshape(rows, columns)
+    assert_close(out, F.silu(gate) * up, F.silu(gate.double()) * up.double())
+    if dtype is BF16:
+        assert_rounded_alike(out, F.silu(gate) * up)
+
+
+def turned(x: Tensor, positions: Tensor, cos_sin: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """x [T, heads, dim] in its own type: the norm, then the rotation."""
+    if norm is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm.to(x.dtype)
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.to(x.dtype)[positions.long(), None].chunk(2, dim=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+
+def check_rope(
+    device: str,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    tokens: int,
+    heads: tuple[int, int, int],
+    rotary: int,
+    *,
+    normed: bool = False,
+    block: int = 16,
+    pdl: bool = False,
+) -> None:
+    q_heads, kv_heads, dim = heads
+    count, eps = q_heads + 2 * kv_heads, 1e-6
+    qkv = random(tokens, count * dim, device=device, dtype=dtype)
+    qkv[:, ::7] *= 200  # beyond float8 in part
+    table, positions = random(97, rotary, device=device), torch.randint(97, (tokens,), device=device).int()
+    blocks = -(-tokens // block) + 2
+    slots = torch.randperm(blocks * block, device=device)[:tokens]
+    slots[1 :: max(5, tokens // 3)] = -1
+    q_norm, k_norm = (random(dim, device=device) for _ in range(2)) if normed else (None, None)
+    both = poisoned(blocks, 2, kv_heads, block, dim, device=device, dtype=cache)  # strided, as one layer of many may be
+    keys, values = both[:, 0], both[:, 1]
+    before = qkv.clone()
+    rope_and_cache(qkv, positions, table, keys, values, slots, *heads, q_norm=q_norm, k_norm=k_norm, eps=eps, pdl=pdl)
+    q, k, v = before.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
+    got_q, got_k, got_v = qkv.view(tokens, count, dim).split([q_heads, kv_heads, kv_heads], dim=1)
+    assert torch.equal(got_k, k) and torch.equal(got_v, v)
+    exact_q = turned(q.double(), positions, table, q_norm, eps)
+    assert_close(got_q, turned(q.float(), positions, table, q_norm, eps).to(dtype), exact_q)
+    kept = slots >= 0
+    at = slots[kept] // block, slots[kept] % block
+    exact_k, near_k = (turned(k.to(t), positions, table, k_norm, eps)[kept] for t in (torch.float64, F32))
+    for got, near, exact in (
+        (keys.float()[at[0], :, at[1]], near_k, exact_k),
+        (values.float()[at[0], :, at[1]], v[kept].float(), v[kept].double()),
+    ):
+        most = 448.0 if cache == FP8 else torch.inf
+        assert_close(got, near.clamp(-most, most).to(cache).float(), exact.clamp(-most, most))
+    for whole in (keys.float(), values.float()):
+        whole[at[0], :, at[1]] = torch.nan
+        assert whole.isnan().all()  # nothing else was written
+
+
+def check_attention(
+    device: str,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    *,
+    window: int = 0,
+    block: int = 64,
+    block_m: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """`lengths`: tokens before, and new ones, of each request."""
+    q_heads, kv_heads, dim = heads
+    counts = np.array([new for _, new in lengths])
+    needed = [-(-(before + new) // block) for before, new in lengths]
+    free = torch.randperm(sum(needed) + 3).int().split([*needed, 3])
+    tables = torch.full((len(lengths), max(needed) + 2), 1 << 30, dtype=torch.int32)
+    both = poisoned(sum(needed) + 3, 2, kv_heads, block, dim, device=device, dtype=cache)
+    dense = []
+    for row, blocks, (before, new) in zip(tables, free, lengths, strict=False):
+        row[: len(blocks)] = blocks
+        kv = random(2, kv_heads, before + new, dim, device=device).to(cache)
+        dense.append(kv)
+        at = torch.arange(before + new)
+        both.view(torch.uint8 if cache == FP8 else cache)[blocks.long()[at // block], :, :, at % block] = kv.view(
+            torch.uint8 if cache == FP8 else cache
+        ).permute(2, 0, 1, 3)
+    total = int(counts.sum())
+    qkv = random(total, (q_heads + 2 * kv_heads) * dim, device=device, dtype=dtype) * 2
+    out = poisoned(total, q_heads * dim, device=device, dtype=dtype)
+    if block_m is None:
+        block_m = tile_queries(int(counts.max()), q_heads // kv_heads)
+    tiles = np.concatenate([make_tiles(counts, block_m), [[-1, 0]]]).astype(np.int32)
+    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    context = torch.tensor([before for before, _ in lengths], dtype=torch.int32)
+    scale = dim**-0.5
+    paged_attention(
+        qkv, both[:, 0], both[:, 1], tables.to(device), starts.to(device), context.to(device),
+        torch.from_numpy(tiles).to(device), scale, *heads, window=window, out=out, block_m=block_m, pdl=pdl,
+    )  # fmt: skip
+    q = qkv.view(total, -1, dim)[:, :q_heads]
+    for b, ((before, new), kv) in enumerate(zip(lengths, dense, strict=True)):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        one = q[rows].transpose(0, 1)
+        theirs, exact = (dense_attention(one, kv, before, scale, window, t) for t in (dtype, torch.float64))
+        assert_close(out[rows].view(new, q_heads, dim), theirs, exact)
+
+
+def dense_attention(q: Tensor, kv: Tensor, before: int, scale: float, window: int, dtype: torch.dtype) -> Tensor:
+    heads, new, _ = q.shape
+    k, v = kv.to(F32).to(dtype).repeat_interleave(heads // kv.shape[1], dim=1)
+    key = torch.arange(before + new, device=q.device)
+    position = key[before:, None]
+    seen = (key <= position) & (key > position - (window or before + new))
+    return F.scaled_dot_product_attention(q.to(dtype)[None], k[None], v[None], seen, scale=scale)[0].transpose(0, 1)
+
+
+def check_rows(device: str, count: int, *, pdl: bool = False) -> None:
+    whole = torch.randint(1 << 40, (count + 6,), device=device)
+    last = whole[1:]  # where row -1 would be, is seen
+    rows = torch.randperm(count + 5, device=device)[:count]
+    tokens = torch.randint(1 << 40, (count,), device=device)
+    tokens[::2] = -1
+    out = torch.full((count,), -7, device=device)
+    gather_tokens(tokens, rows, last, out, pdl=pdl)
+    assert torch.equal(out, torch.where(tokens < 0, last[rows], tokens))
+    wanted = whole.clone()
+    rows[::3] = -1
+    wanted[1 + rows[rows >= 0]] = out[rows >= 0]
+    store_last(out, rows, last, pdl=pdl)
+    assert torch.equal(whole, wanted)

@@ -1,0 +1,357 @@
+"""thinking.budget_tokens: reasoning that goes on is closed, and the client sees one reply. With the real engine loop,
+and a model that thinks until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from bytelevel import EOS, VOCAB_SIZE, build, byte_level, tokenizer_file
+from tokenizers import AddedToken
+
+from emberline.api.anthropic import request as anthropic
+from emberline.api.anthropic import stream as anthropic_stream
+from emberline.api.deltas import Delta, Finish, ReasoningDelta, Started, TextDelta, Usage
+from emberline.api.reasoning import THINK, answered, reasoned
+from emberline.api.toolstyle import HERMES
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.errors import DeadlineExceeded, Overloaded
+from emberline.core.events import Output, Stats
+from emberline.core.params import Grammar
+from emberline.core.plan import Work
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeRunner
+from emberline.engine.grammar import GrammarCompiler
+from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.stream import AsyncEngine
+from emberline.server.generator import Generator
+from emberline.server.metrics import Metrics
+from emberline.server.prompts import Prompts
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+QUESTION = "What is the capital of France, and why?"
+OPENED = "{{ messages[0].content }}|{% if enable_thinking %}<think>{% endif %}{{ '</think>' if false }}"
+FREE = "{{ messages[0].content }}|{{ '</think>' if enable_thinking is none }}"
+ANSWER = "\n\nParis, as ever."
+
+
+class Thinker(FakeRunner):
+    """Writes `lead`, then thinks, for ever or for `patience` characters; then answers."""
+
+    def __init__(self, tokenizer: Tokenizer, lead: str = "", patience: int | None = None) -> None:
+        super().__init__(vocab_size=tokenizer.vocab_size, eos=frozenset({EOS}))
+        self._tokenizer, self._lead, self._patience = tokenizer, lead, patience
+
+    def _next(self, work: Work) -> int:
+        length = work.start + len(work.tokens)
+        flat = [t for block in work.blocks for t in self._memory[block]][:length]
+        reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
+        thought, closed, answer = reply.partition("</think>")
+        thought = thought.removeprefix("<think>") if reply.startswith("<think>") else thought
+        if not closed and len(reply) < len(self._lead):
+            return self._tokenizer.encode(self._lead[len(reply) :], add_special=False)[0]
+        if not closed and self._patience is not None and len(thought) >= self._patience:
+            return self._tokenizer.encode("</think>"[thought.count("<") and len(thought) - self._patience :], False)[0]
+        if not closed:
+            return self._tokenizer.encode("abcdefghij"[len(thought) % 10], add_special=False)[0]
+        return self._tokenizer.encode(ANSWER[len(answer)], add_special=False)[0] if len(answer) < len(ANSWER) else EOS
+
+
+class Local:
+    """An AsyncEngine without the process: whoever waits for an output makes the steps."""
+
+    def __init__(self, engine: Engine, clock: ManualClock) -> None:
+        self.engine, self.clock = engine, clock
+        self.submissions: list[Submission] = []
+        self.before_step: Callable[[], None] = lambda: None
+        self._open: dict[str, deque[Output]] = {}
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
+        self.engine.add(submission)
+        self.submissions.append(submission)
+        inbox = self._open[submission.id] = deque()
+        ended = False
+        try:
+            while not ended:
+                while not inbox:
+                    await asyncio.sleep(0)
+                    self.before_step()
+                    for output in self.engine.step():
+                        if output.id in self._open:
+                            self._open[output.id].append(output)
+                output = inbox.popleft()
+                ended = output.finish is not None
+                yield output
+        finally:
+            del self._open[submission.id]
+            if not ended:
+                self.engine.abort(submission.id)
+
+    def abort_one(self, submission_id: str, index: int) -> None:
+        self.engine.abort_one(submission_id, index)
+
+
+class House:
+    def __init__(self, *, template: str = OPENED, marked: bool = True, context: int = 500, **thinker: Any) -> None:
+        inner = byte_level()
+        inner.add_special_tokens([AddedToken("<|end|>", special=True)])
+        if marked:
+            inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
+        self.tokenizer = Tokenizer(inner, {}, [EOS], None)
+        self.clock, self.metrics = ManualClock(100.0), Metrics("m")
+        self.checked: list[Grammar] = []
+        config = SchedulerConfig(max_context=context, max_running=1, max_waiting=1)
+        self.engine = Local(Engine(config, Thinker(self.tokenizer, **thinker), self.clock), self.clock)
+        self.prompts = Prompts(self.tokenizer, ChatTemplate({"default": template}, {}), HERMES, context)
+        self.generator = Generator(
+            cast("AsyncEngine", self.engine),
+            self.prompts,
+            cast("GrammarGuard", self),
+            self.metrics,
+            served_name="m",
+            tool_style=HERMES,
+            reasoning=THINK,
+            timeout=60.0,
+        )
+
+    def check(self, grammar: Grammar, param: str) -> None:
+        """The guard's."""
+        self.checked.append(grammar)
+
+    def ask(self, budget: int, **fields: Any) -> anthropic.Call:
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        messages = [{"role": "user", "content": QUESTION}]
+        body = {"model": "m", "max_tokens": 300, "thinking": thinking, "messages": messages, **fields}
+        return anthropic.parse(json.dumps(body).encode())
+
+    def reply(self, budget: int, **fields: Any) -> list[Delta]:
+        async def collect() -> list[Delta]:
+            async with aclosing(self.generator.chat(self.ask(budget, **fields))) as deltas:
+                return [delta async for delta in deltas]
+
+        deltas = asyncio.run(collect())
+        assert isinstance(deltas[0], Started) and isinstance(deltas[-1], Usage) and isinstance(deltas[-2], Finish)
+        assert sum(isinstance(delta, Finish | Started | Usage) for delta in deltas) == 3
+        self.check_empty()
+        return deltas
+
+    def check_empty(self) -> None:
+        self.engine.engine.step()
+        assert self.engine.engine.idle
+        stats = self.engine.engine.stats()
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+    def finished(self) -> int:
+        text = self.metrics.render(Stats(), restarts=0, ready=True, block_size=16)
+        lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
+        return sum(int(line.rpartition(" ")[2]) for line in lines)
+
+
+def thought(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+
+
+def text(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, TextDelta))
+
+
+def ending(deltas: list[Delta]) -> tuple[str, str | None]:
+    finish = deltas[-2]
+    assert isinstance(finish, Finish)
+    return finish.reason, finish.stop_sequence
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("template", [OPENED, FREE])
+def test_reasoning_is_closed_and_the_reply_goes_on(marked: bool, template: str) -> None:
+    house = House(template=template, marked=marked, lead="" if template == OPENED else "<think>")
+    deltas = house.reply(23, temperature=0.5, top_k=7)
+    lead = 0 if template == OPENED else 1 if marked else len("<think>")
+    assert thought(deltas) == "abcdefghijabcdefghijabc" and text(deltas) == ANSWER.strip()
+    assert ending(deltas) == ("stop", None)
+    first, second = house.engine.submissions
+    closing = 1 if marked else len("</think>")
+    tail = house.tokenizer.decode(second.prompt[len(first.prompt) :], skip_special=False)
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    assert tail == ("<think>" if lead else "") + "abcdefghijabcdefghijabc</think>"
+    assert second.params.max_tokens == 300 - lead - 23 - closing
+    assert (second.params.temperature, second.params.top_k, second.params.n) == (0.5, 7, 1)
+    assert deltas[0] == Started(len(first.prompt))
+    written = lead + 23 + closing + len(ANSWER) + 1
+    assert deltas[-1] == Usage(len(first.prompt), written, 0, 23)
+    assert house.engine.engine.stats().prefix_hits > 0  # the second did not compute the prompt again
+    assert house.finished() == 1
+
+
+def test_the_message_has_one_thinking_block_and_one_text_block() -> None:
+    house = House()
+    for stream in (False, True):
+        call = house.ask(12, stream=stream)
+        renderer = anthropic_stream.Renderer(call, "id", 1, "fp")
+        events = b"".join(event for delta in house.reply(12) for event in renderer.push(delta))
+        body = renderer.body()
+        assert [block["type"] for block in body["content"]] == ["thinking", "text"]
+        assert body["content"][0]["thinking"] == "abcdefghijab" and body["content"][1]["text"] == ANSWER.strip()
+        assert body["stop_reason"] == "end_turn"
+        assert body["usage"]["output_tokens_details"] == {"thinking_tokens": 12}
+        assert events.count(b"event: content_block_start") == (2 if stream else 0)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_model_that_closes_in_time_is_left_alone(marked: bool) -> None:
+    house = House(marked=marked, patience=9)
+    deltas = house.reply(30)
+    assert thought(deltas) == "abcdefghi" and text(deltas) == ANSWER.strip() and len(house.engine.submissions) == 1
+
+
+def test_a_model_that_does_not_reason_is_left_alone() -> None:
+    house = House(template=FREE, lead="Plain words, and then more and more of them: ")
+    deltas = house.reply(1, max_tokens=60)
+    assert thought(deltas) == "" and ending(deltas) == ("length", None) and len(house.engine.submissions) == 1
+
+
+def test_a_marker_held_back_as_a_stop_string_is_not_written_twice() -> None:
+    house = House(patience=9)
+    deltas = house.reply(9, stop_sequences=["</think>!"])
+    assert len(house.engine.submissions) == 2  # the budget is spent before the model could close
+    assert text(deltas) == ANSWER.strip()
+    house = House(patience=9)
+    deltas = house.reply(10, stop_sequences=["</think>!"])
+    assert len(house.engine.submissions) == 1 and text(deltas) == ANSWER.strip()
+
+
+@pytest.mark.parametrize(("most", "context"), [(21, 500), (300, len(QUESTION) + 2 + 21)])
+def test_without_room_for_an_answer_it_ends_at_the_budget(most: int, context: int) -> None:
+    house = House(context=context)
+    deltas = house.reply(20, max_tokens=most)
+    assert thought(deltas) == "abcdefghij" * 2 and text(deltas) == "" and ending(deltas) == ("length", None)
+    assert len(house.engine.submissions) == 1 and house.finished() == 1
+
+
+def test_what_is_left_of_max_tokens_ends_the_answer() -> None:
+    house = House()
+    deltas = house.reply(20, max_tokens=20 + 1 + 7)
+    assert text(deltas) == "Paris" and ending(deltas) == ("length", None)
+    assert isinstance(deltas[-1], Usage) and deltas[-1].completion_tokens == 28
+
+
+@pytest.mark.parametrize(
+    ("stop", "parts", "thinks", "says"),
+    [
+        ("ever", 2, "abcdefghijab", "Paris, as "),
+        ("</think>", 1, "abcdefghijab", ""),
+        ("b</th", 1, "abcdefghija", ""),
+        ("ghi", 1, "abcdef", ""),
+    ],
+)
+def test_stop_strings_are_found_before_at_and_after_the_marker(stop: str, parts: int, thinks: str, says: str) -> None:
+    house = House()
+    deltas = house.reply(12, stop_sequences=[stop])
+    assert (thought(deltas), text(deltas), ending(deltas)) == (thinks, says, ("stop", stop))
+    assert len(house.engine.submissions) == parts and house.finished() == 1
+
+
+@pytest.mark.parametrize("taken", [1, 8, 13, 15, 17])
+def test_a_client_that_leaves_frees_everything(taken: int) -> None:
+    house = House()
+
+    async def leave() -> None:
+        async with aclosing(house.generator.chat(house.ask(12))) as deltas:
+            for _ in range(taken):
+                await anext(deltas)
+
+    asyncio.run(leave())
+    house.check_empty()
+    assert len(house.engine.submissions) == (2 if taken > 14 else 1)
+
+
+def test_the_time_limit_is_one_for_both_parts() -> None:
+    house = House()
+    house.engine.before_step = lambda: house.clock.advance(2.0)
+    with pytest.raises(DeadlineExceeded):
+        house.reply(25)
+    house.check_empty()
+    first, second = house.engine.submissions
+    assert first.timeout == 60.0 and second.timeout == 10.0
+
+
+def test_times_are_those_of_the_whole() -> None:
+    house = House()
+    house.engine.before_step = lambda: house.clock.advance(1.0)
+    house.reply(12)
+    text = house.metrics.render(Stats(), restarts=0, ready=True, block_size=16)
+    told = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
+    steps = 12 + len(ANSWER) + 1
+    assert told["vllm:e2e_request_latency_seconds_sum"] == steps and told["vllm:time_to_first_token_seconds_sum"] == 1.0
+
+
+def test_a_second_part_that_is_refused_ends_the_reply_with_the_error() -> None:
+    house = House()
+
+    async def refused() -> None:
+        async with aclosing(house.generator.chat(house.ask(12))) as deltas:
+            async for delta in deltas:
+                if isinstance(delta, ReasoningDelta) and len(house.engine.submissions) == 1:
+                    house.engine.engine.config = SchedulerConfig(max_running=1, max_waiting=1)
+                    object.__setattr__(house.engine.engine.config, "max_running", -1)
+
+    with pytest.raises(Overloaded):
+        asyncio.run(refused())
+    house.check_empty()
+
+
+def test_a_full_queue_does_not_keep_the_second_part_out() -> None:
+    """Its place is the one that the first part leaves."""
+    house = House()
+
+    async def crowd() -> None:
+        ours = house.generator.chat(house.ask(12))
+        await anext(ours)
+        theirs = [house.generator.chat(house.ask(12)) for _ in range(2)]
+        waiting = [asyncio.ensure_future(anext(each)) for each in theirs]
+        deltas = [delta async for delta in ours]
+        assert isinstance(deltas[-1], Usage) and text(deltas) == ANSWER.strip()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert sum(isinstance(result, Overloaded) for result in results) == 1
+        for each in theirs:
+            await each.aclose()
+
+    asyncio.run(crowd())
+    house.check_empty()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
+
+
+def test_a_format_holds_for_what_follows_the_marker() -> None:
+    house = House()
+    house.reply(12, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    asked = Grammar("json_schema", json.dumps(SCHEMA, separators=(",", ":")))
+    special = {marker: house.tokenizer.token_id(marker) or 0 for marker in THINK.markers}
+    grammars = [reasoned(asked, THINK, True, special), answered(asked)]
+    assert [submission.params.grammar for submission in house.engine.submissions] == grammars == house.checked
+
+
+def test_the_format_after_the_marker(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tokenizer_file(tmp_path), VOCAB_SIZE, [EOS])
+
+    def takes(text: str) -> bool:
+        matcher = compiler.compile(answered(Grammar("json_schema", json.dumps(SCHEMA))))
+        return all(matcher.accept(token) for token in build().encode(text).ids) and EOS in matcher.allowed()
+
+    assert takes('{"a": 1}') and takes('\n\n{"a": 1}')
+    assert not takes('more</think>{"a": 1}') and not takes('\n\n{"a": 2}') and not takes("\n\n")
+    broken = Grammar("json_schema", "{")
+    assert answered(broken) is broken

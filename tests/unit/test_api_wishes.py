@@ -1,0 +1,155 @@
+"""Fields that speak to the chat template: each has an effect on the prompt, or is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bytelevel import build, byte_level
+from tokenizers import Tokenizer as Inner
+from tokenizers import models
+
+from emberline.api import tokenize
+from emberline.api.anthropic import request as anthropic
+from emberline.api.call import ChatCall
+from emberline.api.openai import chat
+from emberline.api.responses import request as responses
+from emberline.api.toolstyle import HERMES
+from emberline.core.errors import InvalidRequest
+from emberline.server.prompts import Prompts
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+TEXT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATES = {
+    "plain": TEXT,
+    "reasons": TEXT + "{% if add_generation_prompt %}<think>{% endif %}{{ '</think>' if false }}",
+    "switch": TEXT + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}",
+    "effort": TEXT + "{% set effort = reasoning_effort | default('some') %}{{ effort }}{{ '</think>' if false }}",
+    "mute": TEXT + "{{ enable_thinking }}",  # it is asked to reason, but not known how that ends
+    "own": "{% set x = 1 %}" + TEXT + "{{ x }}{{ style }}",
+}
+Parse = Callable[[dict[str, Any]], ChatCall]
+
+
+def prompts(template: str, inner: Inner | None = None) -> Prompts:
+    made = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
+    return Prompts(Tokenizer(inner or build(), {}, [], None), made, HERMES, 1000)
+
+
+def of_chat(fields: dict[str, Any]) -> ChatCall:
+    return chat.parse(json.dumps({"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}).encode())
+
+
+def of_responses(fields: dict[str, Any]) -> ChatCall:
+    return responses.parse(json.dumps({"model": "m", "input": "q", **fields}).encode())
+
+
+def of_tokenize(fields: dict[str, Any]) -> ChatCall:
+    call = tokenize.parse(json.dumps({"messages": [{"role": "user", "content": "q"}], **fields}).encode()).prompt
+    assert isinstance(call, ChatCall)
+    return call
+
+
+def of_messages(fields: dict[str, Any]) -> ChatCall:
+    body = {"model": "m", "max_tokens": 99, "messages": [{"role": "user", "content": "q"}], **fields}
+    return anthropic.parse(json.dumps(body).encode())
+
+
+def of_count(fields: dict[str, Any]) -> ChatCall:
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], **fields}
+    return anthropic.parse_count(json.dumps(body).encode())
+
+
+ON, OFF = {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking": {"type": "disabled"}}
+ADAPTIVE, EFFORT = {"thinking": {"type": "adaptive"}}, {"output_config": {"effort": "low"}}
+BUDGET = "thinking.budget_tokens"
+
+
+def kwargs(**given: Any) -> dict[str, Any]:
+    return {"chat_template_kwargs": given}
+
+
+# what is asked, and for each template the field that is refused
+CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
+    (of_messages, ON, {"plain": "thinking", "own": "thinking", "mute": BUDGET}),
+    (of_count, ON, {"plain": "thinking", "own": "thinking", "mute": BUDGET}),
+    (of_messages, ADAPTIVE, {"plain": "thinking", "own": "thinking"}),
+    (of_messages, OFF, {"reasons": "thinking", "effort": "thinking"}),
+    (of_count, OFF, {"reasons": "thinking", "effort": "thinking"}),
+    (of_messages, EFFORT, dict.fromkeys(("plain", "reasons", "switch", "mute", "own"), "output_config.effort")),
+    (of_messages, {}, {}),
+    (of_chat, {"reasoning_effort": "none"}, {"reasons": "reasoning_effort"}),
+    (of_chat, {"reasoning_effort": "low"}, dict.fromkeys(("plain", "reasons", "own"), "reasoning_effort")),
+    (of_responses, {"reasoning": {"effort": "none"}}, {"reasons": "reasoning.effort"}),
+    (
+        of_responses,
+        {"reasoning": {"effort": "high"}},
+        dict.fromkeys(("plain", "reasons", "own"), "reasoning.effort"),
+    ),
+    (of_responses, {"reasoning": {"summary": "auto"}}, {}),
+    *(
+        (parse, asked, dict.fromkeys(refusing, f"chat_template_kwargs.{name}"))
+        for parse in (of_chat, of_responses, of_tokenize)
+        for name, asked, refusing in (
+            ("style", kwargs(style=1), ("plain", "reasons", "switch", "effort", "mute")),
+            ("x", kwargs(x=1), tuple(TEMPLATES)),  # it has one of its own, which this one would not change
+            ("enable_thinking", kwargs(enable_thinking=False), ("reasons", "effort")),
+            ("enable_thinking", kwargs(enable_thinking=True), ("plain", "own")),
+            ("reasoning_effort", kwargs(reasoning_effort="none"), ("reasons", "switch")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("parse", "fields", "refused"), CASES)
+def test_every_field_has_an_effect_or_is_refused_by_name(
+    parse: Parse, fields: dict[str, Any], refused: dict[str, str]
+) -> None:
+    for name in TEMPLATES:
+        call = parse(fields)
+        if name not in refused:
+            assert prompts(name).render(call), name
+            continue
+        with pytest.raises(InvalidRequest) as caught:
+            prompts(name).render(call)
+        assert caught.value.param == refused[name], name
+        assert refused[name] in caught.value.message and caught.value.hint
+
+
+def test_the_hint_names_what_the_template_does_use() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        prompts("{{ b }}{{ bos_token }}{{ a }}" + TEXT).render(of_chat(kwargs(c=1)))
+    assert caught.value.hint is not None and caught.value.hint.endswith("a, b")
+
+
+def test_kwargs_may_not_take_all_meaning_from_the_effort() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        of_chat({"reasoning_effort": "low", **kwargs(reasoning_effort="high", enable_thinking=False)})
+    assert caught.value.param == "reasoning_effort"
+    both = of_chat({"reasoning_effort": "low", **kwargs(enable_thinking=False)})
+    assert both.template_args == {"reasoning_effort": "low", "enable_thinking": False}
+    with pytest.raises(InvalidRequest) as caught:
+        prompts("switch").render(both)  # hears of enable_thinking only, and there of the other value
+    assert caught.value.param == "reasoning_effort"
+
+
+def test_a_budget_needs_a_marker_that_can_be_written() -> None:
+    call = of_messages(ON)
+    assert prompts("switch").closing == byte_level().encode("</think>").ids
+    assert prompts("switch").render(call) == "q"
+    words = Inner(models.WordLevel({"q": 0, "<unk>": 1}, unk_token="<unk>"))
+    with pytest.raises(InvalidRequest) as caught:
+        prompts("switch", words).render(call)
+    assert caught.value.param == BUDGET and caught.value.hint
+
+
+def test_the_template_for_tools_is_asked_where_it_is_used() -> None:
+    template = ChatTemplate({"default": TEXT, "tool_use": TEXT + "{{ tools }}{{ enable_thinking }}"}, {})
+    asked = Prompts(Tokenizer(build(), {}, [], None), template, HERMES, 1000)
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert asked.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
+    with pytest.raises(InvalidRequest):
+        asked.render(of_chat(kwargs(enable_thinking=True)))

@@ -1,0 +1,447 @@
+"""The GPU bench without a GPU: what it times, counts and bounds, on the fake runner and a clock that tests move."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.bench import workload
+from emberline.bench.gpu import __main__ as command
+from emberline.bench.gpu import cold, engine, openloop, peers
+from emberline.bench.gpu.engine import Bench, Steady, attempt, drive, staircase, wanted
+from emberline.bench.gpu.model import LLAMA_8B, SCALE, RandomWeights, split, tensor_shapes, write_checkpoint
+from emberline.bench.gpu.openloop import OpenLoop, arrivals, flow, percentiles
+from emberline.bench.job import Job, Timeline
+from emberline.bench.report import Report, Result
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output
+from emberline.core.plan import StepPlan, StepResult
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeRunner
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.config import ModelConfig
+from emberline.models.weights import Weights
+
+STEP, TOKEN = 0.010, 0.001  # seconds: of any step, and of each token of a prompt in it
+TINY = LLAMA_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
+}
+
+
+class SlowRunner(FakeRunner):
+    """Steps take time on the test's clock: more when there is more to prefill."""
+
+    def __init__(self, clock: ManualClock, **more: Any) -> None:
+        super().__init__(vocab_size=engine.VOCAB, **more)
+        self.clock = clock
+        self.batches: list[int] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.batches.append(len(plan.work))
+        prompt = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
+        self.clock.advance(STEP + TOKEN * prompt)
+        return super().run(plan)
+
+
+class Overlapped:
+    """An engine that hands the outputs of a step out with the next one."""
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+        self._kept: list[Output] = []
+
+    @property
+    def idle(self) -> bool:
+        return self.inner.idle and not self._kept
+
+    def add(self, submission: Submission) -> None:
+        self.inner.add(submission)
+
+    def abort(self, submission_id: str) -> None:
+        self.inner.abort(submission_id)
+
+    def step(self) -> list[Output]:
+        before, self._kept = self._kept, self.inner.step()
+        return before
+
+
+def fake(clock: ManualClock, *, batch_tokens: int = 64, running: int = 64, blocks: int = 4096) -> Engine:
+    config = SchedulerConfig(max_batch_tokens=batch_tokens, max_running=running, prefix_cache=False)
+    return Engine(config, SlowRunner(clock, num_blocks=blocks), clock)
+
+
+def sleeper(clock: ManualClock) -> Callable[[float], None]:
+    """As a real one does, it wakes a little late: a time between two floats would never come."""
+    return lambda seconds: clock.advance(seconds + 1e-9)
+
+
+def small_job(batch: int) -> Job:
+    return workload.job([(24, 20)] * batch, engine.VOCAB)
+
+
+# -- decode -----------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_step_is_timed_without_the_prefill_of_others() -> None:
+    clock = ManualClock(5.0)
+    job = small_job(6)  # 144 tokens of prompts, 64 a step: the first decode while the last prefill
+    course = drive(fake(clock), job, clock=clock.now)
+    part = Steady.of(job, course.timeline)
+    assert part.step == pytest.approx(STEP)
+    assert 10 < part.steps < 19
+    whole = course.timeline.wall / (len(course.marks) - 1)
+    assert whole > 1.2 * STEP  # so the test could tell
+
+
+def test_an_overlapped_engine_is_timed_the_same() -> None:
+    clock = ManualClock()
+    job = small_job(6)
+    served = Overlapped(fake(clock))
+    part = Steady.of(job, drive(served, job, clock=clock.now).timeline)
+    # the last outputs come without a step of their own, at the same time as those before
+    assert part.step == pytest.approx(STEP, rel=0.1)
+    assert served.idle
+
+
+def test_the_context_is_what_queries_saw() -> None:
+    job = Job([[1] * 10, [1] * 20], [4, 4])
+    timeline = Timeline([[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]])
+    part = Steady.of(job, timeline)
+    assert (part.begin, part.end, part.steps) == (2.0, 4.0, 2)
+    assert part.context == np.mean([12, 13, 21, 22])
+
+
+def test_tokens_of_one_step_with_times_of_their_own_count_once() -> None:
+    late = 1e-5  # the second is told a little later than the first, in every step
+    timeline = Timeline([[float(t) for t in range(1, 8)], [t + late for t in range(1, 8)]])
+    part = Steady.of(Job([[1], [1]], [7, 7]), timeline)
+    assert part.steps == 6
+    assert part.step == pytest.approx(1.0, rel=1e-4)
+
+
+def test_requests_that_never_decode_together_are_an_error() -> None:
+    with pytest.raises(EmberlineError, match="never all"):
+        Steady.of(Job([[1], [1]], [2, 2]), Timeline([[1.0, 2.0], [3.0, 4.0]]))
+
+
+def test_a_job_that_takes_too_long_ends_and_leaves_nothing_behind() -> None:
+    clock = ManualClock()
+    served = fake(clock)
+    with pytest.raises(EmberlineError, match="gave up"):
+        drive(served, small_job(4), limit=5 * STEP, clock=clock.now)
+    assert served.idle
+    job = small_job(2)
+    drive(served, job, clock=clock.now).timeline.check(job)
+
+
+def test_cpu_is_counted_over_the_steps_within() -> None:
+    course = engine.Course(Timeline([[1.0]]), [(0.0, 0.0), (1.0, 1.0), (2.0, 1.25), (4.0, 1.75), (5.0, 2.75)])
+    assert course.cpu_percent(1.0, 4.0) == pytest.approx(25.0)
+    assert course.cpu_percent(0.0, 5.0) == pytest.approx(55.0)
+
+
+def test_the_staircase_visits_the_sizes_that_a_falling_batch_does() -> None:
+    clock = ManualClock()
+    served = fake(clock, batch_tokens=4096, running=100)
+    drive(served, workload.job(staircase(100), engine.VOCAB), clock=clock.now)
+    assert isinstance(served.runner, SlowRunner)
+    seen = set(served.runner.batches)
+    assert set(range(1, 17)) <= seen
+    assert all(seen & set(range(low, low + 8)) for low in range(16, 100, 8))
+
+
+# -- limits -----------------------------------------------------------------------------------------------------
+
+
+def test_the_model_has_the_shape_it_is_named_after() -> None:
+    shapes = tensor_shapes(engine.CONFIG)
+    assert sum(map(prod, shapes.values())) == 8_030_261_248
+    assert engine.CONFIG.rope.kind == "llama3"
+    assert engine.CONFIG.max_context == 131072
+
+
+def test_limits_are_bytes_and_operations_over_what_the_machine_does() -> None:
+    whole = engine.cost({})
+    weights = 2 * (32 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) + 128256 * 4096)
+    kv = 32 * 2 * 8 * 128 * 2
+    assert engine.decode_limit_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
+    assert engine.decode_limit_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
+    half = engine.cost({"kv_dtype": "float8_e4m3fn"})
+    assert engine.decode_limit_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
+    n = 8192
+    linears = 2 * n * (weights // 2 - 128256 * 4096) + 2 * 128256 * 4096
+    attention = 4 * 32 * 4096 * n * (n + 1) // 2
+    assert engine.prefill_limit_ms(n, whole) == pytest.approx((linears + attention) / 758e12 * 1e3)
+
+
+# -- the open loop ----------------------------------------------------------------------------------------------
+
+
+def test_percentiles() -> None:
+    assert percentiles([float(i) for i in range(101)]) == [50.0, 90.0, 99.0]
+    assert percentiles([7.0]) == [7.0, 7.0, 7.0]
+
+
+def test_arrivals_are_seeded_and_poisson() -> None:
+    due = arrivals(8.0, 500.0, seed=3)
+    assert due == arrivals(8.0, 500.0, seed=3) != arrivals(8.0, 500.0, seed=4)
+    assert due == sorted(due)
+    assert due[0] > 0 and due[-1] < 500.0
+    assert len(due) == pytest.approx(4000, rel=0.06)
+    gaps = np.diff(due)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # as an exponential's
+
+
+def run_flow(due: list[float], limit: float = 60.0) -> tuple[openloop.Flow, Engine, ManualClock]:
+    clock = ManualClock(100.0)
+    served = fake(clock, batch_tokens=4096)
+    job = workload.job([(24, 5)] * len(due), engine.VOCAB)
+    return flow(served, job, due, limit, clock=clock.now, sleep=sleeper(clock)), served, clock
+
+
+def test_waiting_counts_from_when_a_request_was_due() -> None:
+    # The second comes in the middle of the first one's prefill of 34 ms, and can only be added after it.
+    prefill = STEP + 24 * TOKEN
+    seen, served, _ = run_flow([1.0, 1.005, 3.0])
+    assert seen.unfinished == 0
+    assert served.idle
+    assert seen.added == pytest.approx([1.0, 1.0 + prefill, 3.0])
+    assert seen.first == pytest.approx([prefill, 2 * prefill - 0.005, prefill])
+    # the first one's second token came with the second one's prompt; all others took a plain step
+    assert sorted(seen.gaps) == pytest.approx([STEP] * 11 + [prefill])
+
+
+def test_an_idle_engine_sleeps_until_the_next_request() -> None:
+    seen, served, clock = run_flow([2.0, 30.0])
+    assert clock.now() == pytest.approx(130.0 + STEP * 5 + 24 * TOKEN)
+    assert served.stats().step == 10
+    assert len(seen.gaps) == 8
+
+
+def test_at_the_deadline_it_stops_and_says_what_is_open() -> None:
+    seen, served, _ = run_flow([1.0, 1.01, 1.02, 9.0], limit=1.06)
+    assert seen.unfinished == 4
+    assert len(seen.added) == 3
+    assert not served.idle  # nothing was aborted
+
+
+def test_the_open_loop_reports_beside_both_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(openloop, "flow", partial(flow, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "load", partial(openloop.load, prompt=32, output=8))
+    report = Report("open")
+    OpenLoop(report, fake(clock, batch_tokens=4096), seconds=5.0).measure(8.0)
+    assert report.results["open8_itl_p90_ms"].peer == 108.8
+    assert report.results["open8_itl_p90_ms/vllm-2048"].value == 62.1
+    assert report.results["open8_ttft_p99_ms"].peer is None
+    assert report.results["open8_itl_p50_ms"].value == pytest.approx(1e3 * STEP, rel=0.5)
+    assert report.config["open8"]["unfinished"] == 0
+    other = Report("open")
+    OpenLoop(other, fake(clock, batch_tokens=4096), seconds=5.0, who="vllm").measure(8.0)
+    assert set(other.results) == {f"open8_{kind}_p{p}_ms/vllm" for kind in ("itl", "ttft") for p in (50, 90, 99)}
+
+
+def test_what_a_warm_up_left_behind_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr(openloop, "flow", partial(flow, clock=clock.now, sleep=sleeper(clock)))
+    monkeypatch.setattr(openloop, "drive", partial(drive, clock=clock.now))
+    monkeypatch.setattr(openloop, "load", partial(openloop.load, prompt=32, output=8))
+    monkeypatch.setattr(openloop, "PROMPT", 32)
+    report = Report("open")
+    served = fake(clock, batch_tokens=4096, running=128)
+    attempt(report, "open8", partial(OpenLoop(report, served, seconds=5.0), 8.0))
+    assert "failed" not in report.config
+    assert len(report.results) == 12
+    monkeypatch.setattr(openloop, "TAIL", -4.9)
+    late = Report("open")
+    attempt(late, "open8", partial(OpenLoop(late, served, seconds=5.0), 8.0))
+    assert "had not ended at the deadline" in late.config["failed"]["open8"]
+    assert not late.results
+
+
+# -- the engine's figures ---------------------------------------------------------------------------------------
+
+
+def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "CONTEXT", 24)
+    monkeypatch.setattr(engine, "NEW", 12)
+    monkeypatch.setattr(engine, "CPU_AT", 8)
+    clock, cpu = ManualClock(), ManualClock()
+    served = fake(clock, batch_tokens=4096)
+
+    def cpu_now() -> float:
+        cpu.advance(STEP / 4)
+        return cpu.now()
+
+    report = Report("engine")
+    bench = Bench(report, partial(drive, served, clock=clock.now, cpu=cpu_now), engine.cost({}), rounds=2)
+    for name in ("decode_b8", "prefill_2048", "chat40"):
+        bench.measure(name)
+    got = report.results
+    assert got["decode_b8_ms"].value == pytest.approx(1e3 * STEP)
+    assert got["decode_b8_ms"].peer == 5.13
+    assert got["decode_b8_ms"].limit == pytest.approx(engine.decode_limit_ms(8, 30, engine.cost({})))
+    assert got["decode_b8_tok_s"].value == pytest.approx(8 / STEP)
+    assert got["decode_b8_cpu"].value == pytest.approx(25.0)
+    assert got["prefill_2048_ms"].value == pytest.approx(1e3 * (STEP + 2048 * TOKEN))
+    assert got["chat40_out_tok_s"].value > 0
+    assert served.idle
+
+
+def test_names_choose_what_runs() -> None:
+    assert all(wanted(name, []) for name in engine.NAMES)
+    assert [name for name in engine.NAMES if wanted(name, ["decode_b1"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if wanted(name, ["decode_b1_ms"])] == ["decode_b1"]
+    assert [name for name in engine.NAMES if wanted(name, ["prefill_*"])] == [
+        "prefill_2048",
+        "prefill_8192",
+        "prefill_30000",
+    ]
+    assert wanted("chat1000", ["chat1000_out_tok_s"])
+
+
+def test_peers_that_are_absent_are_skipped_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("peers")
+    peers.measure(report, "vllm")
+    assert report.config["skipped"] == {"vllm": "not installed"}
+    assert "vllm is not installed here: skipped" in capsys.readouterr().err
+    peers.measure(report, "other")
+    assert "no such peer" in report.config["failed"]["other"]
+
+
+# -- the model on disk ------------------------------------------------------------------------------------------
+
+
+def test_random_weights_stand_in_for_a_checkpoint() -> None:
+    weights = RandomWeights("cpu", torch.bfloat16, seed=1)
+    matrix = weights.matrix("a.weight", 300, 200)
+    assert (matrix.shape, matrix.dtype) == ((300, 200), torch.bfloat16)
+    assert matrix.float().std().item() == pytest.approx(SCALE, rel=0.05)
+    stack = weights.stack([("gate", 30), ("up", 20)], 64, gated=True)
+    assert stack.shape == (50, 64)
+    assert torch.equal(weights.vector("norm.weight", 9), torch.ones(9))
+    assert weights.taken_bytes == 2 * (300 * 200 + 50 * 64) + 4 * 9
+    assert weights.has("a.weight") and not weights.has("a.bias")
+    weights.finish()
+
+
+def test_shards_are_about_equal() -> None:
+    shapes = tensor_shapes(engine.CONFIG)
+    shards = split(shapes, 4)
+    assert [name for shard in shards for name in shard] == list(shapes)
+    sizes = [2 * sum(map(prod, shard.values())) for shard in shards]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_a_written_checkpoint_is_one_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.bench.gpu.model.PIECE", 1000)  # tensors are cut, with a ragged last piece
+    write_checkpoint(tmp_path, TINY, device="cpu")
+    assert len(list(tmp_path.glob("model-0000?-of-00004.safetensors"))) == 4
+    write_checkpoint(tmp_path, TINY, device="cpu")  # over an earlier one, that may have been cut short
+    checkpoint = Checkpoint.open(tmp_path)
+    config = ModelConfig.from_hf(checkpoint.config)
+    weights = Weights(checkpoint)
+    for name, shape in tensor_shapes(config).items():
+        if len(shape) == 1:
+            assert torch.equal(weights.vector(name, *shape), torch.ones(shape))
+        else:
+            matrix = weights.matrix(name, *shape)
+            assert matrix.float().std().item() == pytest.approx(SCALE, rel=0.1)
+    weights.finish("")
+
+
+def test_a_start_that_read_too_little_is_not_called_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, TINY, device="cpu")
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    read = size
+
+    def child(what: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+        now = cold.time.monotonic()
+        return {"entered": now, "ready": now + 2.0, "seconds": {"boot": 1.5}, "read_bytes": read}
+
+    monkeypatch.setattr(cold, "_child", child)
+    monkeypatch.setattr(cold, "drop", lambda directory, everything: everything)
+    report = Report("cold")
+    cold.measure(report, tmp_path)
+    assert report.results["cold_ready_s"].value == pytest.approx(2.0, abs=0.5)
+    assert report.results["cold_ready_s"].limit == pytest.approx(size / 4.1e9)
+    assert report.results["cold_boot_s"].value == 1.5
+    read, report = size // 2, Report("cold")
+    with pytest.raises(EmberlineError, match="cached"):
+        cold.measure(report, tmp_path)
+    assert "cold_ready_s" not in report.results
+
+
+# -- the parts --------------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_fails_keeps_what_it_measured(tmp_path: Path) -> None:
+    def measure(report: Report) -> None:
+        report.add("first", [3.0, 1.0, 2.0], "us", limit=0.5)
+        raise RuntimeError("an illegal access")
+
+    lines = tmp_path / "lines"
+    command.run_here(command.Part("kernels.linear", 1.0, measure), lines)
+    with lines.open("a") as file:
+        file.write('{"name": "cut short')
+    report = Report("gpu")
+    config = command.take(lines, report)
+    assert report.results["first"].as_dict() == Result(2.0, "us", limit=0.5, spread=(1.0, 3.0)).as_dict()
+    assert "illegal access" in config["failed"]["kernels.linear"]
+
+
+def test_a_child_that_dies_or_hangs_is_one_failure(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "open(sys.argv[-1], 'w').write(json.dumps({'name': 'a', 'result': {'value': 1.0, 'unit': 'ms'}}) + '\\n')\n"
+        "time.sleep(60) if sys.argv[1] == 'hang' else sys.exit(3)\n"
+    )
+    for how, why in (("die", "ended with 3"), ("hang", "did not end within 2 s")):
+        report = Report("gpu", {"failed": {}})
+        part = command.Part("engine", 2.0, lambda report: None)
+        command.run_apart(part, [sys.executable, str(script), how], report, 2.0)
+        assert report.config["failed"] == {"engine": why}
+        assert report.results["a"].value == 1.0
+
+
+def test_the_command_line_chooses_parts() -> None:
+    def chosen(*words: str) -> list[str]:
+        return [part.name for part in command.parts(command._arguments().parse_args(words))]
+
+    kernels = [f"kernels.{name}" for name in command.KERNELS]
+    assert chosen() == ["engine", "open", "cold", *kernels]
+    assert chosen("kernels", "--only", "linear,sample") == ["kernels.linear", "kernels.sample"]
+    assert chosen("all", "--only", "decode_b1") == ["engine"]
+    assert chosen("open", "--peers", "vllm") == ["open", "peers.vllm"]
+    args = command._arguments().parse_args(["--set", "itl_target_ms=25", "--set", "kv_dtype=float8_e4m3fn"])
+    assert dict(args.set) == {"itl_target_ms": 25, "kv_dtype": "float8_e4m3fn"}
+
+
+def test_an_attempt_records_why_it_failed() -> None:
+    report = Report("gpu")
+
+    def broken() -> None:
+        raise ValueError("no")
+
+    attempt(report, "decode_b1", broken)
+    assert report.config["failed"] == {"decode_b1": "ValueError: no"}
+    assert json.dumps(report.config)

@@ -1,0 +1,122 @@
+"""The plan of a device's memory: sums, refusals, and the sizes of models whose figures are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.core.errors import ModelError
+from emberline.engine.memory import RESERVE, MemoryPlan, kv_token_bytes, plan, weight_bytes
+from emberline.models.config import ModelConfig
+
+LLAMA_8B = ModelConfig.from_hf(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    }
+)
+H200 = 141 * 10**9
+
+
+def planned(config: ModelConfig = LLAMA_8B, total: int = H200, **changes: Any) -> MemoryPlan:
+    usual: dict[str, Any] = {
+        "dtype_bytes": 2,
+        "kv_dtype_bytes": 2,
+        "block_size": 64,
+        "max_running": 256,
+        "max_batch_tokens": 8192,
+        "max_context": 131072,
+    }
+    return plan(config, total, **(usual | changes))
+
+
+def test_llama_8b_on_an_h200() -> None:
+    found = planned()
+    assert found.weights == pytest.approx(8_030_261_248 * 2, rel=1e-4)  # its published count of parameters
+    assert kv_token_bytes(LLAMA_8B, 2) == 131072
+    assert found.kv_tokens > 850_000
+    assert planned(kv_dtype_bytes=1).kv_tokens == pytest.approx(2 * found.kv_tokens, abs=2 * 64)
+
+
+@given(
+    total=st.integers(24 << 30, 200 << 30),
+    block_size=st.sampled_from([16, 32, 64]),
+    max_running=st.integers(1, 512),
+    max_batch_tokens=st.integers(1, 8192),
+    max_context=st.integers(1, 131072),
+    kv_dtype_bytes=st.sampled_from([1, 2, 4]),
+)
+def test_parts_sum_up_and_blocks_are_whole(total: int, **changes: int) -> None:
+    found = planned(total=total, **changes)
+    assert sum(size for _, size in found.rows()) == total
+    assert all(size > 0 for _, size in found.rows())
+    assert found.fixed + found.kv_bytes <= total * 0.95
+    block = kv_token_bytes(LLAMA_8B, changes["kv_dtype_bytes"]) * found.block_size
+    assert found.kv_bytes == found.kv_blocks * block
+    assert found.kv_tokens == found.kv_blocks * found.block_size
+    assert found.fixed + found.kv_bytes + block > int(total * 0.95)  # one more would not have fitted
+
+
+def test_everything_that_grows_takes_from_the_cache() -> None:
+    base = planned()
+    for name, more in {
+        "dtype_bytes": 4,
+        "max_running": 512,
+        "max_batch_tokens": 16384,
+        "max_context": 1 << 20,
+        "graphs": 100,
+    }.items():
+        assert planned(**{name: more}).kv_tokens < base.kv_tokens, name
+    assert planned(fraction=0.8).kv_tokens < base.kv_tokens
+
+
+def test_weights_follow_the_config() -> None:
+    one = weight_bytes(LLAMA_8B, 2)
+    assert weight_bytes(LLAMA_8B, 4) < 2 * one  # norms are float32 either way
+    assert one - weight_bytes(replace(LLAMA_8B, tie_embeddings=True), 2) == 2 * 128256 * 4096
+    assert weight_bytes(replace(LLAMA_8B, qkv_bias=True), 2) - one == 32 * 4 * 6144
+    assert weight_bytes(replace(LLAMA_8B, o_bias=True), 2) - one == 32 * 4 * 4096
+    assert weight_bytes(replace(LLAMA_8B, mlp_bias=True), 2) - one == 32 * 4 * (2 * 14336 + 4096)
+    assert weight_bytes(replace(LLAMA_8B, qk_norm=True), 2) - one == 32 * 4 * 256
+
+
+def test_so_many_tokens_and_no_more() -> None:
+    found = planned(kv_tokens=100_001)
+    assert found.kv_tokens == 100_032
+    assert found.spare > H200 // 2
+    with pytest.raises(ModelError, match="does not fit") as refused:
+        planned(kv_tokens=2_000_000)
+    assert "kv-tokens" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("total", "changes", "hint"),
+    [
+        (16 << 30, {}, "smaller model"),
+        (24 << 30, {"max_batch_tokens": 65536}, "max-batch-tokens"),
+        (RESERVE, {}, "smaller model"),
+    ],
+)
+def test_refusal_gives_the_numbers(total: int, changes: dict[str, int], hint: str) -> None:
+    with pytest.raises(ModelError, match=rf"95% of {total / 2**30:.2f} GiB is .* too little.*weights 14.96") as refused:
+        planned(total=total, **changes)
+    assert hint in (refused.value.hint or "")
+
+
+def test_table() -> None:
+    text = str(planned())
+    assert "weights" in text and "14.96 GiB" in text and "kv cache" in text
+    assert f"{planned().kv_tokens} tokens" in text

@@ -1,0 +1,93 @@
+"""Work lists: every key once, cut where only the row and the chunk say, evenly over the device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.kernels.worklist import TILE, WorkList, capacity, ints, plan
+
+SMS = 132
+
+
+def made(lengths: list[int], kv_heads: int = 8, *, window: int = 0) -> WorkList:
+    return plan(np.array(lengths, np.int32), kv_heads, SMS, capacity(len(lengths), kv_heads, SMS), window=window)
+
+
+def spans(work: WorkList, row: int) -> list[tuple[int, int, int]]:
+    """(first, end, partial) of a row's items, by key."""
+    return sorted((first, end, partial) for r, first, end, partial in work.items[: work.count].tolist() if r == row)
+
+
+@given(
+    st.lists(st.integers(0, 40_000) | st.integers(0, 300), min_size=1, max_size=40),
+    st.sampled_from([1, 2, 3, 8, 32]),
+    st.sampled_from([0, 0, 1, 63, 64, 65, 1000, 4096]),
+)
+def test_every_key_is_in_one_item(lengths: list[int], kv_heads: int, window: int) -> None:
+    work = made(lengths, kv_heads, window=window)
+    assert work.row_parts[0] == 0 and len(work.row_parts) == len(lengths) + 1
+    for row, length in enumerate(lengths):
+        parts = spans(work, row)
+        low = max(0, length - window) if window else 0
+        edges = [low, *(end for _, end, _ in parts)]
+        assert [first for first, _, _ in parts] == edges[:-1] and edges[-1] == (length if parts else low)
+        assert all(edge % TILE == 0 for edge in edges[1:-1]) and bool(parts) == (length > 0)
+        begin, end = work.row_parts[row : row + 2].tolist()
+        indices = [partial for _, _, partial in parts]
+        assert indices == (list(range(begin, end)) if len(parts) > 1 else [-1] * len(parts))
+        assert len(parts) > 1 or begin == end
+    assert work.count == sum(len(spans(work, row)) for row in range(len(lengths))) <= work.capacity
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=30), st.integers(1, 5000))
+def test_cuts_depend_on_the_length_and_the_chunk(lengths: list[int], other: int) -> None:
+    """Rows of one length are cut alike, and another row's length matters only by the chunk it leads to."""
+    work = made([*lengths, lengths[0], other])
+    chunk = chunk_of([*lengths, lengths[0], other])
+    assert [s[:2] for s in spans(work, 0)] == [s[:2] for s in spans(work, len(lengths))]
+    for row, length in enumerate(lengths):
+        tiles = -(-length // TILE)
+        parts = -(-tiles // chunk)
+        assert [s[0] for s in spans(work, row)] == [i * tiles // parts * TILE for i in range(parts)]
+
+
+def chunk_of(lengths: list[int], kv_heads: int = 8) -> int:
+    total = kv_heads * sum(-(-length // TILE) for length in lengths)
+    return next(2**i for i in range(30, -1, -1) if i == 0 or 2**i * 2 * SMS <= total)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[640], [640] * 8, [640] * 32, [640] * 256, [30_000], [300] * 255 + [30_000], [100] * 63 + [30_000]]
+)
+def test_the_device_is_filled_evenly(lengths: list[int]) -> None:
+    """Handed out in order to whoever is free, two to a multiprocessor: none is left with much more than its share."""
+    kv_heads = 8
+    work = made(lengths, kv_heads)
+    sizes = [-(-end // TILE) - first // TILE for _, first, end, _ in work.items[: work.count].tolist()]
+    assert all(later <= size + 1 for size, later in pairwise(sizes))
+    loads = np.zeros(2 * SMS)
+    for size in np.repeat(sizes, kv_heads):
+        loads[loads.argmin()] += size
+    share = sum(sizes) * kv_heads / len(loads)
+    assert loads.max() <= max(1.0, share) + max(sizes) and max(sizes) <= max(1.0, share)
+    assert work.row_parts[-1] * kv_heads <= 4 * 2 * SMS or max(lengths) == 640
+
+
+def test_short_rows_are_whole() -> None:
+    work = made([640] * 128)
+    assert work.count == 128 and (work.items[:128, 3] == -1).all() and not work.row_parts.any()
+
+
+def test_in_place_and_with_little_room() -> None:
+    lengths = np.array([5000, 1, 700], np.int32)
+    data = np.full(ints(3, 4), -7, np.int32)
+    work = plan(lengths, 8, SMS, 4, data=data)
+    assert work.data is data and work.count == 4
+    assert sum(end - first for _, first, end, _ in work.items.tolist()) == lengths.sum()
+    with pytest.raises(AssertionError):
+        plan(lengths, 8, SMS, 2)
