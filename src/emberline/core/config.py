@@ -81,6 +81,7 @@ class GPUConfig:
     graphs: bool = True  # steps of single tokens run as captured graphs
     overlap: bool = True  # a step is planned while the one before it runs
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
+    decode_sms: int = 0  # multiprocessors on which streams go on beside chunks of prompts; 0: both share all
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):

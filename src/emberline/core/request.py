@@ -75,6 +75,10 @@ class Request:
     first_token: float | None = None
     preemptions: int = 0
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far: kv.manager's memo
+    stepwise: bool = field(init=False)  # as its params say
+
+    def __post_init__(self) -> None:
+        self.stepwise = self.params.stepwise
 
     @property
     def known(self) -> int:
@@ -87,7 +91,7 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens the next step may compute."""
-        if self.pending and (self.params.stepwise or self.known >= self.limit):
+        if self.pending and (self.stepwise or self.known >= self.limit):
             return 0  # the pending token must be seen first, or will be the last
         return self.known - self.planned
 

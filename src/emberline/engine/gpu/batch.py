@@ -28,10 +28,21 @@ class Batch:
     token_rows: np.ndarray  # [T] int64: the row of each token's request
 
     @staticmethod
-    def of(work: Sequence[Work], rows: Rows, block_size: int) -> Batch:
+    def split(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+        """Single tokens, and chunks. Who wants the prompt scored is a chunk whatever its length."""
         singles = [w for w in work if len(w.tokens) == 1 and not w.prompt_logprobs]
-        chunks = [w for w in work if len(w.tokens) > 1 or w.prompt_logprobs]
-        ordered = [*singles, *chunks]
+        return singles, [w for w in work if len(w.tokens) > 1 or w.prompt_logprobs]
+
+    @staticmethod
+    def nobody(size: int, row: int) -> Batch:
+        """Single tokens of a row that nobody owns: they see one key and write nothing."""
+        zeros, one = np.zeros(size, np.int32), np.zeros(size, np.int64)
+        return Batch((), size, one + row, zeros, zeros + 1, one, zeros, one - 1, one + row)
+
+    @staticmethod
+    def of(ordered: Sequence[Work], rows: Rows, block_size: int) -> Batch:
+        """Single tokens come first in `ordered`."""
+        singles = sum(len(w.tokens) == 1 and not w.prompt_logprobs for w in ordered)
         index = np.fromiter((rows[w.id].index for w in ordered), np.int64, len(ordered))
         starts = np.fromiter((w.start for w in ordered), np.int32, len(ordered))
         counts = np.fromiter((len(w.tokens) for w in ordered), np.int32, len(ordered))
@@ -44,21 +55,23 @@ class Batch:
             positions = np.arange(total, dtype=np.int32) - np.repeat(first - starts, counts).astype(np.int32)
             token_rows = np.repeat(index, counts)
         slots = rows.mirror[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        return Batch(ordered, len(singles), index, starts, counts, tokens, positions, slots, token_rows)
+        return Batch(ordered, singles, index, starts, counts, tokens, positions, slots, token_rows)
 
-    def padded(self, size: int, padding_row: int) -> Batch:
-        """With rows nobody owns, up to a captured step's size: they see one key, write nothing, and are not read."""
+    def padded(self, size: int, row: int) -> Batch:
+        """With as many of nobody's as make up a captured step's size."""
         assert self.singles == len(self.work)
-        extra = size - len(self.work)
-        if not extra:
-            return self
-
-        def pad(values: np.ndarray, filler: int) -> np.ndarray:
-            return np.concatenate([values, np.full(extra, filler, values.dtype)])
-
-        rows, starts = pad(self.rows, padding_row), pad(self.starts, 0)
+        more = Batch.nobody(size - len(self.work), row)
+        rows, starts = np.concatenate([self.rows, more.rows]), np.concatenate([self.starts, more.starts])
         return Batch(
-            self.work, size, rows, starts, pad(self.counts, 1), pad(self.tokens, 0), starts, pad(self.slots, -1), rows
+            self.work,
+            size,
+            rows,
+            starts,
+            np.concatenate([self.counts, more.counts]),
+            np.concatenate([self.tokens, more.tokens]),
+            starts,
+            np.concatenate([self.slots, more.slots]),
+            rows,
         )
 
     @property

@@ -14,22 +14,27 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point in the device's work."""
+    """A point in a lane's work."""
 
-    def record(self) -> None: ...
     def wait(self) -> None: ...
     def since(self, earlier: Mark) -> float:
         """Seconds between two marks that have passed."""
         ...
 
 
-class Device(Protocol):
-    torch: torch.device
+class Lane(Protocol):
+    """Work in order. Lanes run beside each other."""
 
-    def mark(self) -> Mark: ...
-    def pinned(self, size: int) -> Tensor: ...
     def working(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the runner's own stream."""
+        """Inside, work goes to this lane."""
+        ...
+
+    def mark(self) -> Mark:
+        """Here, after all that was given to the lane so far."""
+        ...
+
+    def after(self, mark: Mark) -> None:
+        """What comes next waits for another lane's mark."""
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
@@ -37,53 +42,74 @@ class Device(Protocol):
         ...
 
 
-class _CudaMark:
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+class Device(Protocol):
+    torch: torch.device
+    lane: Lane  # all of the device
 
-    def record(self) -> None:
-        self._event.record()
+    def pinned(self, size: int) -> Tensor: ...
+    def split(self, few: int) -> tuple[Lane, Lane]:
+        """A lane with a few multiprocessors, and one with the others."""
+        ...
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self.event.record(stream)
 
     def wait(self) -> None:
-        self._event.synchronize()
+        self.event.synchronize()
 
     def since(self, earlier: Mark) -> float:
         assert isinstance(earlier, _CudaMark)
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class Cuda:
-    def __init__(self, index: int = 0) -> None:
-        self.torch = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.torch)
+class CudaLane:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
         self._pool: Any = None  # torch has no public name for it
-
-    def mark(self) -> Mark:
-        return _CudaMark()
-
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def working(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
+    def mark(self) -> Mark:
+        return _CudaMark(self._stream)
+
+    def after(self, mark: Mark) -> None:
+        assert isinstance(mark, _CudaMark)
+        self._stream.wait_event(mark.event)
+
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()  # compiles what is not compiled, and sets handles up: neither may happen during a capture
+        with torch.cuda.stream(self._stream):
+            work()  # compiles what is not compiled, and sets handles up: neither may happen during a capture
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # One pool for all: they run one after the other, so each may use what the others left behind.
+        # One pool for all of a lane: they run one after the other, so each may use what the others left behind.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         return graph.replay
 
 
+class Cuda:
+    def __init__(self, index: int = 0) -> None:
+        self.torch = torch.device("cuda", index)
+        self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch))
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    def split(self, few: int) -> tuple[Lane, Lane]:
+        from emberline.kernels.cuda.partition import split
+
+        narrow, wide = split(few, self.torch)
+        return CudaLane(narrow), CudaLane(wide)
+
+
 class _HostMark:
     def __init__(self) -> None:
-        self.at = 0.0
-
-    def record(self) -> None:
         self.at = time.perf_counter()
 
     def wait(self) -> None:
@@ -94,19 +120,28 @@ class _HostMark:
         return self.at - earlier.at
 
 
-class Host:
-    def __init__(self) -> None:
-        self.torch = torch.device("cpu")
+class HostLane:
+    def working(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def mark(self) -> Mark:
         return _HostMark()
 
-    def pinned(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
-
-    def working(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    def after(self, mark: Mark) -> None:
+        return
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         work()
         return lambda: (work(), None)[1]
+
+
+class Host:
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self.lane: Lane = HostLane()
+
+    def pinned(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8)
+
+    def split(self, few: int) -> tuple[Lane, Lane]:
+        return HostLane(), HostLane()

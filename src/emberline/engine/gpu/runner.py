@@ -1,7 +1,9 @@
 """GPURunner: carries plans out one after the other on a device, and hands results over when they are asked for.
 
 A launch is: write the step's inputs into a pinned buffer, one copy, the model (a captured graph where every row has one
-token), sampling, one copy home, a mark. Nothing in it waits for the device.
+token), sampling, one copy home, a mark. Nothing in it waits for the device. With `decode_sms`, the single tokens of a
+step that also has chunks run as a graph on a few multiprocessors of their own, beside the chunks on the others: one is
+bound by memory, the other by arithmetic.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.gpu import sampling
 from emberline.engine.gpu.batch import Batch
-from emberline.engine.gpu.device import Device, Mark
+from emberline.engine.gpu.device import Device, Lane
 from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.staging import Sheet, Staging
 from emberline.engine.sampler import RowMaker, token_logprobs
@@ -27,7 +28,22 @@ from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
 
-Homeward = Callable[[Tensor], Tensor]
+Scores = dict[str, Callable[[], list[TokenLogprob]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Where a step's inputs are on the device."""
+
+    tokens: Tensor
+    token_rows: Tensor
+    slots: Tensor
+    positions: Tensor
+    context: Tensor
+    rows: Tensor
+    query_start: Tensor
+    tiles: ops.Tiles
+    logit_rows: Tensor | None  # None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,8 @@ class GPURunner:
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}/rows"
         self._settings = settings
-        self._device = device
+        self._lane = device.lane
+        self._beside = device.split(settings.decode_sms) if settings.decode_sms and settings.graphs else None
         self._make_row = rows
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
@@ -65,7 +82,7 @@ class GPURunner:
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most)
         self._staging = Staging(_staging_bytes(settings, self._cutter), device)
         self._logits = torch.empty(most, self.vocab_size, device=device.torch)
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[tuple[int, Lane], Captured] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
@@ -82,75 +99,85 @@ class GPURunner:
         work = [w for w in plan.work if w.id not in failed]
         if not work:
             return lambda: StepResult(plan.step, {}, failed=failed)
-        with torch.inference_mode(), self._device.working():
+        with torch.inference_mode(), self._lane.working():
             return self._launch(plan.step, work, failed)
 
     def prepare(self, sizes: Sequence[int]) -> None:
         """Captures the steps of these sizes before anybody waits for them."""
-        with torch.inference_mode(), self._device.working():
+        with torch.inference_mode(), self._lane.working():
             for size in sorted({captured_size(size) for size in sizes}, reverse=True):  # the largest first: one pool
-                self._step(size)
+                self._capture(size, self._lane)
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
-        began, ended = self._device.mark(), self._device.mark()
-        began.record()
+        began = self._lane.mark()
         where, blocks = self._rows.news(work)
-        batch = Batch.of(work, self._rows, self._block)
-        alone = self._settings.graphs and batch.singles == len(work)
-        size = captured_size(len(work)) if alone else 0
-        captured = self._step(size) if alone else None
+        singles, chunks = Batch.split(work)
+        size = captured_size(len(singles)) if self._graphed(singles, chunks) else 0
+        lane = self._lane if not chunks or self._beside is None else self._beside[0]
+        captured = self._capture(size, lane) if size else None
         sheet = self._staging.sheet()
-        inputs = self._inputs(batch.padded(size, self._rows.padding) if alone else batch, sheet, padded=alone)
-        sampled = [w for w in batch.work if w.samples]
+        if captured is not None:  # first of all, where the captured step expects its inputs
+            padded = Batch.of(singles, self._rows, self._block).padded(size, self._rows.padding)
+            self._inputs(padded, sheet, padded=True)
+        rest = chunks if captured is not None else [*singles, *chunks]
+        inputs = self._inputs(Batch.of(rest, self._rows, self._block), sheet, padded=False) if rest else None
+        ordered = [*singles, *chunks]
+        sampled = [w for w in ordered if w.samples]
         draw = sampling.prepare(sampled, self._rows, self.vocab_size, sheet) if sampled else None
         table_at, table_of = sheet.put(where), sheet.put(blocks)
         sheet.send()
         if len(where):
             self._rows.tables.view(-1).index_copy_(0, table_at, table_of)
-        if captured is not None:
-            captured.replay()
-            logits = captured.logits[: len(work)]
-        else:
-            logits = self._forward(inputs, None)
-        scores, logits = self._score_prompts(batch.work, logits)
+        logits = self._model(captured, len(singles), inputs)
+        scores, logits = self._score_prompts(ordered, logits)
         fetch = sampling.sample(draw, logits, self._rows.newest) if draw is not None else None
-        fetched = fetch(self._home) if fetch is not None else None
-        ended.record()
-        return lambda: self._finish(step, began, ended, draw, fetched, scores, failed)
+        fetched = fetch(_home) if fetch is not None else None
+        ended = self._lane.mark()
 
-    def _finish(
-        self,
-        step: int,
-        began: Mark,
-        ended: Mark,
-        draw: sampling.Draw | None,
-        fetched: sampling.Fetched | None,
-        scores: dict[str, Callable[[], list[TokenLogprob]]],
-        failed: dict[str, str],
-    ) -> StepResult:
-        ended.wait()
-        sampled, lost = fetched.results(draw, self._rows) if draw is not None and fetched is not None else ({}, {})
-        prompt_logprobs = {name: score() for name, score in scores.items()}
-        return StepResult(step, sampled, prompt_logprobs, failed | lost, ended.since(began))
+        def finish() -> StepResult:
+            ended.wait()
+            sampled, lost = fetched.results(draw, self._rows) if draw is not None and fetched is not None else ({}, {})
+            prompts = {name: score() for name, score in scores.items()}
+            return StepResult(step, sampled, prompts, failed | lost, ended.since(began))
 
-    def _step(self, size: int) -> Captured:
-        if size not in self._captured:
-            nobody = np.zeros(size, np.int64)
-            batch = Batch(
-                (), size, nobody + self._rows.padding, nobody.astype(np.int32), nobody.astype(np.int32) + 1,
-                nobody, nobody.astype(np.int32), nobody - 1, nobody + self._rows.padding,
-            )  # fmt: skip
+        return finish
+
+    def _graphed(self, singles: Sequence[Work], chunks: Sequence[Work]) -> bool:
+        return self._settings.graphs and bool(singles) and (not chunks or self._beside is not None)
+
+    def _model(self, captured: Captured | None, singles: int, inputs: Inputs | None) -> Tensor:
+        """The logits of a captured step's rows, then those of the rest."""
+        if captured is None:
+            assert inputs is not None
+            return self._forward(inputs, None)
+        if inputs is None or self._beside is None:
+            captured.replay()
+            return captured.logits[:singles]
+        narrow, wide = self._beside
+        ready = self._lane.mark()
+        with narrow.working():
+            narrow.after(ready)
+            captured.replay()
+            self._lane.after(narrow.mark())
+        with wide.working():
+            wide.after(ready)
+            logits = self._forward(inputs, None)
+            self._lane.after(wide.mark())
+        return torch.cat([captured.logits[:singles], logits])
+
+    def _capture(self, size: int, lane: Lane) -> Captured:
+        if (size, lane) not in self._captured:
             sheet = self._staging.sheet()
-            inputs = self._inputs(batch, sheet, padded=True)
+            inputs = self._inputs(Batch.nobody(size, self._rows.padding), sheet, padded=True)
             sheet.send()
+            lane.after(self._lane.mark())
             logits = self._logits[:size]
-            replay = self._device.capture(lambda: self._forward(inputs, logits))
-            self._captured[size] = Captured(logits, replay)
-        return self._captured[size]
+            replay = lane.capture(lambda: self._forward(inputs, logits))
+            self._captured[size, lane] = Captured(logits, replay)
+        return self._captured[size, lane]
 
-    def _inputs(self, batch: Batch, sheet: Sheet, *, padded: bool) -> _Inputs:
-        """Everything of a fixed size comes first, so that a captured step finds it again."""
-        return _Inputs(
+    def _inputs(self, batch: Batch, sheet: Sheet, *, padded: bool) -> Inputs:
+        return Inputs(
             tokens=sheet.put(batch.tokens),
             token_rows=sheet.put(batch.token_rows),
             slots=sheet.put(batch.slots),
@@ -162,7 +189,7 @@ class GPURunner:
             logit_rows=None if padded else sheet.put(batch.logit_rows()),
         )
 
-    def _forward(self, inputs: _Inputs, out: Tensor | None) -> Tensor:
+    def _forward(self, inputs: Inputs, out: Tensor | None) -> Tensor:
         rows = self._rows
         return self.model.forward(
             Forward(
@@ -180,13 +207,11 @@ class GPURunner:
             out=out,
         )
 
-    def _score_prompts(
-        self, work: Sequence[Work], logits: Tensor
-    ) -> tuple[dict[str, Callable[[], list[TokenLogprob]]], Tensor]:
+    def _score_prompts(self, work: Sequence[Work], logits: Tensor) -> tuple[Scores, Tensor]:
         """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        scores: dict[str, Callable[[], list[TokenLogprob]]] = {}
+        scores: Scores = {}
         keep: list[int] = []
         at = 0
         for w in work:
@@ -208,24 +233,6 @@ class GPURunner:
         top = place.row.params.prompt_logprobs or 0
         return token_logprobs(logits[: len(successors)], successors, [top] * len(successors))
 
-    def _home(self, tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu":
-            return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    tokens: Tensor
-    token_rows: Tensor
-    slots: Tensor
-    positions: Tensor
-    context: Tensor
-    rows: Tensor
-    query_start: Tensor
-    tiles: ops.Tiles
-    logit_rows: Tensor | None  # None: all
-
 
 def captured_size(rows: int) -> int:
     """Few enough sizes to capture, and little padding: 1 2 4 8, then eighths, sixteenths and so on."""
@@ -233,6 +240,12 @@ def captured_size(rows: int) -> int:
         if rows <= most:
             return -(-rows // step) * step
     return -(-rows // 64) * 64
+
+
+def _home(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _staging_bytes(settings: GPUConfig, cutter: ops.Cutter) -> int:

@@ -6,6 +6,8 @@ is a ring, since a copy may still be under way when the next step is written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ DTYPES = {
 class Sheet:
     """One step's inputs. The same shapes put in the same order land at the same device addresses."""
 
-    def __init__(self, host: Tensor, device: Tensor, sent: Mark) -> None:
+    def __init__(self, host: Tensor, device: Tensor, sent: Callable[[], None]) -> None:
         self._host, self._device, self._sent = host, device, sent
         self._bytes = host.numpy()
         self._end = 0
@@ -40,18 +42,24 @@ class Sheet:
 
     def send(self) -> None:
         self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
-        self._sent.record()
+        self._sent()
 
 
 class Staging:
     def __init__(self, size: int, device: Device) -> None:
+        self._lane = device.lane
         self._device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
         self._ring = [device.pinned(size) for _ in range(RING)]
-        self._sent = [device.mark() for _ in range(RING)]
+        self._sent: list[Mark | None] = [None] * RING
         self._next = 0
 
     def sheet(self) -> Sheet:
         turn = self._next
         self._next = (turn + 1) % RING
-        self._sent[turn].wait()  # passed long ago, unless the host is a whole ring ahead
-        return Sheet(self._ring[turn], self._device, self._sent[turn])
+        if (sent := self._sent[turn]) is not None:
+            sent.wait()  # passed long ago, unless the host is a whole ring ahead
+
+        def note() -> None:
+            self._sent[turn] = self._lane.mark()
+
+        return Sheet(self._ring[turn], self._device, note)
