@@ -24,6 +24,7 @@ from emberline.engine.memory import weight_bytes
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models import device_weights
 from emberline.models import reader as reading
+from emberline.models.child_reader import ChildReader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
 from emberline.models.layers import stacked, stacked_bias
@@ -92,14 +93,23 @@ def interleaved(gate_up: Tensor) -> Tensor:
     return gate_up[rows]
 
 
-def both(directory: Path, dtype: torch.dtype | None = None, **options: int) -> tuple[Weights, DeviceWeights]:
+def by_child(paths: list[Path], *, ring: int, piece: int, ahead: int, threads: int) -> Reader:
+    return ChildReader.spawn(paths, piece=piece, ahead=ring * piece + ahead, threads=threads)
+
+
+def both(
+    directory: Path,
+    dtype: torch.dtype | None = None,
+    start: Callable[..., Reader] = Reader.start,
+    **options: int,
+) -> tuple[Weights, DeviceWeights]:
     """Checks every tensor of one source against the other."""
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     plain = Weights(checkpoint, dtype)
     expected = take_all(plain, config)
     plain.finish(IGNORABLE)
-    placed = DeviceWeights(checkpoint, dtype, "cpu", Reader.start(files_of(checkpoint), **(SMALL | options)))
+    placed = DeviceWeights(checkpoint, dtype, "cpu", start(files_of(checkpoint), **(SMALL | options)))
     found = take_all(placed, config)
     placed.finish(IGNORABLE)
     assert found.keys() == expected.keys()
@@ -219,10 +229,16 @@ class Late:
 def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny.write(tmp_path, dtype=torch.bfloat16, shards=2)
     stream = Late(monkeypatch, chance)
-    for ring, ahead in ((1, 0), (3, 0), (3, 100_000)):
-        both(directory, ring=ring, ahead=ahead)
+    for ring, ahead, start in (
+        (1, 0, Reader.start),
+        (3, 0, Reader.start),
+        (3, 100_000, Reader.start),
+        (3, 0, by_child),
+    ):
+        both(directory, start=start, ring=ring, ahead=ahead)
         assert not stream.pinned and not stream._queue
-        assert 1 <= stream.most_pinned <= ring  # those that are used once are not worth it
+        # Those that are used once are not worth it: what they hold goes through a few that are.
+        assert 1 <= stream.most_pinned <= ring + device_weights.SLOTS
         stream.most_pinned = 0
 
 
@@ -235,6 +251,45 @@ def test_pages_are_unpinned_after_an_error(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ModelFileError, match="ended at byte"):
         placed.finish(IGNORABLE)
     assert stream.most_pinned and not stream.pinned
+
+
+def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=2))
+    stream = Late(monkeypatch, 0.5)
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no more of this")
+
+    monkeypatch.setattr(reading.ctypes, "memmove", refuse)
+    options = SMALL | {"ahead": 1 << 20}
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **options))
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    with pytest.raises(RuntimeError, match="no more of this"):
+        placed.finish(IGNORABLE)
+    assert not stream.pinned and not [t for t in threading.enumerate() if t.name.startswith("mover")]
+
+
+def test_what_is_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of other files, in pieces, before any of ours; one that is gone does no harm."""
+    (tmp_path / "file").write_bytes(random.Random(6).randbytes(9000))
+    (tmp_path / "library").write_bytes(bytes(3 * reading.FIRST))
+    log: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def noted(fd: int, buffers: Any, offset: int) -> int:
+        log.append((offset, len(buffers[0])))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    library, size = str(tmp_path / "library"), reading.FIRST
+    first = [(library, 5, size + 7), (str(tmp_path / "gone"), 0, 100), (library, 0, 0), (library, 2 * size, 3 * size)]
+    with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=1, ahead=1 << 20, first=first) as reader:
+        assert reader.wait_first(10)
+        assert len(pieces(reader)) == 3
+    assert log[:4] == [(5, size), (5 + size, 2), (0, 0), (2 * size, size)]
+    with Reader.start([tmp_path / "file"], first=first, threads=5) as reader:
+        assert reader.wait_first(10)
+        assert len(pieces(reader)) == 1  # large enough that its pages were asked for before
 
 
 def test_times(tmp_path: Path) -> None:
@@ -422,7 +477,6 @@ def test_takes_no_more_memory_once_pieces_are_taken(tmp_path: Path, monkeypatch:
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", in_turn)
-    monkeypatch.setattr(reading, "AT_ONCE", 1)
     with Reader.start([tmp_path / "file"], piece=4096, ring=2, threads=1, ahead=50 * 4096) as reader:
         first = reader.take(10)
         turns.release(100)

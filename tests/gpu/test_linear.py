@@ -119,8 +119,8 @@ def test_every_plan_has_the_same_bits(m: int, blocks: int, ctas: int) -> None:
     plan = planned(n, k, blocks, choose(m, n, k).tiles, ctas=ctas)
     depths = {1, min(2, plan.stages), plan.stages}
     sets = (0, 1, 2) if plan.grid < -(-n // (16 * blocks)) else (0,)
-    for stages, buffers, by_lanes in product(depths, sets, (False, True)):
-        changed = replace(plan, stages=stages, buffers=buffers, x_by_lanes=by_lanes)
+    for stages, buffers in product(depths, sets):
+        changed = replace(plan, stages=stages, buffers=buffers)
         if changed.shared <= SHARED_LIMIT:
             for pdl in (False, True):
                 assert torch.equal(run(x, w, dtype=F32, plan=changed, pdl=pdl), expected), changed

@@ -36,6 +36,8 @@ TORCH_FREE = [
     "cli",
     "models.config",
     "models.reader",
+    "models.child_reader",
+    "engine.early",
     "kv.pool",
     "kv.prefix",
     "kv.manager",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import importlib.util
 import platform
@@ -10,13 +11,23 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from emberline import __version__
-from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
-from emberline.core.errors import EmberlineError
+from emberline.core.config import DEFAULT_MODEL, GPUConfig, cache_dir, core_count
+from emberline.core.errors import EmberlineError, InvalidRequest
+
+if TYPE_CHECKING:
+    from emberline.hub.checkpoint import Checkpoint
+    from emberline.models.config import ModelConfig
 
 MARKS = {True: "ok", None: "--", False: "!!"}
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
+SERVED = (9, 0)  # our kernels use what came with Hopper, in the form that only it has
+MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
+FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float32"}  # no kernel reads float16: it widens
+FIRST = "model.layers.0.self_attn.q_proj.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +38,50 @@ class Finding:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class GPU:
+    name: str
+    memory: int
+    capability: tuple[int, int]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    gpu = GPUConfig()
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the one to plan for (default: %(default)s)")
     parser.add_argument("--pull", action="store_true", help="fetch the model if it is not here")
+    parser.add_argument(
+        "--gpu-memory", type=size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
+    )
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    parser.add_argument("--max-context", type=count, help="tokens (default: the model's)")
+    parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
+    parser.add_argument("--max-running", type=count, default=gpu.max_running, help="requests in one batch")
 
 
 def run(args: argparse.Namespace) -> int:
-    findings = [*_machine(), *_software(), *_kernels(), *_model(args.model, pull=args.pull)]
+    gpu = _gpu()
+    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_model(args, gpu)]
     width = max(len(f.what) for f in findings)
     for f in findings:
         print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}")
         if f.hint:
             print(f"    {'':<{width}}  hint: {f.hint}")
     return 1 if any(f.good is False for f in findings) else 0
+
+
+def size(text: str) -> int:
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
+    number = float(text[:-1] if factor > 1 else text) * factor
+    if not 1 <= number < 1 << 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory")
+    return int(number)
+
+
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return int(text)
 
 
 def _machine() -> Iterator[Finding]:
@@ -54,8 +96,6 @@ def _machine() -> Iterator[Finding]:
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     hint = "make room for models" if disk.free < 2 << 30 else ""
     yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on its disk", not hint, hint)
-    gpu = Path("/proc/driver/nvidia/version").exists()
-    yield Finding("gpu", "an NVIDIA driver is here; this version computes on the CPU" if gpu else "none", None)
 
 
 def _software() -> Iterator[Finding]:
@@ -67,10 +107,51 @@ def _software() -> Iterator[Finding]:
         ("huggingface_hub", False, "pulling hf:org/name"),
         ("gguf", False, "tests of GGUF files"),
     ):
-        if importlib.util.find_spec(name) is None:
-            yield Finding(name, f"missing ({use})", False if needed else None, f"pip install {name}")
-        else:
-            yield Finding(name, f"{importlib.metadata.version(name)} ({use})")
+        yield _package(name, needed, use)
+
+
+def _package(name: str, needed: bool, use: str) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding(name, f"missing ({use})", False if needed else None, f"pip install {name}")
+    return Finding(name, f"{importlib.metadata.version(name)} ({use})")
+
+
+def _gpu() -> GPU | None:
+    """The first one, asked of the driver itself: no torch, and no memory of it is taken."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, memory, name = ctypes.c_int(), ctypes.c_size_t(), ctypes.create_string_buffer(256)
+    capability = [ctypes.c_int(), ctypes.c_int()]
+    refused = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+    refused = refused or driver.cuDeviceGetName(name, len(name), device)
+    refused = refused or driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+    for value, attribute in zip(capability, (MAJOR, MINOR), strict=True):
+        refused = refused or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    if refused:
+        return None
+    return GPU(name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value))
+
+
+def _gpu_kernels(gpu: GPU | None) -> Iterator[Finding]:
+    from emberline.kernels.cuda import nvrtc
+
+    if gpu is None:
+        driver = Path("/proc/driver/nvidia/version").exists()
+        hint = "see nvidia-smi, and CUDA_VISIBLE_DEVICES" if driver else ""
+        yield Finding("gpu", "an NVIDIA driver is here, but no GPU that it gives us" if driver else "none", None, hint)
+    else:
+        served = gpu.capability == SERVED
+        says = "our kernels serve it" if served else "our kernels are made for 9.0 (H100, H200), so the CPU computes"
+        about = f"{gpu.name}, {_gib(gpu.memory)}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
+        yield Finding("gpu", f"{about}: {says}", True if served else None)
+    needed = gpu is not None and gpu.capability == SERVED
+    yield _package("triton", needed, "kernels on a GPU")
+    try:
+        yield Finding("nvrtc", f"{nvrtc._version(nvrtc._library())} (kernels on a GPU)")
+    except nvrtc.CompileError as e:
+        yield Finding("nvrtc", f"missing (kernels on a GPU): {e}", False if needed else None)
 
 
 def _kernels() -> Iterator[Finding]:
@@ -86,14 +167,15 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("kernels", str(backend), not hint, hint)
 
 
-def _model(name: str, *, pull: bool) -> Iterator[Finding]:
+def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
     from emberline.hub.checkpoint import Checkpoint
     from emberline.hub.pull import place
     from emberline.hub.source import ALIASES, resolve
     from emberline.models.config import ModelConfig
 
+    name = args.model
     try:
-        if name in ALIASES and not pull and not place(name, cache_dir()).is_dir():
+        if name in ALIASES and not args.pull and not place(name, cache_dir()).is_dir():
             yield Finding("model", f"{name} is not in the cache", None, f"emberline pull {name}")
             return
         checkpoint = Checkpoint.open(resolve(name))
@@ -101,9 +183,57 @@ def _model(name: str, *, pull: bool) -> Iterator[Finding]:
     except EmberlineError as e:
         yield Finding("model", e.message, False, e.hint or "")
         return
-    weights = sum(t.nbytes for t in checkpoint.tensors.values())
-    token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     yield Finding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
-    yield Finding("  weights", f"{weights / 1e6:.0f} MB")
-    context = token * config.max_context
-    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {context / 1e6:.0f} MB a full context (bfloat16)")
+    yield Finding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
+    dtype = _dtype(checkpoint) if args.dtype == "auto" else args.dtype
+    kv_dtype = dtype if args.kv_dtype == "auto" else args.kv_dtype
+    context = args.max_context or config.max_context
+    token = 2 * config.layers * config.kv_heads * config.head_dim * DTYPE_BYTES[kv_dtype]
+    full = f"{token * context / 1e6:.0f} MB a context of {context}"
+    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {full} ({kv_dtype})")
+    total = args.gpu_memory or (gpu.memory if gpu is not None and gpu.capability == SERVED else None)
+    if total is not None:
+        yield from _plan(args, config, total, dtype, kv_dtype)
+
+
+def _plan(args: argparse.Namespace, config: ModelConfig, total: int, dtype: str, kv_dtype: str) -> Iterator[Finding]:
+    """Where a GPU's memory would go, by the arithmetic the engine itself goes by."""
+    from emberline.engine import memory
+
+    settings = GPUConfig()
+    context = args.max_context or config.max_context
+    try:
+        if context > config.longest_context:
+            raise InvalidRequest(f"max_context is {context}; this model allows 1 to {config.longest_context}")
+        plan = memory.plan(
+            config,
+            total,
+            dtype_bytes=DTYPE_BYTES[dtype],
+            kv_dtype_bytes=DTYPE_BYTES[kv_dtype],
+            block_size=settings.block_size,
+            max_running=args.max_running,
+            max_batch_tokens=args.max_batch_tokens,
+            max_context=context,
+            fraction=settings.memory_fraction,
+        )
+    except EmberlineError as e:
+        yield Finding("gpu memory", e.message, False, e.hint or "")
+        return
+    batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens a step"
+    yield Finding("gpu memory", f"{_gib(total)}: {dtype}, keys and values {kv_dtype}, {batch}, context {context}")
+    for name, part in plan.rows():
+        tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
+        yield Finding(f"  {name}", f"{_gib(part):>10}{tokens if name == 'kv cache' else ''}")
+    if plan.kv_tokens < context:
+        hint = "lower --max-batch-tokens or --max-running, or --kv-dtype float8"
+        yield Finding("  context", f"cut to {plan.kv_tokens} tokens: no more keys and values fit", None, hint)
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    """As the engine takes it from the first matrix."""
+    first = checkpoint.tensors.get(FIRST)
+    return FILE_DTYPES.get(first.dtype, "bfloat16") if first is not None else "bfloat16"
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / 2**30:.2f} GiB"

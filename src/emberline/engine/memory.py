@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.core.errors import ModelError
+from emberline.engine.gpu.shape import MOST_TOKENS
 from emberline.models.config import ModelConfig
 
 FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
 RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels and cuBLAS's workspace
 GRAPHS = 36  # captured graphs, one for each size of batch
-GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments
+GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activations are shared by all
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
 LEAST_BLOCKS = 2
@@ -78,7 +79,7 @@ def plan(
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": _scratch(config, block_size, max_running, max_context),
         "logits": LOGIT_COPIES * F32 * max_running * config.vocab,
-        "graphs": graphs * GRAPH_BYTES,
+        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS)),
         "reserve": RESERVE,
     }
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size

@@ -12,12 +12,12 @@ import socket
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError
+from emberline.engine import early
 from emberline.engine.engine import Engine
 from emberline.engine.messages import Abort, Inbox, Message, Progress, Ready, Refused, Start, Submit, encode
 
@@ -38,8 +38,7 @@ def main() -> int:
     began = time.perf_counter()
     try:
         reader = _read_ahead(start.config)
-        # Shape rules for traced programs: a third of the time torch takes to import, and nothing here traces.
-        sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
+        early.without_tracing()
         from emberline.engine.boot import boot
 
         imported = time.perf_counter()
@@ -61,6 +60,8 @@ def main() -> int:
             )
         )
     )
+    if reader is not None:
+        threading.Thread(target=early.remember, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
         _serve(loaded.engine, channel, inbox)
     return 0
@@ -70,10 +71,7 @@ def _read_ahead(config: EngineConfig) -> Reader | None:
     """For a GPU the disk is the longest way: it starts before torch is imported."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
         return None
-    from emberline.hub.checkpoint import Checkpoint
-    from emberline.models.reader import Reader, files_of
-
-    return Reader.start(files_of(Checkpoint.open(Path(config.model))))
+    return early.begin(Path(config.model))
 
 
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:

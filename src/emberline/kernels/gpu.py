@@ -1,16 +1,19 @@
 """The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
 
-Up to `skinny.MOST_ROWS` rows, where reading the weights is all the time there is, our own product runs, with what
-follows it built in; beyond, cuBLAS. Every kernel of ours may start before the one before it in the stream has ended.
+While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
+rows, `wide` up to 128 where it is faster; beyond, cuBLAS. Every kernel of ours may start before the one before it in
+the stream has ended.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.cuda import decode, prefill
+from emberline.kernels.cuda import decode, prefill, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.packed import Layout, PackedWeight
@@ -47,10 +50,10 @@ def linear(
 ) -> Tensor:
     x = _normed(x, norm, eps)
     m = len(x)
-    if _is_skinny(x, w):
+    if product := _product(x, w):
         kind = torch.float32 if full else x.dtype
         y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=kind) if out is None else out
-        return skinny.linear(x, w.handle, out=y, bias=bias, residual=add_to)  # type: ignore[arg-type]
+        return product(x, w.handle, out=y, bias=bias, residual=add_to)
     if full:
         return _full(x, w.data, bias, out)
     if add_to is not None:
@@ -66,8 +69,8 @@ def gate_up_silu(
     x = _normed(x, norm, eps)
     width = w.n // 2
     y = x.new_empty(len(x), width) if out is None else out
-    if _is_skinny(x, w) and width % GATED_ROWS == 0:
-        return skinny.linear(x, w.handle, out=y, gated=True)  # type: ignore[arg-type]
+    if width % GATED_ROWS == 0 and (product := _product(x, w)):
+        return product(x, w.handle, out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
     return activation.silu_mul(F.linear(x, w.data), y, group, pdl=True)
 
@@ -156,8 +159,17 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm.rms_norm(x, weight, eps, pdl=True)
 
 
-def _is_skinny(x: Tensor, w: PackedWeight) -> bool:
-    return w.handle is not None and x.dtype is torch.bfloat16 and skinny.supports(len(x), w.n, w.k)
+def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
+    """Our own, where there is one and it is faster than cuBLAS."""
+    m, size = len(x), w.n * w.k
+    if w.handle is None or x.dtype is not torch.bfloat16:
+        return None
+    if skinny.supports(m, w.n, w.k):
+        return skinny.linear
+    # As measured of a prototype with the layers of an 8B Llama: at 64 rows cuBLAS is faster with the smallest of them
+    # (4096 x 4096: too few rows for tall tiles), at 128 no slower with the next (6144 x 4096) and faster with the head.
+    faster = size > 1 << 24 if m <= 64 else 1 << 25 < size < 1 << 28
+    return wide.linear if faster and wide.supports(m, w.n, w.k) else None
 
 
 def _full(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

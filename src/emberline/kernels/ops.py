@@ -21,12 +21,12 @@ from emberline.kernels.cpu.build import BuildError, build
 from emberline.kernels.cpu.library import NativeStep, load
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.kernels.stack import DenseLayer, DenseStack
-from emberline.kernels.tiles import Cutter, Tiles
+from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 
 __all__ = [
     "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
-    "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "newest_tokens", "pack_linear",
-    "paged_attention", "rms_norm", "rope_and_cache", "sample", "set_threads", "start",
+    "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles", "newest_tokens",
+    "pack_linear", "paged_attention", "rms_norm", "rope_and_cache", "sample", "set_threads", "start",
 ]  # fmt: skip
 
 CACHE = Path("~/.cache/emberline/kernels")

@@ -120,7 +120,7 @@ def paged_attention(
         key, position = torch.arange(length), torch.arange(before, length)[:, None]
         hidden = (key > position) | ((key <= position - window) if window else torch.tensor(False))
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, -1)
+        out[first:last] = (weights @ v).transpose(0, 1).reshape(last - first, q_heads * head_dim)
     return out
 
 

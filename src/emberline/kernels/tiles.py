@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode, prefill
 
+CHUNK_ROWS = 128  # queries of a tile of chunks
 GATED_ROWS = 16  # of gate, then as many of up, in turn: so that a kernel that has one has the other
 
 
@@ -45,6 +46,7 @@ class Cutter:
         self._heads, self._device = heads, keys.device
         self._maps = Maps()
         self._decodes = self._prefills = False
+        self._scratch: decode.Scratch | None = None
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
@@ -52,12 +54,25 @@ class Cutter:
             self._decodes = narrow and decode.supports(*heads, keys.dtype, keys.shape[3])
             self._prefills = narrow and prefill.supports(keys[0])
             self._sms = decode.multiprocessors(keys.device)
-            capacity = self._capacity(rows)
-            self._scratch = decode.Scratch(rows, capacity, *heads, keys.device) if self._decodes else None
+            if self._decodes:
+                self._scratch = decode.Scratch(rows, self._capacity(rows), *heads, keys.device)
 
-    def cut(self, context: np.ndarray, counts: np.ndarray, singles: int, put: Callable[[np.ndarray], Tensor]) -> Tiles:
+    @property
+    def fixed(self) -> bool:
+        """Whether all that `cut` makes can have a shape of its own choice, as a graph needs it."""
+        return self._device.type != "cuda" or (self._decodes and self._prefills)
+
+    def cut(
+        self,
+        context: np.ndarray,
+        counts: np.ndarray,
+        singles: int,
+        put: Callable[[np.ndarray], Tensor],
+        *,
+        most: int = 0,
+    ) -> Tiles:
         """`put` brings an array to the device. What is made for singles alone has shapes that depend on their number
-        alone, so that a graph can take the next step's."""
+        alone; tiles of chunks are padded to `most`."""
         tiles = Tiles(singles, maps=self._maps)
         if self._device.type != "cuda":
             return tiles
@@ -69,13 +84,23 @@ class Cutter:
         if self._prefills:
             from emberline.kernels.cuda import prefill
 
-            cut = prefill.tiles(counts[rest:], context[rest:])
-            return replace(tiles, chunks=put(_shifted(cut, rest)))
+            cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
+            return replace(tiles, chunks=put(_padded(cut, most)))
         from emberline.kernels.triton import attention
 
         queries = attention.tile_queries(int(counts[rest:].max()), self._heads[0] // self._heads[1])
         cut = attention.make_tiles(counts[rest:], queries)
         return replace(tiles, general=put(_shifted(cut, rest)), queries=queries)
+
+    def forget(self) -> None:
+        """The caches may lie elsewhere when they are met again."""
+        self._maps.decode.clear()
+        self._maps.prefill.clear()
+
+    def buffers(self) -> list[Tensor]:
+        """What kernels keep for themselves between steps."""
+        scratch = self._scratch
+        return [] if scratch is None else [scratch.partials, scratch.tops, scratch.counters]
 
     def most_bytes(self, rows: int, tokens: int) -> int:
         """Of what `cut` puts, for a step of so many rows and tokens."""
@@ -102,3 +127,13 @@ class Cutter:
 def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:
     shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
     return shifted
+
+
+def most_tiles(tokens: int, rows: int) -> int:
+    """Of chunks of so many tokens, all together."""
+    return tokens // CHUNK_ROWS + rows
+
+
+def _padded(tiles: np.ndarray, most: int) -> np.ndarray:
+    padded: np.ndarray = np.concatenate([tiles, np.full((max(0, most - len(tiles)), 2), -1, tiles.dtype)])
+    return padded

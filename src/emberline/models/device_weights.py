@@ -8,10 +8,13 @@ dtype, rows that are mixed with another matrix's), they land in a staged copy an
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +24,12 @@ from torch import Tensor
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels.tiles import GATED_ROWS
-from emberline.models.pinned import pin, unpin
+from emberline.models.pinned import host_bytes, pin, unpin
 from emberline.models.reader import STALL, Piece, Reader, ReadStats, files_of
 from emberline.models.weights import DTYPES, Weights
 
 COMPARED = 16 << 20  # elements compared at once
+MOVERS, SLOTS = 6, 8  # threads that move bytes to pinned memory, and pieces of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +38,14 @@ class LoadTimes:
     wait_seconds: float  # `finish` stood waiting for the disk
     copy_seconds: float  # `finish` was copying: pinning included
     pin_seconds: float
+    unread_bytes: int  # when `finish` began
 
     def __str__(self) -> str:
         return (
             f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.rate:.2f} GB/s, "
             f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
-            f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s)"
+            f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s); "
+            f"{self.unread_bytes / 1e9:.2f} GB were still unread at first"
         )
 
 
@@ -138,6 +144,7 @@ class DeviceWeights(Weights):
         places = _Places(self._arrivals)
         assert reader.files >= {arrival.file for arrival in self._arrivals}, "the reader reads other files"
         waited = copied = 0.0
+        unread = sum(file.stat().st_size for file in reader.files) - reader.stats.bytes
         with _Carrier(reader, self.device) as carrier:
             while True:
                 began = time.perf_counter()
@@ -159,7 +166,7 @@ class DeviceWeights(Weights):
             raise ModelFileError(
                 f"{missing[0].file} does not hold all of tensor {missing[0].name!r}", hint="download the file again"
             )
-        return LoadTimes(reader.stats, waited, copied, carrier.pin_seconds)
+        return LoadTimes(reader.stats, waited, copied, carrier.pin_seconds, max(0, unread))
 
 
 class _Arrival:
@@ -214,7 +221,8 @@ class _Carrier:
     """Copies pieces to the device and gives their buffers back when the copies are done.
 
     All on one stream, so that a staged copy is whole before it is used and its memory comes back in order; one stream
-    fills the link. The ring's buffers are pinned when they first come by; those used once are copied as they are.
+    fills the link. Buffers that will be used again are pinned when they first come by. Pinning the others would take
+    longer than to move their bytes to pinned ones, and several threads do that as fast as the link.
     """
 
     def __init__(self, reader: Reader, device: torch.device) -> None:
@@ -223,6 +231,12 @@ class _Carrier:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned: dict[int, Tensor] = {}  # by the buffer's number
         self._flying: deque[tuple[torch.cuda.Event, Piece, Tensor]] = deque()
+        self._lock = threading.Lock()  # of the stream, the arrivals and what flies
+        self._movers = ThreadPoolExecutor(MOVERS, "mover")
+        self._moving: deque[Future[None]] = deque()
+        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for _ in range(SLOTS):
+            self._slots.put(_Slot())
 
     def __enter__(self) -> _Carrier:
         if self._stream is not None:  # memory the places lie in may still be in use by work queued before
@@ -231,50 +245,99 @@ class _Carrier:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error too: the device may still be reading the buffers."""
+        self._movers.shutdown(cancel_futures=kind is not None)
+        if kind is not None:
+            self._moving.clear()
+        slots = [self._slots.get_nowait() for _ in range(SLOTS)]
         with contextlib.suppress(ModelError) if kind is not None else contextlib.nullcontext():
             self.flush()
-        for memory in self._pinned.values():
+            for slot in slots:
+                self._await(slot.sent)
+        for memory in (*self._pinned.values(), *(slot.memory for slot in slots if slot.memory is not None)):
             unpin(memory)
         self._pinned.clear()
         if self._stream is not None:
             torch.cuda.empty_cache()  # staged copies: no other stream could use their memory
 
     def carry(self, piece: Piece, arrivals: Sequence[_Arrival]) -> None:
-        memory = self._bytes(piece)
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            for arrival in arrivals:
-                start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
-                arrival.land(start, memory[start - piece.offset : end - piece.offset])
         if self._stream is None:
+            _land(piece, arrivals, torch.frombuffer(piece.buffer.memory, dtype=torch.uint8))
             self._reader.give_back(piece)
-            return
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        self._flying.append((event, piece, memory))
-        while self._flying and self._flying[0][0].query():
-            self._reader.give_back(self._flying.popleft()[1])
+        elif piece.buffer.number in self._pinned or self._reader.reuses(piece):
+            memory = torch.frombuffer(piece.buffer.memory, dtype=torch.uint8)
+            self._pin(piece.buffer.number, memory)
+            with self._lock:
+                self._flying.append((self._send(piece, arrivals, memory), piece, memory))
+                while self._flying and self._flying[0][0].query():
+                    self._reader.give_back(self._flying.popleft()[1])
+        else:
+            self._moving.append(self._movers.submit(self._move, piece, arrivals))
+            while self._moving[0].done():
+                self._moving.popleft().result()
+                if not self._moving:
+                    break
 
     def flush(self) -> None:
-        """Waits for every copy that is under way."""
-        deadline = time.monotonic() + STALL
+        """Waits until every buffer is given back."""
+        while self._moving:
+            self._moving.popleft().result()
         while self._flying:
-            event, piece, _ = self._flying[0]
-            if event.query():
-                self._flying.popleft()
-                self._reader.give_back(piece)
-            elif time.monotonic() > deadline:
-                raise ModelError(f"the device took no weights for {STALL:.0f} s", hint="see nvidia-smi")
-            else:
-                time.sleep(50e-6)
+            self._await(self._flying[0][0])
+            self._reader.give_back(self._flying.popleft()[1])
 
-    def _bytes(self, piece: Piece) -> Tensor:
-        buffer = piece.buffer
-        if buffer.number in self._pinned:
-            return self._pinned[buffer.number]
-        memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
-        if self._stream is not None and buffer.number < self._reader.ring:
-            began = time.perf_counter()
-            pin(memory)
-            self.pin_seconds += time.perf_counter() - began
-            self._pinned[buffer.number] = memory
+    def _move(self, piece: Piece, arrivals: Sequence[_Arrival]) -> None:
+        """In a thread of its own."""
+        slot = self._slots.get()
+        try:
+            self._await(slot.sent)
+            if slot.memory is None:
+                slot.memory = self._timed_pin(host_bytes(piece.buffer.size))
+            piece.buffer.copy_to(slot.memory.data_ptr(), piece.length)
+            self._reader.give_back(piece)
+            with self._lock:
+                slot.sent = self._send(piece, arrivals, slot.memory)
+        finally:
+            self._slots.put(slot)
+
+    def _send(self, piece: Piece, arrivals: Sequence[_Arrival], memory: Tensor) -> torch.cuda.Event:
+        """Under the lock."""
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            _land(piece, arrivals, memory)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def _await(self, event: torch.cuda.Event | None) -> None:
+        deadline = time.monotonic() + STALL
+        while event is not None:
+            with self._lock:
+                if event.query():
+                    return
+            if time.monotonic() > deadline:
+                raise ModelError(f"the device took no weights for {STALL:.0f} s", hint="see nvidia-smi")
+            time.sleep(50e-6)
+
+    def _pin(self, number: int, memory: Tensor) -> None:
+        if number not in self._pinned:
+            self._pinned[number] = self._timed_pin(memory)
+
+    def _timed_pin(self, memory: Tensor) -> Tensor:
+        began = time.perf_counter()
+        pin(memory)
+        self.pin_seconds += time.perf_counter() - began  # a sum over threads: a statistic, not exact
         return memory
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Pinned memory, and when it was last read."""
+
+    memory: Tensor | None = None
+    sent: torch.cuda.Event | None = None
+
+
+def _land(piece: Piece, arrivals: Sequence[_Arrival], memory: Tensor) -> None:
+    for arrival in arrivals:
+        start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
+        arrival.land(start, memory[start - piece.offset : end - piece.offset])

@@ -2,7 +2,8 @@
 
 It needs only the standard library, so that a process can start it first and import torch while the disk is busy; the
 reads hold no lock of the interpreter. What is read waits in buffers. `ring` of them are used again and again, and are
-worth pinning; until the first piece is taken, up to `ahead` bytes more go to buffers that are used once.
+worth pinning; until the first piece is taken, up to `ahead` bytes more go to buffers that are used once. Parts of other
+files can be brought into the page cache before all that.
 
     claimed by a thread -> filled -> take() -> give_back() -> claimed ...
 """
@@ -10,6 +11,7 @@ worth pinning; until the first piece is taken, up to `ahead` bytes more go to bu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -25,10 +27,11 @@ from emberline.hub.checkpoint import Checkpoint
 
 ALIGN = 4096  # of offsets, lengths and memory in direct reads
 PIECE = 32 << 20
-AT_ONCE = 4  # pieces that one call reads until the first is taken: an import may keep the interpreter for a while
 THREADS = 12
 RING = 24
-AHEAD = 8 << 30
+HUGE = 2 << 20  # a page, where the system gives large ones
+FIRST = 1 << 20  # bytes of a file for the page cache that one call reads
+Memory = mmap.mmap | memoryview
 STALL = 60.0  # seconds without a piece after which a disk counts as dead
 
 
@@ -41,9 +44,26 @@ class Buffer:
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
-        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.size = size
+        self.touched = False
+        pages = self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError, ValueError):  # a kernel without huge pages is only slower
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+
+    @property
+    def memory(self) -> Memory:
+        return self._pages
+
+    def copy_to(self, address: int, length: int) -> None:
+        """Its first bytes, to memory of the caller's. Other threads may run meanwhile."""
+        ctypes.memmove(address, (ctypes.c_char * 1).from_buffer(self.memory), length)
+
+    def touch(self, zero: int) -> None:
+        """Has the system give it its pages by plain faults, from /dev/zero. In a direct read they would come under
+        the lock that an import in another thread waits for at each library it maps."""
+        self.touched = True
+        with memoryview(self.memory) as memory, contextlib.ExitStack() as parts:
+            os.readv(zero, [parts.enter_context(memory[at : at + 1]) for at in range(0, len(memory), HUGE)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +91,16 @@ class ReadStats:
 class Reader:
     """Threads that fill buffers. One caller takes pieces and gives them back; it must close the reader."""
 
-    def __init__(self, files: Sequence[_File], *, threads: int, piece: int, ring: int, ahead: int) -> None:
+    def __init__(
+        self,
+        files: Sequence[File],
+        *,
+        threads: int,
+        piece: int,
+        ring: int,
+        ahead: int,
+        first: Sequence[tuple[str, int, int]] = (),
+    ) -> None:
         assert piece > 0 and piece % ALIGN == 0 and ring > 0 and threads > 0
         self.files = {file.path for file in files}
         self.ring = ring
@@ -89,6 +118,13 @@ class Reader:
         self._in_flight = 0
         self._since = self._busy = 0.0
         self._bytes = 0
+        self._first = deque(
+            (path, at, min(at + FIRST, end))
+            for path, begin, end in first
+            for at in range(begin, max(end, begin + 1), FIRST)
+        )
+        self._first_left = threads  # threads that may still be at it
+        self._zero = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
         self._threads = [threading.Thread(target=self._work, name="reader", daemon=True) for _ in range(threads)]
 
     @staticmethod
@@ -99,22 +135,31 @@ class Reader:
         piece: int = PIECE,
         ring: int = RING,
         ahead: int | None = None,
+        first: Sequence[tuple[str, int, int]] = (),
     ) -> Reader:
-        """`ahead`: bytes read before anyone takes them, besides the ring; by default 8 GiB or a quarter of what is
-        free."""
-        files: list[_File] = []
+        """`ahead`: bytes read before anyone takes them, besides the ring; by default all, or half of what is free.
+        `first`: (path, begin, end) to bring into the page cache before; a file is opened even if that is no byte."""
+        files: list[File] = []
         try:
             for path in paths:
-                files.append(_File(path))
+                files.append(File(path))
         except ModelFileError:
             for file in files:
                 file.close()
             raise
-        ahead = min(AHEAD, _free_memory() // 4) if ahead is None else ahead
-        reader = Reader(files, threads=threads, piece=piece, ring=ring, ahead=ahead)
-        for thread in reader._threads:
-            thread.start()
+        ahead = min(sum(file.size + piece for file in files), free_memory() // 2) if ahead is None else ahead
+        reader = Reader(files, threads=threads, piece=piece, ring=ring, ahead=ahead, first=first)
+        reader.begin()
         return reader
+
+    def begin(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def wait_first(self, timeout: float) -> bool:
+        """Until what was to be read first is in the page cache; whether it is."""
+        with self._change:
+            return self._change.wait_for(lambda: self._first_left == 0 or self._closed, timeout)
 
     def ready(self) -> bool:
         """Whether `take` would return or raise at once."""
@@ -137,12 +182,20 @@ class Reader:
                 assert not self._closed, "taken from a closed reader"
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    names = ", ".join(sorted(str(file) for file in self.files))
-                    raise ModelFileError(
-                        f"nothing came from the disk for {timeout:.0f} s while reading {names[:200]}",
-                        hint="is the disk, or the network it is behind, alive?",
-                    )
+                    raise self._nothing_came(timeout)
                 self._change.wait(left)
+
+    def _nothing_came(self, timeout: float) -> ModelFileError:
+        names = ", ".join(sorted(str(file) for file in self.files))
+        return ModelFileError(
+            f"nothing came from the disk for {timeout:.0f} s while reading {names[:200]}",
+            hint="is the disk, or the network it is behind, alive?",
+        )
+
+    def reuses(self, piece: Piece) -> bool:
+        """Whether its buffer, once given back, may be filled again."""
+        with self._change:
+            return piece.buffer.number < self.ring and bool(self._jobs)
 
     def give_back(self, piece: Piece) -> None:
         """Its buffer will be overwritten."""
@@ -160,6 +213,9 @@ class Reader:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
+            if self._zero >= 0:
+                os.close(self._zero)
+                self._zero = -1
             for file in self._files:
                 file.close()
             self._filled.clear()
@@ -179,38 +235,50 @@ class Reader:
 
     def _work(self) -> None:
         try:
+            self._read_first()
             while (job := self._claim()) is not None:
-                file, pieces = job
-                file.read(pieces)
-                self._done(pieces)
+                file, piece = job
+                if self._size >= HUGE and not piece.buffer.touched:
+                    piece.buffer.touch(self._zero)
+                file.read(piece)
+                self._done(piece)
         except BaseException as e:
             with self._change:
                 self._error = self._error or e
                 self._closed = True
                 self._change.notify_all()
 
-    def _claim(self) -> tuple[_File, list[Piece]] | None:
+    def _read_first(self) -> None:
+        memory = bytearray(FIRST if self._first else 0)
+        while self._first and not self._closed:
+            with contextlib.suppress(IndexError, OSError):  # another thread had the last; a file is gone: only a hint
+                path, begin, end = self._first.popleft()
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing beyond: what is needed of it is noted
+                    with memoryview(memory)[: end - begin] as part:
+                        os.preadv(fd, [part], begin)
+                except IsADirectoryError:
+                    list(Path(path).iterdir())
+                finally:
+                    os.close(fd)
+        with self._change:
+            self._first_left -= 1
+            self._change.notify_all()
+
+    def _claim(self) -> tuple[File, Piece] | None:
         with self._change:
             while self._jobs and not self._closed:
                 buffer = self._buffer()
-                if buffer is not None:
-                    return self._claimed(buffer)
-                self._change.wait()  # for the caller, who gives one back or closes
+                if buffer is None:
+                    self._change.wait()  # for the caller, who gives one back or closes
+                    continue
+                file, offset = self._jobs.popleft()
+                if self._in_flight == 0:
+                    self._since = time.perf_counter()
+                self._in_flight += 1
+                return file, Piece(file.path, offset, min(self._size, file.size - offset), buffer)
         return None
-
-    def _claimed(self, buffer: Buffer | None) -> tuple[_File, list[Piece]]:
-        """As many neighbours in one file as there are buffers and one call may read."""
-        file, most = self._jobs[0][0], AT_ONCE if self._most else 1
-        pieces: list[Piece] = []
-        while buffer is not None:
-            _, offset = self._jobs.popleft()
-            pieces.append(Piece(file.path, offset, min(self._size, file.size - offset), buffer))
-            more = len(pieces) < most and self._jobs and self._jobs[0][0] is file
-            buffer = self._buffer() if more else None
-        if self._in_flight == 0:
-            self._since = time.perf_counter()
-        self._in_flight += 1
-        return file, pieces
 
     def _buffer(self) -> Buffer | None:
         if self._free:
@@ -224,25 +292,27 @@ class Reader:
         self._made += 1
         return made
 
-    def _done(self, pieces: list[Piece]) -> None:
+    def _done(self, piece: Piece) -> None:
         with self._change:
-            self._bytes += sum(piece.length for piece in pieces)
+            self._bytes += piece.length
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._busy += time.perf_counter() - self._since
-            self._filled.extend(pieces)
+            self._filled.append(piece)
             self._change.notify_all()
 
 
-class _File:
+class File:
     """One file, open twice: past the page cache where the file system allows, and plainly for the rest."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, size: int | None = None, step: int = 0) -> None:
+        """`size`: what it was when someone looked. `step`: bytes that one call reads at most; whole buffers if 0."""
         self.path = path
+        self.step = step
         self.direct_bytes = 0  # a sum over threads: a statistic, not exact
         try:
             plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.fstat(plain).st_size
+            self.size = os.fstat(plain).st_size if size is None else size
         except OSError as e:
             raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
         self._plain: int | None = plain
@@ -258,31 +328,31 @@ class _File:
         for fd in open_ones:
             os.close(fd)
 
-    def read(self, pieces: Sequence[Piece]) -> None:
-        """Pieces that follow one another, each with a whole buffer. One call reads all it can; others, the rest."""
+    def read(self, piece: Piece) -> None:
+        """Into a whole buffer: directly as far as that goes, then plainly."""
         try:
-            done = self._at_once(pieces)
-            for piece in pieces:
-                here = min(done, piece.length)
-                done -= here
-                self._rest(piece, here)
+            self._rest(piece, self._directly(piece))
         except OSError as e:
             raise ModelFileError(f"cannot read {self.path}: {e.strerror or e}") from e
 
-    def _at_once(self, pieces: Sequence[Piece]) -> int:
-        """Bytes that a direct read of whole buffers brought: up to the file's end, if nothing cut it short."""
-        if self._direct is None or self._refused:
-            return 0
-        try:
-            count = os.preadv(self._direct, [piece.buffer.memory for piece in pieces], pieces[0].offset)
-        except OSError as e:
-            if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-            self._refused = True
-            return 0
-        count = min(count, sum(piece.length for piece in pieces))
-        self.direct_bytes += count
-        return count
+    def _directly(self, piece: Piece) -> int:
+        """Bytes that came: up to the file's end, if nothing cut a read short."""
+        done, step = 0, self.step or piece.buffer.size
+        with memoryview(piece.buffer.memory) as memory:
+            while done < piece.length and done % ALIGN == 0 and self._direct is not None and not self._refused:
+                try:
+                    with memory[done : done + step] as part:
+                        count = os.preadv(self._direct, [part], piece.offset + done)
+                except OSError as e:
+                    if e.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                        raise
+                    self._refused = True
+                    break
+                if count == 0:
+                    break
+                done = min(done + count, piece.length)
+        self.direct_bytes += done
+        return done
 
     def _rest(self, piece: Piece, done: int) -> None:
         assert self._plain is not None
@@ -298,7 +368,7 @@ class _File:
                 done += count
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes the system, or the container's limit, leaves; 0 where neither says."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -4,12 +4,14 @@ Nothing here imports torch, so that the child pays for it where a real start doe
 from __future__ import annotations
 
 import contextlib
+import importlib
+import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,21 @@ from emberline.engine.engine import Engine
 ROUNDS = 1
 DISK = 4.1e9  # bytes a second: one stream of direct reads, measured
 VLLM_READY = 86.0  # vLLM 0.24.0 on the same machine, and its weights were not even read
-WRITE_SECONDS, START_SECONDS = 90.0, 60.0  # at most
+WRITE_SECONDS, START_SECONDS, IMPORT_SECONDS = 90.0, 60.0, 30.0  # at most
 READ_SHARE = 0.9  # of the checkpoint must have come from the disk, or it was not cold
 PROMPT = list(range(1, 17))
+IMPORTS = {
+    "torch": "torch",
+    "triton": "triton",
+    "kernels": "emberline.kernels.gpu",
+    "rest": "emberline.engine.gpu.boot",
+}
 SETTINGS: dict[str, Any] = {"max_running": 256, "max_batch_tokens": 8192, "max_context": 8192}
 RULES = (
-    "the first start is a rehearsal, in which kernels may be compiled; before cold_ready all page caches are dropped "
-    "if the system allows, before cold_ready_libraries_cached only the checkpoint"
+    "the first start is a rehearsal, in which kernels may be compiled and the files a start needs are noted; "
+    "before cold_ready all page caches are dropped if the system allows, "
+    "before cold_ready_libraries_cached only the checkpoint; cold_import_alone is torch's import while nothing else "
+    "happens, all caches dropped, and cold_import_noted the same once the noted files were read"
 )
 
 
@@ -48,10 +58,11 @@ def measure(
         report.config["write_s"] = time.monotonic() - began
     size = sum(file.stat().st_size for file in _shards(directory))
     starts = {"rehearsal": [_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
+    imports = {"alone": _import(directory, noted=False), "noted": _import(directory, noted=True)}
     for _ in range(rounds or ROUNDS):
         starts["ready"].append(_start(directory, chosen, size))
         starts["ready_libraries_cached"].append(_start(directory, chosen, size, everything=False))
-    report.config |= {"settings": chosen, "rules": RULES, "bytes": size, "starts": starts}
+    report.config |= {"settings": chosen, "rules": RULES, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = "cached" if warm else "cold"
     for name, group in starts.items():
@@ -59,6 +70,9 @@ def measure(
         report.add(f"{prefix}_{name}_s", seconds, "s", peer=VLLM_READY, limit=size / DISK)
     for phase in starts["ready"][0]["seconds"]:
         report.add(f"{prefix}_{phase}_s", [start["seconds"][phase] for start in starts["ready"]], "s")
+    for name, said in imports.items():
+        if said["dropped_all_caches"]:
+            report.add(f"cold_import_{name}_s", [said["ready"] - said["entered"]], "s")
     if warm:
         raise EmberlineError(f"of {size} bytes only {warm[0]['read_bytes']} were read from the disk: it was cached")
 
@@ -70,6 +84,11 @@ def _start(directory: Path, settings: dict[str, Any], size: int, everything: boo
     said["ready"] -= before
     said["seconds"] = {"python": said.pop("entered") - before} | said["seconds"]
     return said | {"cold": said["read_bytes"] >= READ_SHARE * size, "dropped_all_caches": dropped}
+
+
+def _import(directory: Path, *, noted: bool) -> dict[str, Any]:
+    dropped = drop(directory, everything=True)
+    return _child("import", directory, {"noted": noted}, IMPORT_SECONDS) | {"dropped_all_caches": dropped}
 
 
 def drop(directory: Path, everything: bool) -> bool:
@@ -112,48 +131,105 @@ def write(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Loads and generates one token, by the path a server takes."""
-    entered = time.monotonic()
-    from emberline.hub.checkpoint import Checkpoint
-    from emberline.models.reader import Reader, files_of
+def import_torch(noted: bool) -> dict[str, Any]:
+    """With no reader. How much of it came from the disk says what the note misses."""
+    from emberline.engine import early
+    from emberline.models.reader import Reader
 
-    reader = Reader.start(files_of(Checkpoint.open(directory)))  # from here as engine/process.py does it
-    sys.modules["torch._meta_registrations"] = types.ModuleType("torch._meta_registrations")
+    began = time.monotonic()
+    first = early.first() if noted else []
+    with Reader.start([], first=first) as reader:
+        reader.wait_first(early.WAIT)
+    before, entered = usage(), time.monotonic()
+    early.without_tracing()
+    importlib.import_module("torch")
+    ready = time.monotonic()
+    spent = {name: count - before[name] for name, count in usage().items()}
+    known = early.noted()
+    return {
+        "entered": entered,
+        "ready": ready,
+        "first_files": entered - began,
+        "first_files_read_bytes": before["read_bytes"],
+        "not_noted": sorted(set(early.touched()) - set(known)),
+        **spent,
+    }
+
+
+def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Loads and generates one token, by the path a server takes: engine/process.py."""
+    marks = [("", time.monotonic())]
+
+    def done(phase: str) -> None:
+        marks.append((phase, time.monotonic()))
+
+    from emberline.engine import early
+
+    reader = early.begin(directory)
+    early.without_tracing()
+    done("first_files")
+    before = usage()
+    for phase, module in IMPORTS.items():
+        importlib.import_module(module)
+        done(f"import_{phase}")
     from emberline.engine.gpu.boot import boot_from
 
-    imported = time.monotonic()
+    read_by_then = reader.stats
+    imported = {f"import_{name}": count - before[name] for name, count in usage().items()}
     booted = boot_from(directory, GPUConfig(**settings), reader=reader)
-    up = time.monotonic()
-    _first_token(booted.engine)
-    ready = time.monotonic()
-    phases = {f"boot_{name}": seconds for name, seconds in booted.seconds.items()}
-    seconds = {"import": imported - entered, "boot": up - imported, **phases, "first_token": ready - up}
-    return {"entered": entered, "ready": ready, "seconds": seconds, "read_bytes": read_bytes()}
+    done("boot")
+    _generate(booted.engine, 1)
+    done("first_token")
+    _generate(booted.engine, 2)
+    done("second_request")  # whose second token comes of a captured step
+    seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(marks)}
+    seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
+    early.remember()
+    return {
+        "entered": marks[0][1],
+        "ready": dict(marks)["first_token"],
+        "seconds": seconds,
+        "reader": type(reader).__name__,
+        **imported,
+        "read_bytes": usage()["read_bytes"],
+        "read_when_imported": read_by_then.bytes,
+        "read_seconds": reader.stats.seconds,
+        "read_rate": reader.stats.rate,
+        "read_first": sum(end - begin for spans in early.noted().values() for begin, end in spans),
+    }
 
 
-def _first_token(engine: Engine) -> None:
-    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    engine.add(Submission("first", PROMPT, params))
+def _generate(engine: Engine, count: int) -> None:
+    params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+    engine.add(Submission(f"{count} tokens", PROMPT, params))
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         for output in engine.step():
             if output.error is not None:
                 raise EmberlineError(output.error)
-            if output.tokens:
+            count -= len(output.tokens)
+            if count <= 0:
                 return
     raise EmberlineError("no token came")
 
 
-def read_bytes() -> int:
-    """What this process had fetched from storage, direct or through the page cache."""
+def usage() -> dict[str, int]:
+    """What this process had fetched from storage, direct or through the page cache, and how often a page it touched
+    was not there. Processes it started count once they have ended."""
+    used = {"read_bytes": 0, "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
     with contextlib.suppress(OSError):
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text("ascii").splitlines())
-        return int(fields["read_bytes"])
-    return 0
+        used["read_bytes"] = int(fields["read_bytes"])
+    return used
+
+
+def main(action: str, where: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    if action == "write":
+        return write(where)
+    if action == "import":
+        return import_torch(**settings)
+    return start(where, settings)
 
 
 if __name__ == "__main__":
-    action, where, given = sys.argv[1:]
-    result = write(Path(where)) if action == "write" else start(Path(where), json.loads(given))
-    print(json.dumps(result), flush=True)
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))), flush=True)

@@ -1,5 +1,5 @@
-"""The skinny linear layers of Llama 3.1 8B beside cuBLAS: each shape alone, all of them in one graph, and a sweep over
-plans. `python -m emberline.bench.gpu.linear [--sweep]`."""
+"""The linear layers of Llama 3.1 8B for up to 128 rows beside cuBLAS: each shape alone, all of them in one graph, and
+sweeps over plans. `python -m emberline.bench.gpu.linear [--sweep | --sweep-wide]`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.bench.report import Report
+from emberline.kernels.cuda import wide
 from emberline.kernels.cuda.linear import SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned, supports
 
 BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
@@ -25,9 +26,9 @@ SHAPES = {  # k, n
     "down": (14336, 4096),
     "lm_head": (4096, 128256),
 }
-ROWS = (1, 8, 16, 32, 64)
+ROWS = (1, 8, 16, 32, 64, 128)
 DISTINCT, LAYERS = 8, 32  # eight layers' weights are several times any cache
-SWEEP_SECONDS = 80.0
+SWEEP_SECONDS, WIDE_SECONDS = 80.0, 40.0
 
 
 def measure(report: Report) -> None:
@@ -52,8 +53,7 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
             plans = dict.fromkeys(_plans(m, n, k))
             tried = {plan: _ours(weights, m, plan=plan, replays=3) for plan in plans}
             best = sorted(tried, key=lambda plan: tried[plan])
-            engine = tried[replace(rule, x_by_lanes=False)]
-            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {tried[rule]:.2f} {_text(rule)}, X {engine:.2f}")
+            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {tried[rule]:.2f} {_text(rule)}")
             for warps in (WARPS, 2 * WARPS):
                 these = [plan for plan in best if plan.warps == warps][:4]
                 print("    " + "  ".join(f"{tried[plan]:.2f} {_text(plan)}" for plan in these), flush=True)
@@ -62,34 +62,80 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
+def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
+    """The best plans for more rows: tile, split of k, depth of the ring and, without a split, the grid."""
+    end = time.monotonic() + seconds
+    for name, (k, n) in SHAPES.items():
+        weights = _weights(n, k)
+        for m in ROWS:
+            if not wide.supports(m, n, k):
+                continue
+            rule = wide.choose(64 if m <= 64 else 128, n, k)
+            tried: dict[wide.Plan, float] = {}
+            for plan in dict.fromkeys([rule, *_wide_plans(rule, n, k)]):
+                if time.monotonic() < end:
+                    tried[plan] = _ours(weights, m, wide_plan=plan, replays=3)
+            best = sorted(tried, key=lambda plan: tried[plan])[:8]
+            texts = [f"{tried[plan]:.2f} {_wide_text(plan)}" for plan in best]
+            taken = f"{tried[rule]:.2f}" if rule in tried else "no time"
+            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {taken} {_wide_text(rule)}")
+            print("    " + "  ".join(texts), flush=True)
+        del weights
+        torch.cuda.empty_cache()
+    print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
+
+
+def _wide_plans(rule: wide.Plan, n: int, k: int) -> Iterator[wide.Plan]:
+    """The likely ones first: there may not be the time for all."""
+    tiles = product(wide.GROUPS, wide.CLUSTERS)
+    deep = [wide.planned(groups, rule.columns, n, k, split) for groups, split in tiles]
+    deep = sorted((p for p in deep if p.grid <= SMS), key=lambda plan: wide.estimate(plan, n, k))[:9]
+    yield from deep
+    for plan in deep[:5]:
+        half = (SHARED_LIMIT // 2 - 1024) // (plan.slot + 16)  # room for the next kernel's CTA beside this one
+        yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
+        if plan.split == 1:
+            yield wide.planned(plan.groups, rule.columns, n, k, ctas=112)
+
+
+def _wide_text(plan: wide.Plan) -> str:
+    return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
+
+
 def _shape(report: Report, name: str, weights: list[Weight], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random(m, k)
     cublas = replay([_bound(F.linear, x, weight.data) for weight in weights])
-    if not supports(m, n, k):
-        report.add(f"{name}/cublas", cublas, "us", limit=_limit(m, n, k))
-        print(f"{name}: cublas {cublas:.2f} us", flush=True)
-        return
     ours, alone = _ours(weights, m), _ours(weights, m, pdl=False)
     report.add(name, ours, "us", peer=cublas, limit=_limit(m, n, k))
     report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
 
 
-def _ours(weights: list[Weight], m: int, *, plan: Plan | None = None, pdl: bool = True, replays: int = 11) -> float:
+def _ours(
+    weights: list[Weight],
+    m: int,
+    *,
+    plan: Plan | None = None,
+    wide_plan: wide.Plan | None = None,
+    pdl: bool = True,
+    replays: int = 11,
+) -> float:
     x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
     def call(weight: Weight) -> Callable[[], Tensor]:
-        return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
+        if m <= 32:
+            return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
+        return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
 
     return replay([call(weight) for weight in weights], replays=replays)
 
 
 def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
     """The rule's, and those around it: tile, warps, one or two CTAs on a multiprocessor, sets of partial sums, depth of
-    the ring, the way of x."""
+    the ring."""
     rule = choose(m, n, k)
-    yield from (rule, replace(rule, x_by_lanes=False))
+    yield rule
     for blocks, warps, both in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
         ctas, shared = (2 * SMS, SHARED_LIMIT // 2) if both else (SMS, SHARED_LIMIT)
         deep = planned(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared=shared)
@@ -100,8 +146,7 @@ def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
 
 
 def _text(plan: Plan) -> str:
-    way = "" if plan.x_by_lanes else " X"
-    return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}{way}"
+    return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}"
 
 
 def _chain(report: Report) -> None:
@@ -114,9 +159,6 @@ def _chain(report: Report) -> None:
     for m in ROWS:
         cublas = replay([_cublas_chain(layers, head, m)]) / 1e3
         print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
-        if not supports(m, 4096, 4096):
-            report.add(f"chain m={m}/cublas", cublas, "ms", limit=size / BYTES_PER_US / 1e3)
-            continue
         for label, pdl in (("", True), (" without pdl", False)):
             ours = replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
             report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=size / BYTES_PER_US / 1e3)
@@ -125,18 +167,19 @@ def _chain(report: Report) -> None:
 
 def _our_chain(layers: list[list[Weight]], head: Weight, m: int, *, pdl: bool) -> Callable[[], None]:
     """With the epilogues that a model uses. Inputs stay as they are, so that nothing grows from layer to layer."""
-    x, wide, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
+    x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
+    ours = linear if m <= 32 else wide.linear
     logits = torch.empty(m, head.n, device="cuda")
 
     def run() -> None:
         for layer in range(LAYERS):
             qkv, o, gate_up, down = layers[layer % DISTINCT]
-            linear(x, qkv, out=qkv_out, pdl=pdl)
-            linear(x, o, out=hidden, residual=residual, pdl=pdl)
-            linear(x, gate_up, out=active, gated=True, pdl=pdl)
-            linear(wide, down, out=hidden, residual=residual, pdl=pdl)
-        linear(x, head, out=logits, pdl=pdl)
+            ours(x, qkv, out=qkv_out, pdl=pdl)
+            ours(x, o, out=hidden, residual=residual, pdl=pdl)
+            ours(x, gate_up, out=active, gated=True, pdl=pdl)
+            ours(inner, down, out=hidden, residual=residual, pdl=pdl)
+        ours(x, head, out=logits, pdl=pdl)
 
     return run
 
@@ -172,8 +215,10 @@ def _limit(m: int, n: int, k: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="search plans instead of measuring the chosen ones")
-    if parser.parse_args().sweep:
-        sweep()
+    parser.add_argument("--sweep-wide", action="store_true", help="the same for 64 and 128 rows")
+    args = parser.parse_args()
+    if args.sweep or args.sweep_wide:
+        (sweep if args.sweep else sweep_wide)()
         return
     report = Report("gpu-linear")
     measure(report)

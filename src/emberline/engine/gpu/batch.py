@@ -1,7 +1,7 @@
 """Batch: a plan's work in the order the device takes it, as arrays. Pure numpy.
 
-rows of the step    [0, singles) have one token each     [singles, len(work)) are chunks of prompts
-tokens of the step  [0, singles) theirs                  [singles, tokens) the chunks', one after the other
+rows of the step    [0, singles) have one token each     [singles, ...) are chunks of prompts
+tokens of the step  [0, singles) theirs                  [singles, ...) the chunks', one after the other
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import numpy as np
 
 from emberline.core.plan import Work
 from emberline.engine.gpu.rows import Rows
+from emberline.engine.gpu.shape import Shape
+
+ARRAYS = ("rows", "starts", "counts", "tokens", "positions", "slots", "token_rows")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    work: Sequence[Work]  # in order
     singles: int
     rows: np.ndarray  # [B] int64: the device's row of each
     starts: np.ndarray  # [B] int32: tokens in the cache before this step
@@ -26,66 +28,67 @@ class Batch:
     positions: np.ndarray  # [T] int32
     slots: np.ndarray  # [T] int64
     token_rows: np.ndarray  # [T] int64: the row of each token's request
+    logit_rows: np.ndarray  # [S] int64: of the tokens, those whose logits are computed
+    wanted: np.ndarray  # int64: of these, those that somebody wants, in order
 
     @staticmethod
     def split(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-        """Single tokens, and chunks. Who wants the prompt scored is a chunk whatever its length."""
-        singles = [w for w in work if len(w.tokens) == 1 and not w.prompt_logprobs]
-        return singles, [w for w in work if len(w.tokens) > 1 or w.prompt_logprobs]
+        """Single tokens that sample, and chunks: all else, whatever its length."""
+        singles = [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs]
+        return singles, [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
 
     @staticmethod
-    def nobody(size: int, row: int) -> Batch:
-        """Single tokens of a row that nobody owns: they see one key and write nothing."""
-        zeros, one = np.zeros(size, np.int32), np.zeros(size, np.int64)
-        return Batch((), size, one + row, zeros, zeros + 1, one, zeros, one - 1, one + row)
-
-    @staticmethod
-    def of(ordered: Sequence[Work], rows: Rows, block_size: int) -> Batch:
-        """Single tokens come first in `ordered`."""
-        singles = sum(len(w.tokens) == 1 and not w.prompt_logprobs for w in ordered)
-        index = np.fromiter((rows[w.id].index for w in ordered), np.int64, len(ordered))
-        starts = np.fromiter((w.start for w in ordered), np.int32, len(ordered))
-        counts = np.fromiter((len(w.tokens) for w in ordered), np.int32, len(ordered))
+    def of(singles: Sequence[Work], chunks: Sequence[Work], rows: Rows, block_size: int) -> Batch:
+        work = [*singles, *chunks]
+        index = np.fromiter((rows[w.id].index for w in work), np.int64, len(work))
+        starts = np.fromiter((w.start for w in work), np.int32, len(work))
+        counts = np.fromiter((len(w.tokens) for w in work), np.int32, len(work))
         total = int(counts.sum())
-        tokens = np.fromiter((t for w in ordered for t in w.tokens), np.int64, total)
-        if total == len(ordered):
-            positions, token_rows = starts, index
-        else:
-            first = np.cumsum(counts) - counts
-            positions = np.arange(total, dtype=np.int32) - np.repeat(first - starts, counts).astype(np.int32)
-            token_rows = np.repeat(index, counts)
+        tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
+        ends = np.cumsum(counts)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts).astype(np.int32)
+        token_rows = np.repeat(index, counts)
         slots = rows.mirror[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        return Batch(ordered, singles, index, starts, counts, tokens, positions, slots, token_rows)
+        scored = [
+            np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
+            for w, end in zip(work, ends.tolist(), strict=True)
+            if w.samples or w.prompt_logprobs
+        ]
+        logit_rows = np.concatenate([np.zeros(0, np.int64), *scored]).astype(np.int64)
+        wanted = np.arange(len(logit_rows))
+        return Batch(len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted)
 
-    def padded(self, size: int, row: int) -> Batch:
-        """With as many of nobody's as make up a captured step's size."""
-        assert self.singles == len(self.work)
-        more = Batch.nobody(size - len(self.work), row)
-        rows, starts = np.concatenate([self.rows, more.rows]), np.concatenate([self.starts, more.starts])
+    @staticmethod
+    def nobodys(shape: Shape, row: int) -> Batch:
+        """Of a row that nobody owns. Single tokens see one key; tokens of chunks, none. None writes anything."""
+        rows, total = np.full(shape.rows, row, np.int64), shape.singles + shape.tokens
+        counts = (np.arange(shape.rows) < shape.singles).astype(np.int32)
+        zeros, tokens = np.zeros(total, np.int32), np.zeros(total, np.int64)
+        logit_rows = np.arange(shape.rows) * (np.arange(shape.rows) < shape.singles)
         return Batch(
-            self.work,
-            size,
-            rows,
-            starts,
-            np.concatenate([self.counts, more.counts]),
-            np.concatenate([self.tokens, more.tokens]),
-            starts,
-            np.concatenate([self.slots, more.slots]),
-            rows,
+            shape.singles, rows, 0 * counts, counts, tokens, zeros, tokens - 1, tokens + row, logit_rows, rows[:0]
         )
+
+    def shaped(self, shape: Shape, row: int) -> Batch:
+        """With as much of nobody's behind the singles, and behind the chunks, as makes up a captured step."""
+        s, added = self.singles, shape.singles - self.singles
+        chunks, tokens = len(self.rows) - s, len(self.tokens) - s
+        singles_more = Batch.nobodys(Shape(added, 0, 0), row)
+        chunks_more = Batch.nobodys(Shape(0, shape.chunks - chunks, shape.tokens - tokens), row)
+
+        def joined(name: str) -> np.ndarray:
+            ours = getattr(self, name)
+            return np.concatenate([ours[:s], getattr(singles_more, name), ours[s:], getattr(chunks_more, name)])
+
+        scored = self.logit_rows[s:] + added
+        padding = np.zeros(shape.chunks - len(scored), np.int64)
+        logit_rows = np.concatenate([np.arange(shape.singles), scored, padding])
+        wanted = np.concatenate([np.arange(s), shape.singles + np.arange(len(scored))])
+        rows, starts, counts, ids, positions, slots, token_rows = map(joined, ARRAYS)
+        return Batch(shape.singles, rows, starts, counts, ids, positions, slots, token_rows, logit_rows, wanted)
 
     @property
     def query_start(self) -> np.ndarray:
         ends = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(self.counts, out=ends[1:])
         return ends
-
-    def logit_rows(self) -> np.ndarray:
-        """Of the step's tokens, those whose logits are wanted, in order."""
-        start = self.query_start
-        wanted = [
-            np.arange(start[i] if w.prompt_logprobs else start[i + 1] - 1, start[i + 1])
-            for i, w in enumerate(self.work)
-            if w.samples or w.prompt_logprobs
-        ]
-        return np.concatenate(wanted).astype(np.int64) if wanted else np.zeros(0, np.int64)

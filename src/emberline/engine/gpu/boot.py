@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +16,8 @@ import torch
 
 from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.core.plan import StepPlan, StepResult
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Admission, StepPlan, StepResult, Work
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Cuda, Device
@@ -35,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
+WARM_TOKENS = 16
+TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +98,10 @@ def boot_gpu(
     )
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
-    weights.finish(IGNORABLE)
-    loaded = time.perf_counter()
     eos = frozenset(config.eos)
     runner = GPURunner(model, cache, eos, RowMaker(config.vocab, eos, compiler), settings, device, context)
+    ready = time.perf_counter()
+    seconds = {"plan": made - began, "runner": ready - made, **_fill(weights, runner)}
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
         max_batch_tokens=max(settings.max_batch_tokens, settings.max_running),
@@ -106,8 +112,7 @@ def boot_gpu(
         itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
     )
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner))
-    ready = time.perf_counter()
-    seconds = {"plan": made - began, "weights": loaded - made, "runner": ready - loaded}
+    gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds)
 
 
@@ -120,6 +125,7 @@ def boot_from(
     compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
 ) -> Booted:
     """From a checkpoint. `reader`: one that has been reading its files since before torch was imported."""
+    began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     context = settings.max_context or config.max_context
@@ -127,13 +133,60 @@ def boot_from(
         raise InvalidRequest(
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
+    opened = time.perf_counter()
     device = Cuda()
+    torch.cuda.synchronize(device.torch)
+    there = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch, reader)
     identity = fingerprint(checkpoint, config, str(dtype), context)
     grammars = None if compiler is None else partial(compiler, directory, config)
-    return boot_gpu(
+    booted = boot_gpu(
         config, weights, context=context, settings=settings, identity=identity, compiler=grammars, device=device
     )
+    return replace(booted, seconds={"config": opened - began, "device": there - opened, **booted.seconds})
+
+
+def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
+    """Waits for the weights; meanwhile everything a first request would have to load is loaded. How long each took."""
+    began = time.perf_counter()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(TURNS)
+    try:
+        with ThreadPoolExecutor(1, "warm-up") as other:
+            warmed = other.submit(warm_up, runner)
+            weights.finish(IGNORABLE)
+            loaded = time.perf_counter()
+            warm_seconds = warmed.result()
+    finally:
+        sys.setswitchinterval(interval)
+    times = weights.times if isinstance(weights, DeviceWeights) else None
+    if times is None:
+        return {"weights": loaded - began, "warm_up": warm_seconds}
+    parts = {"disk_wait": times.wait_seconds, "copy": times.copy_seconds, "pin": times.pin_seconds}
+    return {"weights": loaded - began, **parts, "warm_up": warm_seconds}
+
+
+def warm_up(runner: GPURunner) -> float:
+    """A first request, whatever the weights are by now; seconds. Its step is not a captured one: to capture, a thread
+    must be alone with the device."""
+    began = time.perf_counter()
+    graphs, runner.graphs = runner.graphs, False
+    keys, size = runner.cache.keys, runner.cache.shape.block_size
+    if keys.is_cuda:
+        torch.cuda.default_stream(keys.device).synchronize()  # on it the cache and the inputs' memory become zero
+    tokens = [0] * min(WARM_TOKENS, size * runner.num_blocks, runner.model.context)
+    if len(tokens) > 1:
+        blocks = range(-(-len(tokens) // size))
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        admission = Admission("warm-up", tokens, len(tokens), params, 0)
+        runner.run(StepPlan(0, [admission], [Work("warm-up", 0, tokens, blocks, samples=True)], []))
+        runner.run(StepPlan(0, [], [], ["warm-up"]))
+        for part in (keys, runner.cache.values):
+            part[:, : len(blocks)].zero_()  # no stray NaN may stay
+    if keys.is_cuda:
+        torch.cuda.default_stream(keys.device).synchronize()
+    runner.graphs = graphs
+    return time.perf_counter() - began
 
 
 def _device_memory(device: Device) -> int:

@@ -41,6 +41,10 @@ class Lane(Protocol):
         """Runs the work once, and gives back a call that repeats it on the same addresses."""
         ...
 
+    def forget(self) -> None:
+        """All that was captured is gone: its memory may go too."""
+        ...
+
 
 class Device(Protocol):
     torch: torch.device
@@ -92,6 +96,9 @@ class CudaLane:
             work()
         return graph.replay
 
+    def forget(self) -> None:
+        self._pool = None
+
 
 class Cuda:
     def __init__(self, index: int = 0) -> None:
@@ -133,6 +140,9 @@ class HostLane:
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         work()
         return lambda: (work(), None)[1]
+
+    def forget(self) -> None:
+        return
 
 
 class Host:

@@ -1,15 +1,14 @@
 """GPURunner: carries plans out one after the other on a device, and hands results over when they are asked for.
 
-A launch is: write the step's inputs into a pinned buffer, one copy, the model (a captured graph where every row has one
-token), sampling, one copy home, a mark. Nothing in it waits for the device. With `decode_sms`, the single tokens of a
-step that also has chunks run as a graph on a few multiprocessors of their own, beside the chunks on the others: one is
-bound by memory, the other by arithmetic.
+A launch is: write the step's inputs into a pinned buffer, one copy, the model, sampling, one copy home, a mark. Nothing
+in it waits for the device. A step runs as a captured graph of the next larger shape, where there is one. With
+`decode_sms` a step of single tokens and chunks is two graphs side by side, the single tokens on a few multiprocessors
+of their own: they are bound by memory, and the chunks by arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,9 +18,11 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.gpu import sampling
 from emberline.engine.gpu.batch import Batch
-from emberline.engine.gpu.device import Device, Lane
+from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.rows import Rows
+from emberline.engine.gpu.shape import Shape, captured_size, most_rows
 from emberline.engine.gpu.staging import Sheet, Staging
+from emberline.engine.gpu.track import Captured, Inputs, Part, Track
 from emberline.engine.sampler import RowMaker, token_logprobs
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -29,29 +30,6 @@ from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
 
 Scores = dict[str, Callable[[], list[TokenLogprob]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Where a step's inputs are on the device."""
-
-    tokens: Tensor
-    token_rows: Tensor
-    slots: Tensor
-    positions: Tensor
-    context: Tensor
-    rows: Tensor
-    query_start: Tensor
-    tiles: ops.Tiles
-    logit_rows: Tensor | None  # None: all
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A step of so many single tokens, ready to be repeated: inputs at fixed addresses in, logits out."""
-
-    logits: Tensor
-    replay: Callable[[], None]
 
 
 class GPURunner:
@@ -71,18 +49,16 @@ class GPURunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}/rows"
-        self._settings = settings
-        self._lane = device.lane
-        self._beside = device.split(settings.decode_sms) if settings.decode_sms and settings.graphs else None
         self._make_row = rows
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        most = captured_size(settings.max_running)
-        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most)
-        self._staging = Staging(_staging_bytes(settings, self._cutter), device)
-        self._logits = torch.empty(most, self.vocab_size, device=device.torch)
-        self._captured: dict[tuple[int, Lane], Captured] = {}
+        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(settings.max_running))
+        self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
+        size = _staging_bytes(settings, self._cutter)
+        lanes = device.split(settings.decode_sms) if settings.decode_sms and settings.graphs else ()
+        self._main, *self._beside = (Track(lane, Staging(size, device)) for lane in (device.lane, *lanes))
+        self._others = Staging(size, device)  # what a step brings besides the model's inputs
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()
@@ -99,40 +75,44 @@ class GPURunner:
         work = [w for w in plan.work if w.id not in failed]
         if not work:
             return lambda: StepResult(plan.step, {}, failed=failed)
-        with torch.inference_mode(), self._lane.working():
+        with torch.inference_mode(), self._main.lane.working():
             return self._launch(plan.step, work, failed)
 
     def prepare(self, sizes: Sequence[int]) -> None:
-        """Captures the steps of these sizes before anybody waits for them."""
-        with torch.inference_mode(), self._lane.working():
+        """Captures the steps of so many single tokens before anybody waits for them."""
+        with torch.inference_mode(), self._main.lane.working():
             for size in sorted({captured_size(size) for size in sizes}, reverse=True):  # the largest first: one pool
-                self._capture(size, self._lane)
+                self._capture(Shape(size, 0, 0), self._main)
+
+    def forget(self) -> None:
+        """Drops what holds addresses, before memory moves; it is made again when it is needed."""
+        for track in (self._main, *self._beside):
+            track.forget()
+        self._cutter.forget()
+
+    def buffers(self) -> list[Tensor]:
+        """All that is kept on the device between steps, besides weights. Of an idle runner, nothing in it is wanted:
+        counters are back at zero, and a row's table and newest token are written before they are read."""
+        stagings = [self._others, *(track.inputs for track in (self._main, *self._beside))]
+        kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest]
+        return [*kept, *(staging.device for staging in stagings), *self._cutter.buffers()]
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
-        began = self._lane.mark()
+        began = self._main.lane.mark()
         where, blocks = self._rows.news(work)
         singles, chunks = Batch.split(work)
-        size = captured_size(len(singles)) if self._graphed(singles, chunks) else 0
-        lane = self._lane if not chunks or self._beside is None else self._beside[0]
-        captured = self._capture(size, lane) if size else None
-        sheet = self._staging.sheet()
-        if captured is not None:  # first of all, where the captured step expects its inputs
-            padded = Batch.of(singles, self._rows, self._block).padded(size, self._rows.padding)
-            self._inputs(padded, sheet, padded=True)
-        rest = chunks if captured is not None else [*singles, *chunks]
-        inputs = self._inputs(Batch.of(rest, self._rows, self._block), sheet, padded=False) if rest else None
-        ordered = [*singles, *chunks]
-        sampled = [w for w in ordered if w.samples]
+        parts = self._parts(singles, chunks)
+        sheet = self._others.sheet()
+        sampled = [w for w in (*singles, *chunks) if w.samples]
         draw = sampling.prepare(sampled, self._rows, self.vocab_size, sheet) if sampled else None
         table_at, table_of = sheet.put(where), sheet.put(blocks)
         sheet.send()
         if len(where):
             self._rows.tables.view(-1).index_copy_(0, table_at, table_of)
-        logits = self._model(captured, len(singles), inputs)
-        scores, logits = self._score_prompts(ordered, logits)
-        fetch = sampling.sample(draw, logits, self._rows.newest) if draw is not None else None
-        fetched = fetch(_home) if fetch is not None else None
-        ended = self._lane.mark()
+        logits = self._model(parts)
+        scores, logits = self._score_prompts([*singles, *chunks], logits)
+        fetched = sampling.sample(draw, logits, self._rows.newest) if draw is not None else None
+        ended = self._main.lane.mark()
 
         def finish() -> StepResult:
             ended.wait()
@@ -142,41 +122,65 @@ class GPURunner:
 
         return finish
 
-    def _graphed(self, singles: Sequence[Work], chunks: Sequence[Work]) -> bool:
-        return self._settings.graphs and bool(singles) and (not chunks or self._beside is not None)
+    def _parts(self, singles: list[Work], chunks: list[Work]) -> list[Part]:
+        """What runs where. The inputs of each are on their way when it returns."""
+        if singles and chunks and self._beside and self._shape([], chunks) is not None:
+            narrow, wide = self._beside
+            return [self._part(narrow, singles, []), self._part(wide, [], chunks)]
+        return [self._part(self._main, singles, chunks)]
 
-    def _model(self, captured: Captured | None, singles: int, inputs: Inputs | None) -> Tensor:
-        """The logits of a captured step's rows, then those of the rest."""
-        if captured is None:
-            assert inputs is not None
-            return self._forward(inputs, None)
-        if inputs is None or self._beside is None:
-            captured.replay()
-            return captured.logits[:singles]
-        narrow, wide = self._beside
-        ready = self._lane.mark()
-        with narrow.working():
-            narrow.after(ready)
-            captured.replay()
-            self._lane.after(narrow.mark())
-        with wide.working():
-            wide.after(ready)
-            logits = self._forward(inputs, None)
-            self._lane.after(wide.mark())
-        return torch.cat([captured.logits[:singles], logits])
+    def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
+        fixed = self.graphs and (not chunks or self._cutter.fixed)
+        return Shape.of(singles, chunks) if fixed else None
 
-    def _capture(self, size: int, lane: Lane) -> Captured:
-        if (size, lane) not in self._captured:
-            sheet = self._staging.sheet()
-            inputs = self._inputs(Batch.nobody(size, self._rows.padding), sheet, padded=True)
+    def _part(self, track: Track, singles: list[Work], chunks: list[Work]) -> Part:
+        shape = self._shape(singles, chunks)
+        captured = None if shape is None else self._capture(shape, track)
+        batch = Batch.of(singles, chunks, self._rows, self._block)
+        if shape is not None:
+            batch = batch.shaped(shape, self._rows.padding)
+        sheet = track.inputs.sheet()
+        inputs = self._inputs(batch, shape, sheet)
+        alone = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
+        wanted = None if alone else sheet.put(batch.wanted)
+        sheet.send()
+        return Part(track, inputs, captured, len(batch.wanted), wanted)
+
+    def _model(self, parts: list[Part]) -> Tensor:
+        """The logits that are wanted, part after part. Several run beside each other."""
+        if len(parts) == 1:
+            return self._run(parts[0])
+        main, logits = self._main.lane, []
+        ready = main.mark()
+        for part in parts:
+            lane = part.track.lane
+            with lane.working():
+                lane.after(ready)
+                logits.append(self._run(part))
+                main.after(lane.mark())
+        return torch.cat(logits)
+
+    def _run(self, part: Part) -> Tensor:
+        if part.captured is None:
+            return self._forward(part.inputs, None)
+        part.captured.replay()
+        logits = part.captured.logits
+        return logits[: part.count] if part.wanted is None else logits.index_select(0, part.wanted)
+
+    def _capture(self, shape: Shape, track: Track) -> Captured:
+        if shape not in track.captured:
+            sheet = track.inputs.sheet()
+            inputs = self._inputs(Batch.nobodys(shape, self._rows.padding), shape, sheet)
             sheet.send()
-            lane.after(self._lane.mark())
-            logits = self._logits[:size]
-            replay = lane.capture(lambda: self._forward(inputs, logits))
-            self._captured[size, lane] = Captured(logits, replay)
-        return self._captured[size, lane]
+            track.lane.after(self._main.lane.mark())
+            logits = track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+            replay = track.lane.capture(lambda: self._forward(inputs, logits))
+            track.captured[shape] = Captured(logits, replay)
+        return track.captured[shape]
 
-    def _inputs(self, batch: Batch, sheet: Sheet, *, padded: bool) -> Inputs:
+    def _inputs(self, batch: Batch, shape: Shape | None, sheet: Sheet) -> Inputs:
+        """Of a shape, all lies where it lay when that was captured."""
+        most = ops.most_tiles(shape.tokens, shape.chunks) if shape is not None else 0
         return Inputs(
             tokens=sheet.put(batch.tokens),
             token_rows=sheet.put(batch.token_rows),
@@ -185,8 +189,8 @@ class GPURunner:
             context=sheet.put(batch.starts),
             rows=sheet.put(batch.rows),
             query_start=sheet.put(batch.query_start),
-            tiles=self._cutter.cut(batch.starts, batch.counts, batch.singles, sheet.put),
-            logit_rows=None if padded else sheet.put(batch.logit_rows()),
+            tiles=self._cutter.cut(batch.starts, batch.counts, batch.singles, sheet.put, most=most),
+            logit_rows=sheet.put(batch.logit_rows) if shape is None or shape.chunks else None,
         )
 
     def _forward(self, inputs: Inputs, out: Tensor | None) -> Tensor:
@@ -234,23 +238,9 @@ class GPURunner:
         return token_logprobs(logits[: len(successors)], successors, [top] * len(successors))
 
 
-def captured_size(rows: int) -> int:
-    """Few enough sizes to capture, and little padding: 1 2 4 8, then eighths, sixteenths and so on."""
-    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (512, 32)):
-        if rows <= most:
-            return -(-rows // step) * step
-    return -(-rows // 64) * 64
-
-
-def _home(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 def _staging_bytes(settings: GPUConfig, cutter: ops.Cutter) -> int:
     per_token, per_row = 8 + 8 + 8 + 4, 4 + 8 + 4 + 8 + 64
     tables = 16 * (settings.max_batch_tokens // settings.block_size + settings.max_running)
-    rows = captured_size(settings.max_running)
+    rows = most_rows(settings.max_running)
     tiles = cutter.most_bytes(rows, settings.max_batch_tokens)
     return 2 * (settings.max_batch_tokens * per_token + rows * per_row + tables + tiles) + (1 << 20)

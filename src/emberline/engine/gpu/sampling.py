@@ -3,10 +3,11 @@ device with the step's other inputs; what the host needs (tokens, log-probabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from emberline.core.plan import Sampled, TokenLogprob, Work
@@ -54,9 +55,9 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
     )
 
 
-def sample(draw: Draw, logits: Tensor, newest: Tensor) -> Callable[[Callable[[Tensor], Tensor]], Fetched]:
-    """Chooses, and notes each row's newest token on the device; overwrites the logits. The call it gives back brings
-    the results home."""
+def sample(draw: Draw, logits: Tensor, newest: Tensor) -> Fetched:
+    """Chooses, and notes each row's newest token on the device; overwrites the logits. What it gives back is on its
+    way home: it is there when a mark after it has passed."""
     raw = logits.index_select(0, draw.scored[1]) if draw.scored else None
     if draw.edits is not None:
         ops.edit(logits, *draw.edits)
@@ -68,7 +69,7 @@ def sample(draw: Draw, logits: Tensor, newest: Tensor) -> Callable[[Callable[[Te
     if draw.scored is not None and raw is not None:
         most = max(draw.places[i].row.params.logprobs or 0 for i in draw.scored[0])
         parts += ops.log_probs(raw, tokens.index_select(0, draw.scored[1]), most)
-    return lambda home: Fetched(*(home(part) for part in parts))
+    return Fetched(*map(_home, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,12 @@ class Fetched:
             for j, (i, c, r) in enumerate(zip(draw.scored[0], self.chosen.tolist(), self.rank.tolist(), strict=True))
             for n in (draw.places[i].row.params.logprobs or 0,)
         }
+
+
+def _home(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _edits(places: Sequence[Place], known: np.ndarray, sheet: Sheet) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

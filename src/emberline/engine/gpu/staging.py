@@ -48,7 +48,7 @@ class Sheet:
 class Staging:
     def __init__(self, size: int, device: Device) -> None:
         self._lane = device.lane
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+        self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
         self._ring = [device.pinned(size) for _ in range(RING)]
         self._sent: list[Mark | None] = [None] * RING
         self._next = 0
@@ -62,4 +62,4 @@ class Staging:
         def note() -> None:
             self._sent[turn] = self._lane.mark()
 
-        return Sheet(self._ring[turn], self._device, note)
+        return Sheet(self._ring[turn], self.device, note)

@@ -91,7 +91,7 @@ class Kernel:
             count += 1
         stream = torch.cuda.current_stream().cuda_stream
         config = _Config(grid, (threads, 1, 1), self._shared if shared is None else shared, stream, attributes, count)
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
 
 class Module:
@@ -103,17 +103,17 @@ class Module:
         torch.cuda.current_stream()  # makes the device's context current
         self._binary = nvrtc.compile(file, kernels, defines=defines, cache=cache or CACHE.expanduser())
         self._handle = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), self._binary.code))
+        check(driver().cuModuleLoadData(ctypes.byref(self._handle), self._binary.code))
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:
         """`shared`: bytes of dynamic shared memory, raised beyond the usual limit where asked."""
         function = ctypes.c_void_p()
         symbol = self._binary.symbols[name].encode()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
+        check(driver().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
         if shared > 48 << 10:
-            _check(_driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared))
+            check(driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared))
         # The same split of L1 for all: a multiprocessor must run empty before it changes it.
-        _check(_driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, 100))
+        check(driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, 100))
         return Kernel(function, shared)
 
 
@@ -130,8 +130,8 @@ def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> Ten
     boxes = (ctypes.c_uint32 * dims)(*reversed(box))
     made = TensorMap.blank()
     promote_256_bytes = 3
-    _check(
-        _driver().cuTensorMapEncodeTiled(
+    check(
+        driver().cuTensorMapEncodeTiled(
             ctypes.byref(made), TENSOR_TYPES[tensor.dtype], dims, ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
             boxes, steps, 0, SWIZZLES[swizzle], promote_256_bytes, 0,
         )
@@ -153,13 +153,13 @@ def _c_value(argument: Argument) -> ctypes._CData:
             return argument
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
     if status:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorString(status, ctypes.byref(name))
+        driver().cuGetErrorString(status, ctypes.byref(name))
         raise DriverError((name.value or b"unknown error").decode())
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

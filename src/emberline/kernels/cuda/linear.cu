@@ -29,12 +29,6 @@ DEVICE u32 load_fresh(const bf16* at) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");
   return pair;
 }
-// 16 bytes by the thread itself, past the L1; zeros where there are none. Then all that the thread asked for.
-DEVICE void copy_chunk(u32 to, const bf16* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-DEVICE void chunks_are_there() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // A warp's slots. Step s of the warp (its units in order, tile after tile) is in slot s % stages.
 template <class S> struct Ring {
   const TensorMap* weights;
@@ -54,12 +48,12 @@ template <class S> struct Ring {
     }
     __syncwarp();
   }
-  // The next step, if there is one, into its slot, which is free. `bytes` will come by the copy engine.
-  DEVICE void fetch(int lane, bool with_x, u32 bytes = S::SLOT) {
+  // The next step, if there is one, into its slot, which is free.
+  DEVICE void fetch(int lane, bool with_x) {
     if (left == 0) return;
     if (lane == 0) {
       const u32 at = slots + slot * S::SLOT, barrier = barriers + 8 * slot;
-      barrier_expect(barrier, bytes);
+      barrier_expect(barrier, S::SLOT);
       if (with_x) copy_tile(at, x, k_of(unit), 0, barrier, often);
       copy_tile(at + S::X_BYTES, weights, k_of(unit), S::ROWS * tile, barrier, once);
     }
@@ -77,23 +71,6 @@ template <class S> struct Ring {
       copy_tile(slots + i * S::SLOT, x, k_of(j), 0, barriers + 8 * i, often);
       if (++j == units) j = 0;
     }
-  }
-  // The same by the lanes of the warp, whose copies do not queue behind those of the weights.
-  DEVICE void copy_x(int count, const bf16* from, int pitch, int m, int k, int lane) const {
-    const int chunk = lane % 8;
-#pragma unroll 1
-    for (int i = 0, j = 0; i < count; i++) {
-      const int at = k_of(j) + 8 * chunk;
-#pragma unroll
-      for (int row = lane / 8; row < S::COLUMNS; row += 4) {
-        const bool there = row < m && at < k;
-        copy_chunk(slots + i * S::SLOT + swizzled(row, chunk), there ? from + i64(row) * pitch + at : from, there);
-      }
-      if (++j == units) j = 0;
-    }
-    chunks_are_there();
-    shared_writes_are_done();
-    __syncwarp();
   }
 };
 
@@ -216,13 +193,11 @@ template <class S, int WARPS, Epilogue END> struct Outputs {
 // writes one while slower warps still read the other; with one, a barrier keeps them apart. With none, a warp's partial
 // sums lie in the slot that it read last, which is refilled once they have been added up.
 //
-// `early`: launched while the kernel before may still run. Weights are asked for at once, x after it has ended: through
-// the copy engine (1) or by the lanes (2).
+// `early`: launched while the kernel before may still run. Weights are asked for at once, x after it has ended.
 template <int BLOCKS, int TILES, int WARPS, Epilogue END>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     linear(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
-           const bf16* x_rows, int x_pitch, void* out, const bf16* residual, const float* bias, int n, int k, int m,
-           int stages, int buffers, int early) {
+           void* out, const bf16* residual, const float* bias, int n, int k, int m, int stages, int buffers, int early) {
   using S = Shape<BLOCKS, TILES, WARPS>;
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
@@ -239,10 +214,9 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   const int ahead = min(stages, ring.left);
   ring.open(lane);
 #pragma unroll 1
-  for (int i = 0; i < ahead; i++) ring.fetch(lane, early == 0, early == 2 ? S::W_BYTES : S::SLOT);
+  for (int i = 0; i < ahead; i++) ring.fetch(lane, !early);
   wait_for_previous_kernel();
-  if (early == 1 && lane == 0) ring.fetch_x(ahead);
-  if (early == 2) ring.copy_x(ahead, x_rows, x_pitch, m, k, lane);
+  if (early && lane == 0) ring.fetch_x(ahead);
 
   Outputs<S, WARPS, END> outputs{out, residual, bias, n, m, END == GATED ? n / 2 : n};
   u32 parity = 0;

@@ -35,7 +35,6 @@ class Plan:
     stages: int
     buffers: int
     grid: int
-    x_by_lanes: bool = False  # launched early: x of the first slots need not wait for the weights before it
 
     def variant(self, epilogue: str) -> str:
         return f"linear<{self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
@@ -56,12 +55,21 @@ class Weight:
         assert data.dtype is torch.bfloat16 and data.dim() == 2
         self.data = data
         self.n, self.k = data.shape
-        self._maps: dict[int, TensorMap] = {}
+        self._maps: dict[tuple[int, bool], TensorMap] = {}
 
-    def map(self, blocks: int) -> TensorMap:
-        if blocks not in self._maps:
-            self._maps[blocks] = tensor_map(self.data, (16 * blocks, UNIT))
-        return self._maps[blocks]
+    def forget(self) -> None:
+        """The data may lie elsewhere when it is met again."""
+        self._maps.clear()
+
+    def map(self, blocks: int, *, paired: bool = False) -> TensorMap:
+        """For tiles of so many times 16 rows. Paired: for half of one, 8 of each 16 gates and their ups."""
+        if (blocks, paired) not in self._maps:
+            if paired:
+                made = tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, UNIT))
+            else:
+                made = tensor_map(self.data, (16 * blocks, UNIT))
+            self._maps[blocks, paired] = made
+        return self._maps[blocks, paired]
 
 
 def supports(m: int, n: int, k: int) -> bool:
@@ -92,16 +100,16 @@ def linear(
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
-    epilogue = _epilogue(out, residual, gated)
+    epilogue = epilogue_of(out, residual, gated)
     plan = plan or choose(m, w.n, k, gated=gated)
     _kernel(plan.variant(epilogue))(
         (plan.grid, 1, 1),
         32 * plan.warps,
         (
             w.map(plan.blocks),
-            *(tensor_map(x, (8 * plan.tiles, UNIT)), x, x.stride(0)),
+            tensor_map(x, (8 * plan.tiles, UNIT)),
             *(out, residual, bias, w.n, k, m),
-            *(plan.stages, plan.buffers, int(pdl) * (1 + plan.x_by_lanes)),
+            *(plan.stages, plan.buffers, int(pdl)),
         ),
         pdl=pdl,
         shared=plan.shared,
@@ -141,7 +149,7 @@ def _filled(plan: Plan, shared: int) -> Plan:
     return replace(plan, stages=max(0, min(plan.stages, (shared - bare) // a_stage)))
 
 
-def _epilogue(out: Tensor, residual: Tensor | None, gated: bool) -> str:
+def epilogue_of(out: Tensor, residual: Tensor | None, gated: bool) -> str:
     if gated:
         assert residual is None and out.dtype is torch.bfloat16 and out.shape[1] % 16 == 0
         return "GATED"

@@ -14,16 +14,16 @@
 // of a slot has parity u & 1: a computer waits for FULL with it, the fetcher for EMPTY with the other, which a new
 // barrier has already passed. Q's barriers guard the item too.
 #include "common.cuh"
+#include "products.cuh"
 
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;  // queries and keys of a tile; tiles of K, and of V, in the rings
 constexpr int COMPUTING_WARPS = 8;
 constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
 constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, as the copy engine's 128-byte swizzle writes them
-constexpr u32 ALL = 0xffffffffu;
 
 struct Work {
   bf16* out;
-  const int2* tiles;  // request, first query in its chunk
+  const int2* tiles;  // request, first query in its chunk; after the last, requests may be -1
   const int* query_start;
   const int* context;
   const int* tables;
@@ -79,15 +79,6 @@ DEVICE u64 matrix(u32 address, u32 leading) {
   return u64(address >> 4) | u64(leading >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
 }
 
-#define FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define FLOATS_16(d, i) FLOATS_4(d, i), FLOATS_4(d, i + 4), FLOATS_4(d, i + 8), FLOATS_4(d, i + 12)
-#define FLOATS_32(d, i) FLOATS_16(d, i), FLOATS_16(d, i + 16)
-#define NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 \
-  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // Accumulators of m64nN: warp w of the group, lane l holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
 // 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the left operand's fragment of columns 16 k .. 16 k + 15.
@@ -110,15 +101,6 @@ DEVICE void add_group(float (&d)[32], const u32* a, u64 b) {
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
       : FLOATS_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int LEFT>
-DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
-// The compiler thinks a product's results are there at once: nothing that uses them may move above the wait.
-template <int N> DEVICE void ready(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 template <int D> DEVICE void score(float (&s)[64], u64 q, u64 k) {
   products_begin();
@@ -140,7 +122,6 @@ template <int D> DEVICE void mix(float (&o)[D / 2], const u32 (&p)[32], u64 v) {
 // -- the fetching warp ------------------------------------------------------------------------------------------------
 
 DEVICE u64 usual_in_l2() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
-DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // One tile of keys or values. Lane i knows the block of piece i. `barriers`: FULL of every stage, then EMPTY.
 template <int D>
@@ -169,6 +150,7 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
     int next = 0;
     if (lane == 0) next = gridDim.x + atomicAdd(work.counters, 1);  // used only once this item is fetched
     const int2 tile = work.tiles[index / work.q_heads];
+    if (tile.x < 0) break;  // the rest of the list is padding
     const int begin = work.query_start[tile.x], count = work.query_start[tile.x + 1] - begin;
     const Item item = {work.context[tile.x] + tile.y, min(count - tile.y, ROWS), begin + tile.y, index % work.q_heads};
     const int kv_head = item.head / work.group, final_block = (item.position + item.rows - 1) / size;

@@ -1,0 +1,56 @@
+"""Shape: the size of a captured step. Few enough of them to capture, and little padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from emberline.core.plan import Work
+
+CHUNKS = (8, 32)  # rows of chunks in a step
+MOST_TOKENS = 8192  # of them; larger steps lose nothing by not being captured
+BESIDE = 32  # single tokens in a step that also has chunks come in multiples of this: there, padding costs little
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Rows [0, singles) have one token each; the others, chunks with so many tokens between them."""
+
+    singles: int
+    chunks: int
+    tokens: int  # of the chunks
+
+    @staticmethod
+    def of(singles: Sequence[Work], chunks: Sequence[Work]) -> Shape | None:
+        """None: no captured step serves, since there are too many chunks or tokens, or prompts to be scored."""
+        if not chunks:
+            return Shape(captured_size(len(singles)), 0, 0)
+        tokens = _tokens(sum(len(w.tokens) for w in chunks))
+        rows = next((rows for rows in CHUNKS if len(chunks) <= rows), None)
+        if tokens is None or rows is None or any(w.prompt_logprobs for w in chunks):
+            return None
+        return Shape(-(-len(singles) // BESIDE) * BESIDE, rows, tokens)
+
+    @property
+    def rows(self) -> int:
+        return self.singles + self.chunks
+
+
+def captured_size(rows: int) -> int:
+    """1 2 4 8, then eighths, sixteenths and so on."""
+    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (512, 32)):
+        if rows <= most:
+            return -(-rows // step) * step
+    return -(-rows // 64) * 64
+
+
+def most_rows(rows: int) -> int:
+    """Of a step with so many requests, padding included."""
+    return max(captured_size(rows), -(-rows // BESIDE) * BESIDE) + CHUNKS[-1]
+
+
+def _tokens(count: int) -> int | None:
+    for most, step in ((1024, 64), (2048, 128), (4096, 256), (MOST_TOKENS, 512)):
+        if count <= most:
+            return -(-count // step) * step
+    return None

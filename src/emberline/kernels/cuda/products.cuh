@@ -1,0 +1,26 @@
+// What kernels with warpgroup products share, after common.cuh: names for accumulators, and the order products need.
+#pragma once
+
+constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
+
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+#define FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FLOATS_16(d, i) FLOATS_4(d, i), FLOATS_4(d, i + 4), FLOATS_4(d, i + 8), FLOATS_4(d, i + 12)
+#define FLOATS_32(d, i) FLOATS_16(d, i), FLOATS_16(d, i + 16)
+#define NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+// The compiler thinks a product's results are there at once: nothing that uses them may move above the wait.
+template <int N> DEVICE void ready(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}

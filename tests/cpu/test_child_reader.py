@@ -1,0 +1,217 @@
+"""A reader whose reading another process does: what it brings, what it says when something is wrong, how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.errors import ModelError, ModelFileError
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models import child_reader
+from emberline.models import reader as reading
+from emberline.models.child_reader import ChildReader, start_reader
+from emberline.models.config import ModelConfig
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.loader import IGNORABLE
+from emberline.models.reader import Piece, Reader, files_of
+from emberline.models.weights import Weights
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+def bytes_of(piece: Piece) -> bytes:
+    import ctypes
+
+    out = ctypes.create_string_buffer(piece.length)
+    piece.buffer.copy_to(ctypes.addressof(out), piece.length)
+    assert out.raw == bytes(piece.buffer.memory[: piece.length])
+    return out.raw
+
+
+def pieces(reader: Reader) -> dict[tuple[str, int], bytes]:
+    found: dict[tuple[str, int], bytes] = {}
+    while (piece := reader.take(20)) is not None:
+        assert (piece.file.name, piece.offset) not in found, "read twice"
+        found[piece.file.name, piece.offset] = bytes_of(piece)
+        reader.give_back(piece)
+    return found
+
+
+def gone(process: int) -> bool:
+    """Or only waiting for someone to ask how it ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def within(seconds: float, what: Any) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if what():
+            return True
+        time.sleep(0.01)
+    return bool(what())
+
+
+@pytest.mark.parametrize(("piece", "ahead", "threads"), [(4096, 0, 1), (4096, 3 * 4096, 5), (3 << 20, 1 << 30, 4)])
+def test_every_byte_once(piece: int, ahead: int, threads: int, tmp_path: Path) -> None:
+    made = random.Random(1)
+    sizes = [0, 1, 4095, 4096, 4097, 100_001, (3 << 20) + 5 if piece > 4096 else 7]
+    files = {f"{i}": made.randbytes(size) for i, size in enumerate(sizes)}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    paths = [tmp_path / name for name in files]
+    with ChildReader.spawn(paths, piece=piece, ahead=ahead, threads=threads) as reader:
+        found = pieces(reader)
+        assert reader.take() is None and reader.ready()
+        assert reader.stats.bytes == sum(sizes) and reader.stats.seconds > 0
+        reader.close()
+        reader.close()
+        assert reader.process.returncode is not None
+    for name, data in files.items():
+        assert b"".join(part for (file, _), part in sorted(found.items()) if file == name) == data
+
+
+def test_waits_when_all_buffers_are_in_use(tmp_path: Path) -> None:
+    data = random.Random(2).randbytes(25 * 4096)
+    (tmp_path / "file").write_bytes(data)
+    with ChildReader.spawn([tmp_path / "file"], piece=4096, ahead=3 * 4096, threads=2) as reader:
+        held = [reader.take(20) for _ in range(3)]
+        time.sleep(0.2)
+        assert reader.stats.bytes == 3 * 4096 and not reader.ready()
+        with pytest.raises(ModelFileError, match="nothing came"):
+            reader.take(0.05)
+        found = {}
+        for piece in held:
+            assert piece is not None
+            found[piece.offset] = bytes_of(piece)
+            reader.give_back(piece)
+        found |= {offset: part for (_, offset), part in pieces(reader).items()}
+    assert b"".join(found[offset] for offset in sorted(found)) == data
+
+
+def test_the_weights_wait_for_what_is_read_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(8192))
+    first = [(str(tmp_path / "file"), 0, 8192), (str(tmp_path / "gone"), 0, 5)]
+    with ChildReader.spawn([tmp_path / "file"], piece=4096, first=first) as reader:
+        time.sleep(0.2)
+        assert reader.stats.bytes == 0
+        assert reader.wait_first(10)
+        assert within(10, lambda: reader.stats.bytes == 8192)  # nobody has to take any
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("ahead", [4096, 1 << 30])
+def test_weights_from_it(dtype: torch.dtype | None, ahead: int, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(tiny.write(tmp_path, shards=3))
+    config = ModelConfig.from_hf(checkpoint.config)
+    reader = ChildReader.spawn(files_of(checkpoint), piece=4096, ahead=ahead)
+    placed = DeviceWeights(checkpoint, dtype, "cpu", reader)
+    plain = Weights(checkpoint, dtype)
+    pairs = []
+    for name in [name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 2]:
+        rows, columns = checkpoint.info(name).shape
+        pairs.append((placed.matrix(name, rows, columns), plain.matrix(name, rows, columns)))
+        pairs[-1][0].fill_(float("nan"))
+    for name in [name for name in checkpoint.names() if len(checkpoint.info(name).shape) == 1]:
+        pairs.append((placed.vector(name, config.hidden), plain.vector(name, config.hidden)))
+        pairs[-1][0].fill_(float("nan"))
+    placed.finish(IGNORABLE)
+    assert pairs and all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    assert reader.process.returncode is not None
+
+
+def test_errors_come_from_there_as_they_would_from_here(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(40_000))
+    with ChildReader.spawn([file], piece=4096, ahead=0) as reader:
+        os.truncate(file, 9000)
+        with pytest.raises(ModelFileError, match="ended at byte 9000 of 40000") as raised:
+            pieces(reader)
+        assert raised.value.hint == "download the file again"
+        with pytest.raises(ModelFileError, match="ended at byte"):
+            reader.take(5)
+    with ChildReader.spawn([file], piece=4096) as reader:
+        file.unlink()
+        with pytest.raises(ModelFileError, match=r"cannot read .*file: No such file"):
+            reader.take(20)
+    with pytest.raises(ModelFileError, match="missing"):
+        ChildReader.spawn([tmp_path / "missing"])
+
+
+def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(40_000))
+    with ChildReader.spawn([tmp_path / "file"], piece=4096, ahead=4096) as reader:
+        piece = reader.take(20)
+        assert piece is not None
+        os.kill(reader.process.pid, signal.SIGKILL)
+        reader.process.wait(10)
+        with pytest.raises(ModelError, match="lost"):
+            bytes_of(piece)
+        reader.give_back(piece)
+        with pytest.raises(ModelError, match="has ended"):
+            reader.take(20)
+
+
+def test_a_stopped_process_does_not_hold_us_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(40_000))
+    with ChildReader.spawn([tmp_path / "file"], piece=4096) as reader:
+        os.kill(reader.process.pid, signal.SIGSTOP)
+        with pytest.raises(ModelFileError, match="nothing came from the disk"):
+            reader.take(0.05)
+    assert gone(reader.process.pid)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "raise SystemExit", "reader.take(20)"])
+def test_it_ends_with_its_parent(end: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(40_000))
+    code = f"""
+import os
+from pathlib import Path
+from emberline.models.child_reader import ChildReader
+reader = ChildReader.spawn([Path({str(tmp_path / "file")!r})], piece=4096, ahead=0)
+print(reader.process.pid, flush=True)
+reader.wait_first(1)
+{end}
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(reading.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert within(10, lambda: gone(int(done.stdout)))
+
+
+def test_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(bytes(40_000))
+
+    def kind() -> type[Reader]:
+        with start_reader([tmp_path / "file"]) as reader:
+            assert len(pieces(reader)) == 1
+            return type(reader)
+
+    assert kind() is Reader  # not worth it
+    monkeypatch.setattr(child_reader, "WORTH", 40_000)
+    assert kind() is ChildReader
+    real = sys.executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert kind() is Reader
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert kind() is Reader
+    monkeypatch.setattr(sys, "executable", real)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(child_reader, "_copy", refuse)
+    assert kind() is Reader
+    with pytest.raises(ModelFileError, match="missing"):
+        start_reader([tmp_path / "missing"])

@@ -1,0 +1,180 @@
+"""Models that take turns on a GPU: the same tokens after sleep, graphs and maps made anew, memory given back."""
+
+from __future__ import annotations
+
+import gc
+import random
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.config import GPUConfig
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+SETTINGS = {"max_running": 16, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 256 * 1024}
+KINDS = {"a": tiny.config("llama", **SIZES), "b": tiny.config("qwen3", **SIZES)}
+SEGMENT = 10 << 20  # what is larger has memory of its own, which torch gives back when it is freed
+LEFT = 512 << 20  # cuBLAS's workspace of a stream, handles, and small tensors that share memory with others'
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: tiny.write(tmp_path_factory.mktemp(name), config, seed=i)
+        for i, (name, config) in enumerate(KINDS.items())
+    }
+
+
+def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore[no-untyped-def]
+    from emberline.engine.gpu.boot import boot_from
+    from emberline.engine.gpu.swap import Swapped
+    from emberline.engine.memory import plan
+    from emberline.hub.checkpoint import Checkpoint
+    from emberline.models.config import ModelConfig
+
+    chosen = GPUConfig(**(SETTINGS | settings))  # type: ignore[arg-type]
+    planned = plan(
+        ModelConfig.from_hf(Checkpoint.open(home).config),
+        torch.cuda.mem_get_info()[1],
+        dtype_bytes=dtype.itemsize,
+        kv_dtype_bytes=dtype.itemsize,
+        block_size=chosen.block_size,
+        max_running=chosen.max_running,
+        max_batch_tokens=chosen.max_batch_tokens,
+        max_context=2048,
+        fraction=chosen.memory_fraction,
+        kv_tokens=chosen.kv_tokens,
+    )
+    return Swapped(planned, lambda: boot_from(home, chosen, dtype=dtype))
+
+
+def tokens(engine: Engine, name: str) -> dict[str, list[int]]:
+    """Prompts that share a block, so that what was cached would be used; chunks, then graphs of several sizes."""
+    rng = random.Random(7)
+    shared = [rng.randrange(3, 32000) for _ in range(130)]
+    for i, length in enumerate((5, 131, 400, 900, 200)):
+        prompt = (shared + [rng.randrange(3, 32000) for _ in range(length)])[:length]
+        params = SamplingParams(max_tokens=20 + 5 * i, temperature=0.9, seed=i, ignore_eos=True)
+        engine.add(Submission(f"{name}{i}", prompt, params))
+    found: dict[str, list[int]] = {}
+    while not engine.idle:
+        for o in engine.step():
+            assert o.error is None
+            found.setdefault(o.id.removeprefix(name), []).extend(o.tokens)
+    engine.kv.check()
+    return found
+
+
+def poison(size: int) -> None:
+    """NaN where the sleeper was: whoever reads an address of before sees it."""
+    blocks = [torch.full((64 << 20,), float("nan"), device="cuda") for _ in range(-(-size // (256 << 20)))]
+    small = [torch.full((1 << 18,), float("nan"), device="cuda") for _ in range(64)]
+    torch.cuda.synchronize()
+    del blocks, small
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_take_turns_and_say_the_same(homes: dict[str, Path], dtype: torch.dtype) -> None:
+    from emberline.engine.gpu.swap import Sleeper
+
+    models = {name: swapped(home, dtype) for name, home in homes.items()}
+    sleeper = Sleeper(max(model.nbytes for model in models.values()))
+    for name, model in models.items():
+        sleeper.add(name, model)
+    expected: dict[str, dict[str, list[int]]] = {}
+    for turn in range(3):
+        for name, model in models.items():
+            sleeper.use(name)
+            assert sleeper.awake == (name,) and model.engine.kv.num_cached == 0
+            said = tokens(model.engine, f"{turn}-")
+            assert said == expected.setdefault(name, said), (name, turn)
+    assert expected["a"] != expected["b"]
+    turns = sleeper.turns["b"]
+    assert (turns.wakes, turns.sleeps) == (3, 2) and turns.sleep_bytes >= models["b"].engine.runner.model.weight_bytes
+    for model in models.values():
+        model.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_really_given_back(homes: dict[str, Path], dtype: torch.dtype) -> None:
+    from emberline.models.sleep import every
+
+    first = swapped(homes["a"], dtype)
+    first.wake()
+    tokens(first.engine, "first")  # loads every kernel
+    first.close()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    bare = torch.cuda.mem_get_info()[0]
+    model = swapped(homes["a"], dtype)
+    model.wake()
+    expected = tokens(model.engine, "x")
+    runner = model.engine.runner
+    storages = [t.untyped_storage() for t in every(torch.Tensor, runner.model)]
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    large = sum(size for size in weights.values() if size >= SEGMENT)
+    cache = runner.cache.keys.nbytes + runner.cache.values.nbytes
+    assert large >= 2 * 32000 * 512 * dtype.itemsize
+    for turn in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        awake = torch.cuda.mem_get_info()[0]
+        copied = model.sleep()
+        asleep = torch.cuda.mem_get_info()[0]
+        assert asleep - awake >= large + cache
+        assert bare - asleep <= LEFT, (bare - asleep) >> 20
+        assert copied == (sum(weights.values()) if turn == 0 else 0)
+        poison(large + cache)
+        model.wake()
+        assert not runner.cache.keys.any() and not runner.cache.values.any()
+        assert tokens(model.engine, f"{turn}-") == expected
+    model.sleep()
+    model.close()
+
+
+def test_both_awake_where_both_fit(homes: dict[str, Path]) -> None:
+    """One sleeps and wakes beside the other, which is in the middle of its work."""
+    from emberline.engine.gpu.swap import Sleeper, room
+
+    models = {name: swapped(home, torch.float32) for name, home in homes.items()}
+    sleeper = Sleeper(room(torch.cuda.mem_get_info()[1]))
+    for name, model in models.items():
+        sleeper.add(name, model)
+        sleeper.use(name)
+    assert sleeper.awake == ("a", "b")
+    expected = {name: tokens(model.engine, "x") for name, model in models.items()}
+    busy, other = models["a"].engine, models["b"]
+    for i in range(4):
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        busy.add(Submission(f"long{i}", list(range(3, 60 + i)), params))
+    for _ in range(5):
+        busy.step()
+    assert not models["a"].idle
+    other.sleep()
+    poison(64 << 20)
+    busy.step()
+    other.wake()
+    assert tokens(other.engine, "y") == expected["b"]
+    while not busy.idle:
+        assert all(o.error is None for o in busy.step())
+    assert tokens(busy, "z") == expected["a"]
+    for model in models.values():
+        model.close()

@@ -1,0 +1,175 @@
+"""`emberline doctor`: the plan of a GPU's memory before anything is loaded, and what it says of the GPU itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emberline.cli import doctor
+from emberline.cli.__main__ import main
+from emberline.engine.memory import kv_token_bytes, plan
+from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
+from emberline.kernels.cuda import nvrtc
+from emberline.models.config import ModelConfig
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+H200 = doctor.GPU("NVIDIA H200", 150_123_642_880, (9, 0))
+Run = Callable[..., tuple[int, str]]
+
+
+def write_model(directory: Path, dtype: str = "BF16") -> Path:
+    """Its config is an 8B's; of its files, doctor reads sizes and dtypes only."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(LLAMA_8B))
+    data = os.urandom(6 * DTYPE_BYTES[dtype])
+    write_tensors(directory / "model.safetensors", {doctor.FIRST: (dtype, (2, 3))}, [data])
+    return directory
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """On a machine with the given GPU, or with none."""
+
+    def go(*arguments: object, gpu: doctor.GPU | None = None) -> tuple[int, str]:
+        monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
+        monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))  # builds; not what is tested here
+        monkeypatch.setattr(doctor, "_software", lambda: iter(()))
+        code = main(["doctor", *map(str, arguments)])
+        return code, capsys.readouterr().out
+
+    return go
+
+
+def kv_tokens(output: str) -> int:
+    found = re.search(r"^ok    kv cache .*: (\d+) tokens", output, re.MULTILINE)
+    assert found, output
+    return int(found[1])
+
+
+def test_the_plan_is_the_engines_own(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model, "--gpu-memory", "141G")
+    expected = plan(
+        ModelConfig.from_hf(LLAMA_8B), 141 << 30, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=256,
+        max_batch_tokens=8192, max_context=131072, fraction=0.95,
+    )  # fmt: skip
+    assert code == 0 and "!!" not in output
+    for name, size in expected.rows():
+        assert re.search(rf"^ok    {name} +{size / 2**30:.2f} GiB", output, re.MULTILINE), name
+    assert kv_tokens(output) == expected.kv_tokens
+
+
+def test_every_option_changes_it(run: Run, tmp_path: Path) -> None:
+    ask = ("--model", write_model(tmp_path / "m"), "--gpu-memory", "80G")
+    base = kv_tokens(run(*ask)[1])
+    for more in (("--max-running", 512), ("--max-batch-tokens", 32768), ("--dtype", "float32")):
+        assert kv_tokens(run(*ask, *more)[1]) < base, more
+    assert kv_tokens(run(*ask, "--max-context", 4096)[1]) > base
+    assert kv_tokens(run(*ask, "--kv-dtype", "float8")[1]) == pytest.approx(2 * base, abs=128)
+    output = run(*ask, "--kv-dtype", "float8", "--max-context", 1000)[1]
+    token = kv_token_bytes(ModelConfig.from_hf(LLAMA_8B), 1)
+    assert f"{token / 1e3:.1f} kB a token, {token * 1000 / 1e6:.0f} MB a context of 1000 (float8)" in output
+
+
+def test_dtype_is_the_files_and_float16_widens(run: Run, tmp_path: Path) -> None:
+    narrow = kv_tokens(run("--model", write_model(tmp_path / "bf16"), "--gpu-memory", "80G")[1])
+    for dtype in ("F32", "F16"):
+        model = write_model(tmp_path / dtype, dtype)
+        assert kv_tokens(run("--model", model, "--gpu-memory", "80G")[1]) < narrow / 2
+        half = kv_tokens(run("--model", model, "--gpu-memory", "80G", "--dtype", "bfloat16")[1])
+        assert half == narrow
+
+
+def test_what_does_not_fit_fails_with_numbers(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model, "--gpu-memory", "16G")
+    assert code == 1
+    assert re.search(r"!!  gpu memory +the model does not fit: 95% of 16.00 GiB .* weights 14.96", output)
+    assert "hint: take a smaller model" in output
+    code, output = run("--model", model, "--gpu-memory", "24G", "--max-batch-tokens", 65536)
+    assert code == 1 and "hint: lower --max-batch-tokens" in output
+    code, output = run("--model", model, "--gpu-memory", "141G", "--max-context", 200_000)
+    assert code == 1 and "max_context is 200000; this model allows 1 to 131072" in output
+
+
+def test_a_context_that_does_not_fit_is_worth_knowing(run: Run, tmp_path: Path) -> None:
+    code, output = run("--model", write_model(tmp_path / "m"), "--gpu-memory", "24G")
+    assert code == 0
+    assert re.search(rf"^--    context +cut to {kv_tokens(output)} tokens", output, re.MULTILINE)
+
+
+def test_the_gpu_here_is_planned_for_unless_told_otherwise(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, here = run("--model", model, gpu=H200)
+    assert code == 0
+    assert re.search(r"^ok  gpu +NVIDIA H200, 139.81 GiB, compute capability 9.0: our kernels serve it", here, re.M)
+    _, told = run("--model", model, "--gpu-memory", H200.memory, gpu=None)
+    assert kv_tokens(here) == kv_tokens(told)
+    _, other = run("--model", model, "--gpu-memory", "80G", gpu=H200)
+    assert kv_tokens(other) < kv_tokens(here)
+
+
+def test_no_gpu_and_another_gpu(run: Run, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model)
+    assert code == 0 and "gpu memory" not in output and "kB a token" in output
+    code, output = run("--model", model, gpu=doctor.GPU("NVIDIA B200", 180 << 30, (10, 0)))
+    assert code == 0 and "gpu memory" not in output
+    assert re.search(r"^--  gpu +NVIDIA B200, .* capability 10.0: our kernels are made for 9.0", output, re.M)
+
+
+def test_a_gpu_needs_its_compilers(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> None:
+        raise nvrtc.CompileError("there is no libnvrtc")
+
+    monkeypatch.setattr(nvrtc, "_library", nothing)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model, gpu=H200)
+    assert code == 1
+    assert re.search(r"^!!  triton +missing", output, re.M) and re.search(r"^!!  nvrtc +missing", output, re.M)
+    code, output = run("--model", model)
+    assert code == 0 and re.search(r"^--  triton +missing", output, re.M)
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--gpu-memory", "much"), ("--gpu-memory", "inf"), ("--gpu-memory", "-3G"), ("--max-running", "0")]
+)
+def test_nonsense_is_refused(run: Run, wrong: tuple[str, str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run(*wrong)
+    assert refused.value.code == 2
+
+
+def test_the_plan_needs_no_torch(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+from emberline.cli.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", code, "doctor", "--model", str(write_model(tmp_path / "m")), "--gpu-memory", "80G"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1, done.stderr  # torch is missing, after all
+    assert re.search(r"^!!  torch +missing", done.stdout, re.M)
+    assert kv_tokens(done.stdout) > 400_000
