@@ -112,5 +112,10 @@ def digits(x: float, significant: int = 5) -> float:
 def command() -> str:
     """As a person would type it, whatever file was really started."""
     name, *arguments = sys.argv
-    start = "emberline" if Path(name).stem in ("emberline", "__main__") else Path(name).name
-    return shlex.join([start, *arguments])
+    parts = Path(name).with_suffix("").parts
+    module = ".".join(parts[len(parts) - parts[::-1].index("emberline") - 1 :]) if "emberline" in parts else ""
+    if module.startswith("emberline.bench."):
+        start = ["python", "-m", module.removesuffix(".__main__")]
+    else:
+        start = ["emberline" if Path(name).stem in ("emberline", "__main__") else Path(name).name]
+    return shlex.join([*start, *arguments])

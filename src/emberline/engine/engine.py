@@ -25,7 +25,11 @@ class Runner(Protocol):
     num_blocks: int
     vocab_size: int
     eos: frozenset[int]
-    layout: str  # names model and cache form: part of every block's identity
+
+    @property
+    def layout(self) -> str:
+        """Names model and cache form: part of every block's identity."""
+        ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

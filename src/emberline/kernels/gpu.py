@@ -161,15 +161,12 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     """Our own, where there is one and it is faster than cuBLAS."""
-    m, size = len(x), w.n * w.k
+    m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
     if skinny.supports(m, w.n, w.k):
         return skinny.linear
-    # As measured of a prototype with the layers of an 8B Llama: at 64 rows cuBLAS is faster with the smallest of them
-    # (4096 x 4096: too few rows for tall tiles), at 128 no slower with the next (6144 x 4096) and faster with the head.
-    faster = size > 1 << 24 if m <= 64 else 1 << 25 < size < 1 << 28
-    return wide.linear if faster and wide.supports(m, w.n, w.k) else None
+    return wide.linear if wide.supports(m, w.n, w.k) else None
 
 
 def _full(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:

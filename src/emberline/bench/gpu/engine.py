@@ -44,7 +44,7 @@ PREFILLS = 3
 LIMIT = 60.0  # seconds that a job may take
 SETTINGS: dict[str, Any] = {
     "max_running": 1024,
-    "max_batch_tokens": 8192,
+    "max_batch_tokens": 32_768,  # a whole prompt is one step
     "max_context": 32_768,
     "prefix_cache": False,
 }

@@ -69,14 +69,15 @@ def boot_gpu(
     *,
     context: int,
     settings: GPUConfig,
-    identity: str = "random",
+    identity: Callable[[], str] = lambda: "random",
     compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
 ) -> Booted:
-    """`weights` is where the tensors come from; it is finished here, with everything else made while they arrive."""
+    """`weights` is where the tensors come from; it is finished here, with everything else made while they arrive.
+    `identity` is asked for when they have."""
     began = time.perf_counter()
     device = device or Cuda()
-    model = Decoder.load(config, weights, context, identity)
+    model = Decoder.load(config, weights, context, "")
     kv_dtype = model.dtype if settings.kv_dtype == "auto" else KV_DTYPES.get(settings.kv_dtype)
     if kv_dtype is None:
         raise InvalidRequest(
@@ -102,6 +103,9 @@ def boot_gpu(
     runner = GPURunner(model, cache, eos, RowMaker(config.vocab, eos, compiler), settings, device, context)
     ready = time.perf_counter()
     seconds = {"plan": made - began, "runner": ready - made, **_fill(weights, runner)}
+    filled = time.perf_counter()
+    runner.model = replace(model, fingerprint=identity())  # reads a little of every tensor: not while the disk is busy
+    seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
         max_batch_tokens=max(settings.max_batch_tokens, settings.max_running),
@@ -138,7 +142,7 @@ def boot_from(
     torch.cuda.synchronize(device.torch)
     there = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch, reader)
-    identity = fingerprint(checkpoint, config, str(dtype), context)
+    identity = partial(fingerprint, checkpoint, config, str(dtype), context)
     grammars = None if compiler is None else partial(compiler, directory, config)
     booted = boot_gpu(
         config, weights, context=context, settings=settings, identity=identity, compiler=grammars, device=device

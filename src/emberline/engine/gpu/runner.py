@@ -48,7 +48,6 @@ class GPURunner:
         self.num_blocks = cache.num_blocks
         self.vocab_size = model.config.vocab
         self.eos = eos
-        self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}/rows"
         self._make_row = rows
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
@@ -59,6 +58,10 @@ class GPURunner:
         lanes = device.split(settings.decode_sms) if settings.decode_sms and settings.graphs else ()
         self._main, *self._beside = (Track(lane, Staging(size, device)) for lane in (device.lane, *lanes))
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
+
+    @property
+    def layout(self) -> str:
+        return f"{self.model.fingerprint}/{self.cache.shape.dtype}/{self.cache.shape.block_size}/rows"
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.launch(plan)()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from emberline.core.plan import Work
 
 CHUNKS = (8, 32)  # rows of chunks in a step
-MOST_TOKENS = 8192  # of them; larger steps lose nothing by not being captured
+MOST_TOKENS = 1024  # of them; larger steps take longer than launching them does
 BESIDE = 32  # single tokens in a step that also has chunks come in multiples of this: there, padding costs little
 
 
@@ -50,7 +50,7 @@ def most_rows(rows: int) -> int:
 
 
 def _tokens(count: int) -> int | None:
-    for most, step in ((1024, 64), (2048, 128), (4096, 256), (MOST_TOKENS, 512)):
+    for most, step in ((MOST_TOKENS, 64),):
         if count <= most:
             return -(-count // step) * step
     return None
