@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberline.core.clock import ManualClock
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Request
 from emberline.kv.manager import KVManager
@@ -93,3 +94,24 @@ def test_without_prefix_cache_only_siblings_share() -> None:
     kv.commit(a)
     assert kv.admit(b) and b.cached == 0
     assert kv.admit(sibling) and sibling.cached == 16
+
+
+def test_how_long_blocks_stay() -> None:
+    clock = ManualClock()
+    kv = KVManager(2, 8, "t", clock=clock)
+    first = request("first", list(range(9)))  # two blocks: one full, one begun
+    assert kv.admit(first)
+    clock.advance(2.0)
+    first.computed = 9
+    kv.commit(first)
+    kv.free(first)
+    assert sorted(kv.residency.drain()) == [("lifetime", 2.0)]  # the begun one; the full one is idle
+    clock.advance(3.0)
+    again = request("again", list(range(9)))
+    assert kv.admit(again) and again.cached == 8
+    kv.free(again)
+    assert sorted(kv.residency.drain()) == [("lifetime", 0.0), ("reuse_gap", 3.0)]
+    clock.advance(4.0)
+    other = request("other", list(range(500, 516)))
+    assert kv.admit(other)
+    assert sorted(kv.residency.drain()) == [("idle_before_evict", 4.0), ("lifetime", 9.0)]

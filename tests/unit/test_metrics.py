@@ -49,3 +49,19 @@ def test_counters_gauges_and_histograms() -> None:
     assert 'vllm:request_prefill_kv_computed_tokens_sum{model_name="m"} 6' in text
     assert 'vllm:iteration_tokens_total_count{model_name="m"} 2' in text
     assert 'emberline:engine_restarts_total{model_name="m"} 2' in text
+
+
+def test_blocks_waiting_sources_and_the_start() -> None:
+    metrics = Metrics("m")
+    metrics.began(10, 4)
+    metrics.started({"weights": 1.5}, 100, 200)
+    metrics.stepped(Stats(step=1, residency=[("lifetime", 3.0), ("reuse_gap", 0.5), ("lifetime", 1.0)]))
+    text = rendered(metrics, waiting=5, deferred=2, prompt_tokens=6)
+    assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="capacity"} 3' in text
+    assert 'vllm:num_requests_waiting_by_reason{model_name="m",reason="deferred"} 2' in text
+    assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="local_cache_hit"} 4' in text
+    assert 'vllm:kv_block_lifetime_seconds_sum{model_name="m"} 4.0' in text
+    assert 'vllm:kv_block_reuse_gap_seconds_count{model_name="m"} 1' in text
+    assert 'vllm:kv_block_idle_before_evict_seconds_count{model_name="m"} 0' in text
+    assert 'emberline:startup_seconds{model_name="m",phase="weights"} 1.5' in text
+    assert 'emberline:kv_bytes{model_name="m"} 200' in text

@@ -60,6 +60,9 @@ class Output:
     timing: Timing | None = None  # with the first and the last
 
 
+BlockSample = tuple[str, float]  # lifetime, idle_before_evict or reuse_gap of a KV block; seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since start and gauges of now; what /metrics and the charts are made of."""
@@ -67,6 +70,7 @@ class Stats:
     step: int = 0
     running: int = 0
     waiting: int = 0
+    deferred: int = 0  # of these, waiting for a sibling to compute the prompt they share
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
@@ -80,6 +84,7 @@ class Stats:
     busy_seconds: float = 0.0  # in the runner, all steps
     cpu_seconds: float = 0.0  # of the engine process, all threads
     host_seconds: float = 0.0  # of the engine loop outside the runner
+    residency: list[BlockSample] = field(default_factory=list)  # seen since the last report
 
     @property
     def kv_usage(self) -> float:

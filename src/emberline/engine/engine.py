@@ -48,7 +48,9 @@ class Engine:
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
-        self.kv = KVManager(runner.num_blocks, config.block_size, runner.layout, prefix_cache=config.prefix_cache)
+        self.kv = KVManager(
+            runner.num_blocks, config.block_size, runner.layout, prefix_cache=config.prefix_cache, clock=self.clock
+        )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
         self._ahead = runner if isinstance(runner, AheadRunner) else None
@@ -139,11 +141,13 @@ class Engine:
         return not self.scheduler.requests and not self._under_way
 
     def stats(self) -> Stats:
+        """As of now; samples of blocks are told once."""
         s = self.scheduler
         return Stats(
             step=self._steps,
             running=len(s.running),
             waiting=s.num_waiting,
+            deferred=s.num_deferred,
             blocks_total=self.kv.total,
             blocks_free=self.kv.num_free,
             blocks_cached=self.kv.num_cached,
@@ -157,6 +161,7 @@ class Engine:
             busy_seconds=self._busy,
             cpu_seconds=time.process_time(),
             host_seconds=self._host,
+            residency=self.kv.residency.drain(),
         )
 
     def _collect(self) -> list[Output]:

@@ -62,6 +62,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.requests) - len(self.running)
 
+    @property
+    def num_deferred(self) -> int:
+        return sum(map(len, self._followers.values()))
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:

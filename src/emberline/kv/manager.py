@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from emberline.core.clock import Clock, SystemClock
 from emberline.core.request import Request
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixIndex
+from emberline.kv.residency import Residency
 from emberline.tokens.blockhash import block_hash, root_hash
 
 
 class KVManager:
-    def __init__(self, total_blocks: int, block_size: int, layout: str, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        layout: str,
+        *,
+        prefix_cache: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.queries = 0  # tokens looked up at admissions
         self.hits = 0  # of these, found
         self._layout = layout
         self._prefix = PrefixIndex()
-        self._pool = BlockPool(total_blocks, on_evict=self._prefix.forget)
+        self.residency = Residency(total_blocks, clock or SystemClock())
+        self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency)
         self._tables: dict[str, list[int]] = {}
         self._indexed: dict[str, int] = {}  # how many of a request's leading blocks are in the index
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
+from emberline.kv.residency import Residency
+
 
 class BlockPool:
-    def __init__(self, total: int, on_evict: Callable[[int], None]) -> None:
+    def __init__(self, total: int, on_evict: Callable[[int], None], residency: Residency) -> None:
         self.total = total
         self._on_evict = on_evict
+        self._residency = residency
         self._holders = [0] * total
         self._free = list(range(total - 1, -1, -1))  # a stack: the most recently freed is reused first and is warm
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -40,6 +43,8 @@ class BlockPool:
         else:
             block, _ = self._idle.popitem(last=False)
             self._on_evict(block)
+            self._residency.evicted(block)
+        self._residency.taken(block)
         assert self._holders[block] == 0
         self._holders[block] = 1
         return block
@@ -48,6 +53,7 @@ class BlockPool:
         """One more holder of a block whose content is wanted as it is."""
         if self._holders[block] == 0:
             del self._idle[block]
+            self._residency.reused(block)
         self._holders[block] += 1
 
     def release(self, block: int, *, keep: bool) -> None:
@@ -57,8 +63,10 @@ class BlockPool:
         if self._holders[block] == 0:
             if keep:
                 self._idle[block] = None
+                self._residency.idled(block)
             else:
                 self._free.append(block)
+                self._residency.freed(block)
 
     def check(self) -> None:
         unheld = set(self._free) | set(self._idle)

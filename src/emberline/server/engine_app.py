@@ -261,17 +261,19 @@ class EngineApp:
                 "uptime_seconds": time.time() - self._began,
                 "kv_usage": s.kv_usage,
                 "open_requests": engine.num_open,
-                **{name: getattr(s, name) for name in s.__slots__},
+                **{name: getattr(s, name) for name in s.__slots__ if name != "residency"},
             }
         )
 
     async def _scrape(self, x: Exchange) -> None:
         engine = self._engine
+        if (ready := engine.ready) is not None:
+            self._metrics.started(ready.seconds, ready.weight_bytes, ready.kv_bytes)
         text = self._metrics.render(
             engine.stats,
             restarts=engine.restarts,
             ready=engine.state is State.READY,
-            block_size=engine.ready.block_size if engine.ready else 0,
+            block_size=ready.block_size if ready else 0,
         )
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 

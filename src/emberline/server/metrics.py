@@ -4,33 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from emberline.core.events import Stats, Timing
 
-SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    640.0,
-)
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+           160.0, 640.0)  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -80,10 +59,26 @@ class Metrics:
         self.max_tokens = Histogram("vllm:request_params_max_tokens", "The max_tokens asked for.", TOKENS)
         self.n = Histogram("vllm:request_params_n", "The n asked for.", (1, 2, 5, 10, 20, 50, 100))
         self.iteration = Histogram("vllm:iteration_tokens_total", "Tokens computed in one step.", TOKENS)
+        self.blocks = {
+            kind: Histogram(f"vllm:kv_block_{kind}_seconds", help_, SECONDS)
+            for kind, help_ in (
+                ("lifetime", "From the time a KV block is filled to its eviction or release."),
+                ("idle_before_evict", "How long an evicted KV block had not been used."),
+                ("reuse_gap", "How long a KV block lay idle until its content was used again."),
+            )
+        }
         self._step = 0
         self._cached_tokens = 0
+        self._startup: dict[str, float] = {}
+        self._memory = (0, 0)
+
+    def started(self, seconds: Mapping[str, float], weight_bytes: int, kv_bytes: int) -> None:
+        """What the engine that is running now said when it was ready."""
+        self._startup, self._memory = dict(seconds), (weight_bytes, kv_bytes)
 
     def stepped(self, stats: Stats) -> None:
+        for kind, seconds in stats.residency:
+            self.blocks[kind].observe(seconds)
         if stats.step != self._step:  # idle reports repeat the last step
             self._step = stats.step
             self.iteration.observe(stats.step_tokens)
@@ -125,6 +120,8 @@ class Metrics:
             ("emberline:kv_blocks_free", "KV blocks that hold nothing.", stats.blocks_free),
             ("emberline:kv_blocks_cached", "KV blocks that hold only reusable prefixes.", stats.blocks_cached),
             ("emberline:kv_blocks", "KV blocks in all.", stats.blocks_total),
+            ("emberline:weight_bytes", "Memory of the weights.", self._memory[0]),
+            ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
         ):
             lines += _family(name, help_, "gauge", [(one, gauge)])
@@ -142,16 +139,7 @@ class Metrics:
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
             lines += _family(name, help_, "counter", [(one, counter)])
-        config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
-        lines += _family("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
-        waiting = [(f'{one},reason="capacity"', stats.waiting)]
-        lines += _family("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
-        reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
-        lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
-        replies = [
-            (f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())
-        ]
-        lines += _family("emberline:http_replies_total", "HTTP replies.", "counter", replies)
+        lines += self._labelled(stats, block_size)
         for histogram in (
             self.ttft,
             self.itl,
@@ -167,9 +155,36 @@ class Metrics:
             self.max_tokens,
             self.n,
             self.iteration,
+            *self.blocks.values(),
         ):
             lines += histogram.lines(one)
         return "\n".join(lines) + "\n"
+
+    def _labelled(self, stats: Stats, block_size: int) -> list[str]:
+        """Families that have labels of their own."""
+        one = self._labels
+        lines: list[str] = []
+        config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
+        lines += _family("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
+        waiting = [
+            (f'{one},reason="capacity"', stats.waiting - stats.deferred),
+            (f'{one},reason="deferred"', stats.deferred),
+        ]
+        lines += _family("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
+        sources = [
+            (f'{one},source="local_compute"', stats.prompt_tokens),
+            (f'{one},source="local_cache_hit"', self._cached_tokens),
+        ]
+        lines += _family("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
+        phases = [(f'{one},phase="{phase}"', seconds) for phase, seconds in self._startup.items()]
+        lines += _family("emberline:startup_seconds", "What the engine's start took, phase by phase.", "gauge", phases)
+        reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
+        lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
+        replies = [
+            (f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())
+        ]
+        lines += _family("emberline:http_replies_total", "HTTP replies.", "counter", replies)
+        return lines
 
 
 def _family(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:

@@ -208,7 +208,7 @@ def wake_runner(slept: Sleep) -> None:
 def forget_prefixes(engine: Engine) -> None:
     assert engine.idle
     old = engine.kv
-    kv = KVManager(old.total, old.block_size, engine.runner.layout, prefix_cache=old.prefix_cache)
+    kv = KVManager(old.total, old.block_size, engine.runner.layout, prefix_cache=old.prefix_cache, clock=engine.clock)
     kv.queries, kv.hits = old.queries, old.hits  # counters only rise
     engine.kv = engine.scheduler.kv = kv
 
