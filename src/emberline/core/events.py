@@ -44,7 +44,7 @@ class Timing:
         return None if self.finished is None else self.finished - self.arrival
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every token
 class Output:
     """New tokens of one completion, or its end, or both. Exactly one Output of a completion has `finish`."""
 

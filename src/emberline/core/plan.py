@@ -24,7 +24,7 @@ class Admission:
 PENDING = -1  # in the place of a token that the step before samples
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like Sampled: one is made for every token, and that would take three times as long
 class Work:
     """One request's share of a step: compute `tokens` at positions [start, start + len(tokens))."""
 
@@ -60,7 +60,7 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     token: int
     logprob: TokenLogprob | None = None

@@ -59,6 +59,13 @@ class Row:
         for token in self.tokens[self.prompt_len :]:
             self._accept(token)
 
+    @property
+    def plain(self) -> bool:
+        """Whether its choice depends on nothing but the logits, and nothing but the choice is wanted."""
+        p = self.params
+        special = self._penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
+        return not special
+
     def edits(self, known: int) -> Edits | None:
         """Penalties, bias and the minimal length, when the token after `known` ones is chosen."""
         short = known - self.prompt_len < self.params.min_tokens

@@ -72,12 +72,16 @@ class Scheduler:
         """The next step, or None when nothing can run."""
         self._expire()
         planned: dict[str, int] = {}
+        chunks = []
         for request in self.running[:]:
-            if request.remaining == 1 and request.status is Status.RUNNING:  # not preempted for one before it
+            remaining = request.remaining
+            if remaining > 1:
+                chunks.append(request)
+            elif remaining and request.status is Status.RUNNING:  # not preempted for one before it
                 self._plan(request, 1, planned)
         budget = self._chunk_budget(planned)
-        for request in self.running[:]:
-            if budget > 0 and request.remaining > 1 and request.status is Status.RUNNING:
+        for request in chunks:
+            if budget > 0 and request.status is Status.RUNNING:
                 budget -= self._plan(request, min(request.remaining, budget), planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
             planned[admitted.id] = min(admitted.remaining, budget)
@@ -99,6 +103,7 @@ class Scheduler:
         if self._pacer is not None and plan.work:
             singles = sum(len(work.tokens) == 1 for work in plan.work)
             self._pacer.learn(singles, plan.num_tokens - singles, result.seconds)
+        now = self.clock.now()
         for work in plan.work:
             request = self.requests.get(work.id)
             if request is None:
@@ -110,17 +115,18 @@ class Scheduler:
                 self._computed(request, work, result)
             if work.samples:
                 request.pending -= 1
-                self._advance(request, result.sampled[work.id])
+                self._advance(request, result.sampled[work.id], now)
 
     # -- the parts of a step --------------------------------------------------------------------------------------
 
     def _computed(self, request: Request, work: Work, result: StepResult) -> None:
         request.computed = work.start + len(work.tokens)
-        self.prompt_tokens += max(0, min(request.computed, request.prompt_len) - work.start)
+        if work.start < request.prompt_len:
+            self.prompt_tokens += min(request.computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
         self.kv.commit(request)
-        if request.computed >= request.prompt_len:
+        if self._followers and request.computed >= request.prompt_len:
             self._release_followers(request)
 
     def _admit_next(self) -> Request | None:
@@ -212,9 +218,8 @@ class Scheduler:
     def _admission(request: Request) -> Admission:
         return Admission(request.id, list(request.tokens), request.prompt_len, request.params, request.seed)
 
-    def _advance(self, request: Request, sampled: Sampled) -> None:
+    def _advance(self, request: Request, sampled: Sampled, now: float) -> None:
         """A new token is known: tell the client, and see whether it is the last."""
-        now = self.clock.now()
         first = request.first_token is None
         if first:
             request.first_token = now

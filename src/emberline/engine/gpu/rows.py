@@ -21,6 +21,7 @@ class Place:
 
     index: int
     row: Row
+    plain: bool  # the logits as they are, and nothing but a token: what most requests want
     blocks: int = 0
     life: int = 0
 
@@ -48,7 +49,7 @@ class Rows:
     def add(self, request_id: str, row: Row) -> None:
         assert request_id not in self._places
         index, p = self._free.pop(), row.params
-        self._places[request_id] = Place(index, row)
+        self._places[request_id] = Place(index, row, row.plain)
         self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
         self.top_p[index], self.min_p[index] = p.top_p, p.min_p
         self.seed[index] = np.uint64(row.seed % (1 << 64)).astype(np.int64)

@@ -91,6 +91,7 @@ class GPURunner:
         """Drops what holds addresses, before memory moves; it is made again when it is needed."""
         for track in (self._main, *self._beside):
             track.forget()
+        self._others.forget()
         self._cutter.forget()
 
     def buffers(self) -> list[Tensor]:

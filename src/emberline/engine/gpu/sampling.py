@@ -38,7 +38,8 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
     places = [rows[w.id] for w in work]
     index = np.fromiter((p.index for p in places), np.int64, len(places))
     known = np.fromiter((w.start + len(w.tokens) for w in work), np.int32, len(work))
-    scored = [i for i, p in enumerate(places) if p.row.params.logprobs is not None]
+    special = [i for i, p in enumerate(places) if not p.plain]
+    scored = [i for i in special if places[i].row.params.logprobs is not None]
     return Draw(
         work,
         places,
@@ -49,8 +50,8 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
         sheet.put(rows.top_p[index]),
         sheet.put(rows.min_p[index]),
         sheet.put(rows.seed[index]),
-        _edits(places, known, sheet),
-        _mask(places, vocab, sheet),
+        _edits(places, special, known, sheet),
+        _mask(places, special, vocab, sheet),
         (scored, sheet.put(np.array(scored, np.int64))) if scored else None,
     )
 
@@ -87,6 +88,9 @@ class Fetched:
         for i, (w, place, token) in enumerate(zip(draw.work, draw.places, self.tokens.tolist(), strict=True)):
             if rows.get(w.id) is not place:
                 continue
+            if place.plain:
+                sampled[w.id] = Sampled(token)
+                continue
             row = place.row
             if row.error is None:  # the mask was good
                 row.append(token)
@@ -114,8 +118,10 @@ def _home(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _edits(places: Sequence[Place], known: np.ndarray, sheet: Sheet) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    found = [(i, e) for i, p in enumerate(places) if (e := p.row.edits(int(known[i]))) is not None]
+def _edits(
+    places: Sequence[Place], special: Sequence[int], known: np.ndarray, sheet: Sheet
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    found = [(i, e) for i in special if (e := places[i].row.edits(int(known[i]))) is not None]
     if not found:
         return None
     rows = np.concatenate([np.full(len(e.ids), i, np.int32) for i, e in found])
@@ -127,8 +133,8 @@ def _edits(places: Sequence[Place], known: np.ndarray, sheet: Sheet) -> tuple[Te
     )
 
 
-def _mask(places: Sequence[Place], vocab: int, sheet: Sheet) -> tuple[Tensor, Tensor] | None:
-    masked = [(i, p.row.matcher) for i, p in enumerate(places) if p.row.matcher is not None]
+def _mask(places: Sequence[Place], special: Sequence[int], vocab: int, sheet: Sheet) -> tuple[Tensor, Tensor] | None:
+    masked = [(i, m) for i in special if (m := places[i].row.matcher) is not None]
     if not masked:
         return None
     bits = np.full((len(masked), -(-vocab // 32)), -1, np.int32)

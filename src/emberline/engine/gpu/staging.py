@@ -6,7 +6,7 @@ is a ring, since a copy may still be under way when the next step is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from emberline.engine.gpu.device import Device, Mark
 
 ALIGN = 128
 RING = 3
+MOST_VIEWS = 4096
 DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -26,40 +27,56 @@ DTYPES = {
 class Sheet:
     """One step's inputs. The same shapes put in the same order land at the same device addresses."""
 
-    def __init__(self, host: Tensor, device: Tensor, sent: Callable[[], None]) -> None:
-        self._host, self._device, self._sent = host, device, sent
-        self._bytes = host.numpy()
+    def __init__(self, staging: Staging, turn: int) -> None:
+        self._staging, self._turn = staging, turn
+        self._host = staging.ring[turn]
+        self._bytes = staging.bytes[turn]
         self._end = 0
 
     def put(self, values: np.ndarray) -> Tensor:
         """Where the values will be on the device once the sheet is sent."""
         begin, end = self._end, self._end + values.nbytes
         if end > len(self._bytes):  # penalties over very long texts: rare, so they may cost a copy of their own
-            return torch.from_numpy(values).to(self._device.device)
-        self._bytes[begin:end] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+            return torch.from_numpy(values).to(self._staging.device.device)
+        self._bytes[begin:end] = values.reshape(-1).view(np.uint8)
         self._end = -(-end // ALIGN) * ALIGN
-        return self._device[begin:end].view(DTYPES[values.dtype]).view(values.shape)
+        return self._staging.view(begin, end, values.dtype, values.shape)
 
     def send(self) -> None:
-        self._device[: self._end].copy_(self._host[: self._end], non_blocking=True)
-        self._sent()
+        self._staging.device[: self._end].copy_(self._host[: self._end], non_blocking=True)
+        self._staging.sent(self._turn)
 
 
 class Staging:
     def __init__(self, size: int, device: Device) -> None:
         self._lane = device.lane
         self.device = torch.zeros(size, dtype=torch.uint8, device=device.torch)
-        self._ring = [device.pinned(size) for _ in range(RING)]
+        self.ring = [device.pinned(size) for _ in range(RING)]
+        self.bytes = [host.numpy() for host in self.ring]
         self._sent: list[Mark | None] = [None] * RING
         self._next = 0
+        self._views: dict[tuple[object, ...], Tensor] = {}
 
     def sheet(self) -> Sheet:
         turn = self._next
         self._next = (turn + 1) % RING
         if (sent := self._sent[turn]) is not None:
             sent.wait()  # passed long ago, unless the host is a whole ring ahead
+        return Sheet(self, turn)
 
-        def note() -> None:
-            self._sent[turn] = self._lane.mark()
+    def sent(self, turn: int) -> None:
+        self._sent[turn] = self._lane.mark()
 
-        return Sheet(self._ring[turn], self.device, note)
+    def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
+        """A part of the device's buffer. Steps ask for the same ones again and again, and making one takes microseconds."""
+        key = begin, dtype, shape
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = self.device[begin:end].view(DTYPES[dtype]).view(shape)
+        return found
+
+    def forget(self) -> None:
+        """The buffer may lie elsewhere when it is met again."""
+        self._views.clear()

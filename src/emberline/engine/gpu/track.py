@@ -53,6 +53,7 @@ class Track:
     def forget(self) -> None:
         self.captured.clear()
         self.lane.forget()
+        self.inputs.forget()
         self._logits = None
 
 
