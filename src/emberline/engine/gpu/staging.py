@@ -68,7 +68,7 @@ class Staging:
         self._sent[turn] = self._lane.mark()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        """A part of the device's buffer. Steps ask for the same ones again and again, and making one takes microseconds."""
+        """A part of the device's buffer. Steps ask for the same ones over and over, and making one takes its time."""
         key = begin, dtype, shape
         found = self._views.get(key)
         if found is None:
