@@ -29,7 +29,7 @@ from emberline.core.events import Output
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.fake import FakeRunner
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
@@ -445,3 +445,18 @@ def test_an_attempt_records_why_it_failed() -> None:
     attempt(report, "decode_b1", broken)
     assert report.config["failed"] == {"decode_b1": "ValueError: no"}
     assert json.dumps(report.config)
+
+
+def test_the_soak_counts_every_ending_and_notices_a_missing_one() -> None:
+    from emberline.bench.gpu.soak import soak
+
+    config = SchedulerConfig(block_size=64, max_batch_tokens=512, max_running=8)
+    engine = Engine(config, FakeAheadRunner(200, 64, vocab_size=200_000))
+    found = soak(engine, 0.5, rate=40.0)
+    assert found["requests"] > 3 and found["leaked"] == 0 and found["completions"] >= found["requests"]
+
+    lost = Engine(config, FakeAheadRunner(200, 64, vocab_size=200_000))
+    collect = lost._collect
+    lost._collect = lambda: [o for o in collect() if o.finish is None]  # type: ignore[method-assign]
+    with pytest.raises(EmberlineError, match="not each as often"):
+        soak(lost, 0.2, rate=40.0)

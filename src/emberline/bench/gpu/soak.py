@@ -1,0 +1,91 @@
+"""`python -m emberline.bench.gpu.soak`: random arrivals and aborts for minutes. Nothing may leak, or end but once."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from emberline.bench.gpu.engine import SETTINGS, VOCAB, boot
+from emberline.bench.report import Report
+from emberline.core.errors import EmberlineError
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority, Submission
+from emberline.engine.engine import Engine
+
+RATE = 60.0  # requests a second, on average
+ABORTED = 0.2  # of all
+CHECK = 50  # steps between two counts of the blocks
+TIGHT = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}  # so that some wait
+
+
+def soak(engine: Engine, seconds: float, seed: int = 0, rate: float = RATE) -> dict[str, int]:
+    """What happened; raises if a law of the house was broken."""
+    rng = random.Random(seed)
+    opened: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
+    shared = [rng.randrange(1, VOCAB) for _ in range(2048)]
+    end, due, steps = time.perf_counter() + seconds, 0.0, 0
+    began = time.perf_counter()
+    while (now := time.perf_counter()) < end or not engine.idle:
+        while now < end and now - began >= due:
+            due += rng.expovariate(rate)
+            submission = _draw(rng, f"r{len(opened)}", shared)
+            engine.add(submission)
+            opened[submission.id] = submission.params.n
+            if rng.random() < ABORTED:
+                engine.abort(rng.choice(list(opened)[-50:]))
+        for output in engine.step():
+            if output.error is not None:
+                raise EmberlineError(f"{output.id}: {output.error}")
+            if output.finish is not None:
+                ended[output.id] += 1
+        steps += 1
+        if steps % CHECK == 0:
+            engine.kv.check()
+    engine.kv.check()
+    if ended != opened:
+        raise EmberlineError(
+            f"{len(opened)} requests were opened, and {len(ended)} ended, not each as often as it should"
+        )
+    leaked = engine.kv.total - engine.kv.num_free - engine.kv.num_cached
+    return {"requests": len(opened), "completions": sum(ended.values()), "steps": steps, "leaked": leaked}
+
+
+def _draw(rng: random.Random, name: str, shared: list[int]) -> Submission:
+    prompt = shared[: rng.choice((0, 0, 64, 500, 1500))] + [
+        rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 1200))
+    ]
+    params = SamplingParams(
+        max_tokens=rng.randrange(1, 300),
+        n=rng.choice((1, 1, 1, 2, 4)),
+        temperature=rng.choice((0.0, 0.7, 1.3)),
+        top_k=rng.choice((0, 50)),
+        top_p=rng.choice((1.0, 0.9)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
+        logprobs=rng.choice((None, None, 3)),
+        seed=rng.randrange(1 << 40),
+        ignore_eos=True,
+    )
+    return Submission(name, prompt, params, rng.choice(list(Priority)), timeout=1e9)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.soak", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    args = parser.parse_args()
+    settings: dict[str, Any] = SETTINGS | TIGHT
+    engine = boot(settings).engine
+    report = Report("gpu-soak", {"settings": settings, "seconds": args.seconds, "rate": RATE, "aborted": ABORTED})
+    for name, count in soak(engine, args.seconds).items():
+        report.add(name, count, "")
+    report.add("preemptions", engine.scheduler.preemptions, "times")
+    report.emit(args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The arrays of a step: padding changes nothing for those who are in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.params import SamplingParams
+from emberline.core.plan import PENDING, Admission, Work
+from emberline.engine.gpu.batch import Batch
+from emberline.engine.gpu.rows import Rows
+from emberline.engine.gpu.shape import MOST_TOKENS, Shape, captured_size, most_rows
+from emberline.engine.sampler import Row
+
+BLOCK = 16
+CHUNKS = st.lists(st.tuples(st.integers(0, 40), st.integers(2, 50), st.booleans()), max_size=6)
+
+
+def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Rows, list[Work]]:
+    rows = Rows(64, 32, torch.device("cpu"))
+    work = [Work(f"s{i}", start, [PENDING], [], samples=True) for i, start in enumerate(singles)]
+    work += [Work(f"c{i}", start, [7] * n, [], samples=samples) for i, (start, n, samples) in enumerate(chunks)]
+    for at, w in enumerate(work):
+        params = SamplingParams()
+        rows.add(w.id, Row(Admission(w.id, [1], 1, params, 0), 100, frozenset(), None))
+        needed = -(-(w.start + len(w.tokens)) // BLOCK)
+        w.blocks = list(range(100 * at, 100 * at + needed))
+    rows.news(work)
+    return rows, work
+
+
+@settings(max_examples=80, deadline=None)
+@given(singles=st.lists(st.integers(0, 200), max_size=40), chunks=CHUNKS)
+def test_a_shaped_step_holds_the_same_and_nothing_that_matters_besides(
+    singles: list[int], chunks: list[tuple[int, int, bool]]
+) -> None:
+    rows, work = step(singles, chunks)
+    if not work:
+        return
+    alone, parts = Batch.split(work)
+    plain = Batch.of(alone, parts, rows, BLOCK)
+    shape = Shape.of(alone, parts)
+    assert shape is not None
+    shaped = plain.shaped(shape, rows.padding)
+    assert len(shaped.rows) == shape.rows and len(shaped.tokens) == shape.singles + shape.tokens
+    assert len(shaped.logit_rows) == (shape.rows if parts else shape.singles)
+    begin, real = shaped.query_start, plain.query_start
+    for row in range(len(work)):
+        at = row if row < len(alone) else row - len(alone) + shape.singles
+        assert shaped.rows[at] == plain.rows[row] and shaped.starts[at] == plain.starts[row]
+        for name in ("tokens", "positions", "slots", "token_rows"):
+            ours = getattr(shaped, name)[begin[at] : begin[at + 1]]
+            assert np.array_equal(ours, getattr(plain, name)[real[row] : real[row + 1]]), name
+    mine = np.isin(shaped.token_rows, plain.rows)
+    assert mine.sum() == len(plain.tokens) and (shaped.slots[~mine] == -1).all()
+    # The logits that are wanted belong to the same tokens, in the same order.
+    order = shaped.slots[shaped.logit_rows[shaped.wanted]]
+    assert np.array_equal(order, plain.slots[plain.logit_rows])
+
+
+def test_slots_follow_the_block_table() -> None:
+    rows, work = step([17], [(15, 3, True)])
+    batch = Batch.of(*Batch.split(work), rows, BLOCK)
+    assert batch.slots.tolist() == [1 * BLOCK + 1, 100 * BLOCK + 15, 101 * BLOCK, 101 * BLOCK + 1]
+    assert batch.logit_rows.tolist() == [0, 3]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9, 63, 65, 200, 300, 700, 1000])
+def test_padding_is_small_and_room_is_planned_for_it(rows: int) -> None:
+    assert rows <= captured_size(rows) <= max(rows * 1.34, rows + 7)
+    assert captured_size(rows) <= most_rows(rows)
+
+
+def test_what_has_no_shape() -> None:
+    long = [Work("a", 0, [1] * (MOST_TOKENS + 1), [], samples=True)]
+    scored = [Work("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
+    crowd = [Work(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
+    assert Shape.of([], long) is None and Shape.of([], scored) is None and Shape.of([], crowd) is None

@@ -1,0 +1,65 @@
+"""Chunks of prompts are as large as the streams beside them allow, and the pacer finds out how large that is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.params import SamplingParams
+from emberline.core.plan import StepPlan, StepResult
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeRunner
+from emberline.engine.pacing import LEAST, Pacer
+
+
+@settings(max_examples=60, deadline=None)
+@given(base=st.floats(0.002, 0.015), per_token=st.floats(5e-6, 60e-6), target=st.floats(0.02, 0.06))
+def test_it_finds_the_chunk_that_meets_the_target(base: float, per_token: float, target: float) -> None:
+    pacer = Pacer(target)
+    for step in range(200):
+        chunk = 0 if step % 4 == 0 else pacer.allowance(8) or 0
+        pacer.learn(8, chunk, base + per_token * chunk)
+    chunk = pacer.allowance(8)
+    assert chunk is not None
+    wanted = (target - base) / per_token
+    assert chunk == LEAST or abs(chunk - wanted) <= 0.1 * wanted + 64
+
+
+def test_nobody_waiting_means_no_limit_and_a_hopeless_target_still_gets_on() -> None:
+    assert Pacer(0.03).allowance(0) is None
+    assert Pacer(1e-6).allowance(5) == LEAST
+
+
+class Timed(FakeRunner):
+    """Steps take what their tokens cost."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(4000, 16)
+        self._clock = clock
+        self.seconds: list[float] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        seconds = 0.004 + 20e-6 * plan.num_tokens
+        self._clock.advance(seconds)
+        self.seconds.append(seconds)
+        return StepResult(result.step, result.sampled, result.prompt_logprobs, seconds=seconds)
+
+
+@pytest.mark.parametrize("target", [None, 0.02])
+def test_a_stream_goes_on_beside_a_long_prompt(target: float | None) -> None:
+    clock = ManualClock()
+    runner = Timed(clock)
+    engine = Engine(SchedulerConfig(max_batch_tokens=8192, max_context=32_768, itl_target=target), runner, clock)
+    engine.add(Submission("stream", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True)))
+    for _ in range(10):
+        engine.step()
+    engine.add(Submission("long", list(range(900)) * 30, SamplingParams(max_tokens=1)))
+    while not engine.idle:
+        engine.step()
+    slowest = sorted(runner.seconds)[-3:]
+    assert (max(slowest) > 0.15) if target is None else (max(slowest) < 1.3 * target)
