@@ -28,6 +28,7 @@ def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Rows,
         rows.add(w.id, Row(Admission(w.id, [1], 1, params, 0), 100, frozenset(), None))
         needed = -(-(w.start + len(w.tokens)) // BLOCK)
         w.blocks = list(range(100 * at, 100 * at + needed))
+    rows.seat(work)
     rows.news(work)
     return rows, work
 
@@ -79,3 +80,16 @@ def test_what_has_no_shape() -> None:
     scored = [Work("b", 0, [1, 2], [], samples=True, prompt_logprobs=True)]
     crowd = [Work(f"c{i}", 0, [1, 2], [], samples=True) for i in range(33)]
     assert Shape.of([], long) is None and Shape.of([], scored) is None and Shape.of([], crowd) is None
+
+
+def test_a_row_of_one_who_is_not_in_the_step_is_given_on_and_its_table_sent_again() -> None:
+    rows, (a, b, c) = step([16], [(0, 20, True), (0, 33, True)])
+    few = Rows(2, 32, torch.device("cpu"))
+    for w in (a, b, c):
+        few.add(w.id, rows[w.id].row)
+    for pair in ((a, b), (b, c), (c, a), (a, b)):
+        few.seat(pair)
+        few.news(pair)
+        assert len({few[w.id].index for w in pair}) == 2
+        for w in pair:
+            assert few.mirror[few[w.id].index, : len(w.blocks)].tolist() == w.blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
-from emberline.core.request import Submission
+from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Host
 from emberline.engine.gpu.runner import GPURunner
@@ -140,3 +141,26 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: Decoder) -> None:
     whole, chunked = scores(engine(model)), scores(engine(model, budget=7, running=4))
     assert whole == chunked == scores(engine(model, budget=7, running=4, ahead=True))
     assert [len(s) for s in whole] == [n - 1 for n in LENGTHS]
+
+
+def test_more_requests_may_have_begun_than_can_run(model: Decoder) -> None:
+    """Interactive ones overtake a batch one that was preempted: it keeps what it sampled, but no row on the device."""
+    small, middle, long = (submissions(SamplingParams(max_tokens=OUT, temperature=0.0))[i] for i in (0, 1, 2))
+    long = replace(long, priority=Priority.BATCH)
+    expected: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+    for s in (small, middle, long):
+        expected |= run(engine(model, prefix=False), [s])
+    e = engine(model, blocks=10, running=2, ahead=True, prefix=False)
+    e.add(long)
+    outputs = e.step() + e.step()
+    e.add(middle)
+    while not e.scheduler.preemptions and not e.idle:
+        outputs += e.step()
+    assert [r.parent for r in e.scheduler.waiting] == [long.id]
+    e.add(small)
+    while not e.idle:
+        outputs += e.step()
+    found: dict[tuple[str, int], list[int]] = {}
+    for o in outputs:
+        found.setdefault((o.id, o.index), []).extend(o.tokens)
+    assert found == {name: tokens for name, (tokens, _) in expected.items()}

@@ -16,6 +16,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.scheduler import MOST_SCORED
 
 
 def engine(
@@ -280,3 +281,23 @@ def test_what_cannot_be_served_is_refused_at_the_door() -> None:
     e.add(submission("waiting", 4))
     with pytest.raises(Overloaded):
         e.add(submission("one too many", 4))
+
+
+def test_scored_prompts_share_a_budget_of_their_own() -> None:
+    """A row of logits for each token: without a bound, one step could ask for gigabytes."""
+    e = engine(blocks=600, budget=4000, max_context=2000)
+    for i in range(3):
+        e.add(submission(f"scored{i}", 700, start=i, max_tokens=2, prompt_logprobs=0))
+    e.add(submission("plain", 900, start=77, max_tokens=2))
+    seen, found = 0, {}
+    while not e.idle:
+        plan = e.scheduler.schedule()
+        if plan is None:
+            break
+        assert sum(len(w.tokens) for w in plan.work if w.prompt_logprobs) <= MOST_SCORED
+        seen += sum(len(w.tokens) for w in plan.work if w.prompt_logprobs)
+        e.scheduler.update(plan, e.runner.run(plan))
+        for o in e._collect():
+            if o.prompt_logprobs is not None:
+                found[o.id] = len(o.prompt_logprobs)
+    assert seen == 3 * 700 and found == {f"scored{i}": 699 for i in range(3)}

@@ -89,6 +89,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted and not yet told."""
+        return self.params.prompt_logprobs is not None and self.first_token is None
+
+    @property
     def remaining(self) -> int:
         """Tokens the next step may compute."""
         if self.pending and (self.stepwise or self.known >= self.limit):

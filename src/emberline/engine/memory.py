@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from emberline.core.errors import ModelError
 from emberline.engine.gpu.shape import MOST_TOKENS
+from emberline.engine.scheduler import MOST_SCORED
 from emberline.models.config import ModelConfig
 
 FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
@@ -78,7 +79,7 @@ def plan(
         "weights": weight_bytes(config, dtype_bytes),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": _scratch(config, block_size, max_running, max_context),
-        "logits": LOGIT_COPIES * F32 * max_running * config.vocab,
+        "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS)),
         "reserve": RESERVE,
     }

@@ -17,6 +17,8 @@ from emberline.engine.admission import WaitingQueue
 from emberline.engine.pacing import Pacer
 from emberline.kv.manager import KVManager
 
+MOST_SCORED = 512  # prompt tokens of a step whose log-probabilities are wanted: each has a row of logits
+
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Clock, eos: frozenset[int] = frozenset()) -> None:
@@ -31,6 +33,7 @@ class Scheduler:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self._pacer = None if config.itl_target is None else Pacer(config.itl_target)
+        self._scored = MOST_SCORED  # what is left of it
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
         self._admitted: list[Request] = []  # the runner has not met these
@@ -79,12 +82,12 @@ class Scheduler:
                 chunks.append(request)
             elif remaining and request.status is Status.RUNNING:  # not preempted for one before it
                 self._plan(request, 1, planned)
-        budget = self._chunk_budget(planned)
+        budget, self._scored = self._chunk_budget(planned), MOST_SCORED
         for request in chunks:
-            if budget > 0 and request.status is Status.RUNNING:
-                budget -= self._plan(request, min(request.remaining, budget), planned)
+            if request.status is Status.RUNNING and (count := self._share(request, budget)):
+                budget -= self._plan(request, count, planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
-            planned[admitted.id] = min(admitted.remaining, budget)
+            planned[admitted.id] = self._share(admitted, budget)
             budget -= planned[admitted.id]
         if not planned and not self._ended:
             return None
@@ -134,6 +137,8 @@ class Scheduler:
         request = self.waiting.head()
         if request is None or request.pending or len(self.running) >= self.config.max_running:
             return None
+        if request.scores and not self._scored:
+            return None
         if not self.kv.admit(request, reserve=len(self.running)):
             return None  # nobody overtakes the head, or a long prompt would wait for ever
         self.waiting.pop()
@@ -146,6 +151,14 @@ class Scheduler:
         self.running.append(request)
         self.running.sort(key=self.waiting.rank)
         return request
+
+    def _share(self, request: Request, budget: int) -> int:
+        """Of the budget, what a request can use; scored tokens have a budget of their own besides."""
+        count = min(request.remaining, budget)
+        if request.scores:
+            count = min(count, self._scored)
+            self._scored -= count
+        return count
 
     def _plan(self, request: Request, count: int, planned: dict[str, int]) -> int:
         """How much of the budget it took."""
@@ -207,7 +220,7 @@ class Scheduler:
             tokens if len(tokens) == count else [*tokens, PENDING],
             self.kv.table(request),
             samples=samples,
-            prompt_logprobs=request.params.prompt_logprobs is not None and request.first_token is None,
+            prompt_logprobs=request.scores,
             life=request.preemptions,
         )
         request.planned = end

@@ -1,6 +1,7 @@
 """Rows: what the device keeps of each request between steps: its block table and its newest token.
 
-A row belongs to one request from admission to its end. Row `capacity` belongs to nobody: padding of captured steps.
+There are as many rows as requests can run at once. One that was preempted keeps its row until somebody in a step needs
+it: all that was there is known to the host by then. Row `capacity` belongs to nobody: padding of captured steps.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from emberline.engine.sampler import Row
 
 @dataclass(slots=True)
 class Place:
-    """A request's row, and how much of its table the device has."""
+    """A request's row, if it has one, and how much of its table the device has."""
 
-    index: int
+    index: int  # -1: none
     row: Row
     plain: bool  # the logits as they are, and nothing but a token: what most requests want
     blocks: int = 0
@@ -48,15 +49,31 @@ class Rows:
 
     def add(self, request_id: str, row: Row) -> None:
         assert request_id not in self._places
-        index, p = self._free.pop(), row.params
-        self._places[request_id] = Place(index, row, row.plain)
-        self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
-        self.top_p[index], self.min_p[index] = p.top_p, p.min_p
-        self.seed[index] = np.uint64(row.seed % (1 << 64)).astype(np.int64)
+        self._places[request_id] = Place(-1, row, row.plain)
 
     def remove(self, request_id: str) -> None:
-        if (place := self._places.pop(request_id, None)) is not None:
+        place = self._places.pop(request_id, None)
+        if place is not None and place.index >= 0:
             self._free.append(place.index)
+
+    def seat(self, work: Sequence[Work]) -> None:
+        """Gives everybody in a step a row, if need be one of somebody who is not."""
+        missing = [place for w in work if (place := self._places[w.id]).index < 0]
+        if len(missing) > len(self._free):
+            seated = {w.id for w in work}
+            for name, place in self._places.items():
+                if place.index >= 0 and name not in seated:
+                    self._free.append(place.index)
+                    place.index = -1
+        for place in missing:
+            self._seat(place, self._free.pop())
+
+    def _seat(self, place: Place, index: int) -> None:
+        place.index, place.blocks = index, 0
+        p = place.row.params
+        self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
+        self.top_p[index], self.min_p[index] = p.top_p, p.min_p
+        self.seed[index] = np.uint64(place.row.seed % (1 << 64)).astype(np.int64)
 
     def news(self, work: Sequence[Work]) -> tuple[np.ndarray, np.ndarray]:
         """What the tables on the device lack for this work: positions in the flat tables, and blocks."""

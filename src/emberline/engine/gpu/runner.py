@@ -103,6 +103,7 @@ class GPURunner:
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
         began = self._main.lane.mark()
+        self._rows.seat(work)
         where, blocks = self._rows.news(work)
         singles, chunks = Batch.split(work)
         parts = self._parts(singles, chunks)
