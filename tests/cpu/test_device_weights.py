@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -261,8 +262,11 @@ def test_a_mover_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no more of this")
 
     monkeypatch.setattr(reading.ctypes, "memmove", refuse)
-    options = SMALL | {"ahead": 1 << 20}
-    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **options))
+    reader = Reader.start(files_of(checkpoint), **(SMALL | {"ahead": 1 << 20}))
+    deadline = time.monotonic() + 30.0
+    while len(reader._filled) <= SMALL["ring"] and time.monotonic() < deadline:
+        time.sleep(0.01)  # until there are buffers of those that are used once, which the movers empty
+    placed = DeviceWeights(checkpoint, None, "cpu", reader)
     take_all(placed, ModelConfig.from_hf(checkpoint.config))
     with pytest.raises(RuntimeError, match="no more of this"):
         placed.finish(IGNORABLE)
