@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
 from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight, interleave
@@ -26,28 +27,8 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def random(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
-
-
-def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
-
-
-def weight(n: int, k: int) -> Weight:
-    return Weight(random(n, k, scale=k**-0.5))
-
-
 def run(x: Tensor, w: Weight, *, dtype: torch.dtype = BF16, plan: Plan | None = None, pdl: bool = False) -> Tensor:
     return linear(x, w, out=poisoned(len(x), w.n, dtype=dtype), plan=plan, pdl=pdl)
-
-
-def assert_close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
-    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
-    floor = 1e-6 * exact.abs().max().item()
-    for norm in (torch.max, torch.mean):
-        mine, other = (norm((y.double() - exact).abs()).item() for y in (ours, theirs))
-        assert mine <= 2 * other + floor, f"{norm.__name__}: ours {mine:.3e}, torch {other:.3e}"
 
 
 @pytest.mark.parametrize("k,n", SHAPES)

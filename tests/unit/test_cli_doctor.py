@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from llama_8b import LLAMA_8B
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
@@ -19,19 +20,6 @@ from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.models.config import ModelConfig
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
 H200 = doctor.GPU("NVIDIA H200", 150_123_642_880, (9, 0))
 Run = Callable[..., tuple[int, str]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import llama_8b
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,21 +14,7 @@ from emberline.core.errors import ModelError
 from emberline.engine.memory import RESERVE, MemoryPlan, kv_token_bytes, plan, weight_bytes
 from emberline.models.config import ModelConfig
 
-LLAMA_8B = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    }
-)
+LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
 H200 = 141 * 10**9
 
 
@@ -99,7 +86,7 @@ def test_so_many_tokens_and_no_more() -> None:
     assert found.spare > H200 // 2
     with pytest.raises(ModelError, match="does not fit") as refused:
         planned(kv_tokens=2_000_000)
-    assert "kv-tokens" in (refused.value.hint or "")
+    assert "--kv-memory" in (refused.value.hint or "")
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class GPUConfig:
     block_size: int = 64
     prefix_cache: bool = True
     kv_dtype: str = "auto"  # auto: as the model; or float8
-    kv_tokens: int | None = None  # None: what the memory holds, or as many as kv_memory does
-    kv_memory: int | None = None  # bytes
+    kv_tokens: int | None = None  # None: what the memory holds
+    kv_memory: int | None = None  # the same in bytes
     memory_fraction: float = 0.95  # of the device's, for everything
     graphs: bool = True  # steps of single tokens run as captured graphs
     overlap: bool = True  # a step is planned while the one before it runs
@@ -90,6 +90,10 @@ class GPUConfig:
             raise InvalidRequest("memory_fraction must be in (0, 1]", param="memory_fraction")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
+        if self.decode_sms < 0 or (self.decode_sms and not self.graphs):
+            raise InvalidRequest("decode_sms must not be below 0, and needs graphs", param="decode_sms")
+        if self.kv_tokens is not None and self.kv_memory is not None:
+            raise InvalidRequest("kv_tokens and kv_memory say the same thing: give one", param="kv_tokens")
 
 
 @dataclass(frozen=True, slots=True)

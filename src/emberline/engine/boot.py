@@ -50,6 +50,8 @@ def boot(config: EngineConfig, reader: Reader | None = None) -> Loaded:
 def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
     from emberline.engine.gpu.boot import boot_from
 
+    if config.threads:
+        raise InvalidRequest("threads is for an engine on the CPU", param="threads")
     given = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")

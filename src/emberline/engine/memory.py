@@ -136,7 +136,7 @@ def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: in
     if fixed["weights"] + RESERVE >= usable:
         hint = "take a smaller model, or a device with more memory"
     else:
-        hint = "lower --max-batch-tokens, --max-running or --kv-tokens"
+        hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
         f"the model does not fit: {fraction:.0%} of {_gib(total)} GiB {left}, and keys and values need "
         f"{_gib(needed)} GiB (in GiB: {parts})",

@@ -11,7 +11,7 @@ import torch
 from emberline.core.errors import ModelError
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.batch import build
-from emberline.engine.sampler import RowMaker, Sampler
+from emberline.engine.sampler import RowMaker, Sampler, scored_rows
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import Decoder
 
@@ -55,17 +55,8 @@ class TorchRunner:
         """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        scores: dict[str, list[TokenLogprob]] = {}
-        keep: list[int] = []
-        row = 0
-        for w in work:
-            if w.prompt_logprobs:
-                scores[w.id] = self._sampler.prompt_logprobs(w.id, w.start, logits[row : row + len(w.tokens)])
-                row += len(w.tokens)
-            elif w.samples:
-                row += 1
-            if w.samples:
-                keep.append(row - 1)
+        spans, keep = scored_rows(work)
+        scores = {w.id: self._sampler.prompt_logprobs(w.id, w.start, logits[rows]) for w, rows in spans}
         return scores, logits[keep]
 
 

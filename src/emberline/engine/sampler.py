@@ -16,7 +16,7 @@ from torch import Tensor
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
-from emberline.core.plan import Admission, Sampled, TokenLogprob
+from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
@@ -192,6 +192,20 @@ class Sampler:
             for out, (_, matcher) in zip(mask, masked, strict=True):
                 matcher.fill(out)
             ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))
+
+
+def scored_rows(work: Sequence[Work]) -> tuple[list[tuple[Work, slice]], list[int]]:
+    """Of a step's logits, in the order of its work: rows that score each prompt, and rows that are sampled from."""
+    spans: list[tuple[Work, slice]] = []
+    sampled: list[int] = []
+    end = 0
+    for w in work:
+        begin, end = end, end + (len(w.tokens) if w.prompt_logprobs else int(w.samples))
+        if w.prompt_logprobs:
+            spans.append((w, slice(begin, end)))
+        if w.samples:
+            sampled.append(end - 1)
+    return spans, sampled
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:

@@ -9,6 +9,7 @@ of their own: they are bound by memory, and the chunks by arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +21,10 @@ from emberline.engine.gpu import sampling
 from emberline.engine.gpu.batch import Batch
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.rows import Rows
-from emberline.engine.gpu.shape import Shape, captured_size, most_rows
+from emberline.engine.gpu.shape import Shape, most_rows
 from emberline.engine.gpu.staging import Sheet, Staging
 from emberline.engine.gpu.track import Captured, Inputs, Part, Track
-from emberline.engine.sampler import RowMaker, token_logprobs
+from emberline.engine.sampler import RowMaker, scored_rows, token_logprobs
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
@@ -55,7 +56,7 @@ class GPURunner:
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(settings.max_running))
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
-        lanes = device.split(settings.decode_sms) if settings.decode_sms and settings.graphs else ()
+        lanes = device.split(settings.decode_sms) if settings.decode_sms else ()
         self._main, *self._beside = (Track(lane, Staging(size, device)) for lane in (device.lane, *lanes))
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
 
@@ -80,12 +81,6 @@ class GPURunner:
             return lambda: StepResult(plan.step, {}, failed=failed)
         with torch.inference_mode(), self._main.lane.working():
             return self._launch(plan.step, work, failed)
-
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Captures the steps of so many single tokens before anybody waits for them."""
-        with torch.inference_mode(), self._main.lane.working():
-            for size in sorted({captured_size(size) for size in sizes}, reverse=True):  # the largest first: one pool
-                self._capture(Shape(size, 0, 0), self._main)
 
     def forget(self) -> None:
         """Drops what holds addresses, before memory moves; it is made again when it is needed."""
@@ -220,18 +215,9 @@ class GPURunner:
         """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        scores: Scores = {}
-        keep: list[int] = []
-        at = 0
-        for w in work:
-            if w.prompt_logprobs:
-                rows = logits[at : at + len(w.tokens)].clone()  # sampling overwrites
-                scores[w.id] = lambda rows=rows, w=w: self._prompt_logprobs(w, rows)  # type: ignore[misc]
-                at += len(w.tokens)
-            elif w.samples:
-                at += 1
-            if w.samples:
-                keep.append(at - 1)
+        spans, keep = scored_rows(work)
+        # Cloned, since sampling overwrites.
+        scores: Scores = {w.id: partial(self._prompt_logprobs, w, logits[rows].clone()) for w, rows in spans}
         return scores, logits[torch.tensor(keep, dtype=torch.int64, device=logits.device)]
 
     def _prompt_logprobs(self, work: Work, logits: Tensor) -> list[TokenLogprob]:

@@ -1,4 +1,4 @@
-"""gather_tokens, store_last: the last token of every row stays on the GPU, and no step waits for the host."""
+"""gather_tokens: the last token of every row stays on the GPU, and no step waits for the host."""
 
 from __future__ import annotations
 
@@ -24,23 +24,8 @@ def _gather_tokens(
     tl.store(out + i, tl.where(missing, known, token), i < count)
 
 
-@jit
-def _store_last(sampled: tensor, rows: tensor, last: tensor, count: tensor, SIZE: constexpr, PDL: constexpr) -> None:
-    begin(PDL)
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    row = tl.load(rows + i, i < count, -1)
-    kept = row >= 0
-    tl.store(last + row, tl.load(sampled + i, kept, 0), kept)
-
-
 def gather_tokens(tokens: Tensor, rows: Tensor, last: Tensor, out: Tensor, *, pdl: bool = False) -> Tensor:
     """out[i] = tokens[i], or last[rows[i]] where tokens[i] is negative."""
     if count := len(tokens):
         _gather_tokens[(-(-count // BLOCK),)](tokens, rows, last, out, count, BLOCK, pdl, num_warps=4, launch_pdl=pdl)
     return out
-
-
-def store_last(sampled: Tensor, rows: Tensor, last: Tensor, *, pdl: bool = False) -> None:
-    """last[rows[i]] = sampled[i], where rows[i] is not negative. No row stands twice."""
-    if count := len(sampled):
-        _store_last[(-(-count // BLOCK),)](sampled, rows, last, count, BLOCK, pdl, num_warps=4, launch_pdl=pdl)

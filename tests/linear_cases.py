@@ -1,0 +1,30 @@
+"""What tests of linear layers share: inputs, outputs that show what was not written, and how close is close."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from emberline.kernels.cuda.linear import Weight
+
+BF16 = torch.bfloat16
+
+
+def random(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
+
+
+def weight(n: int, k: int) -> Weight:
+    return Weight(random(n, k, scale=k**-0.5))
+
+
+def assert_close(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
+    """Off the exact result by no more than twice what torch is, at the worst element and on the average."""
+    floor = 1e-6 * exact.abs().max().item()
+    for norm in (torch.max, torch.mean):
+        mine, other = (norm((y.double() - exact).abs()).item() for y in (ours, theirs))
+        assert mine <= 2 * other + floor, f"{norm.__name__}: ours {mine:.3e}, torch {other:.3e}"
