@@ -283,7 +283,7 @@ def test_what_a_warm_up_left_behind_is_not_measured(monkeypatch: pytest.MonkeyPa
 def test_figures_have_their_limits_and_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "CONTEXT", 24)
     monkeypatch.setattr(engine, "NEW", 12)
-    monkeypatch.setattr(engine, "CPU_AT", 8)
+    monkeypatch.setattr(engine, "CPU_AT", (8,))
     clock, cpu = ManualClock(), ManualClock()
     served = fake(clock, batch_tokens=4096)
 

@@ -6,9 +6,10 @@ adds. Both drift (more streams, longer contexts), so recent steps count more. No
 
 from __future__ import annotations
 
+from emberline.engine.gpu.shape import GRAIN, beside
+
 RECENT = 0.2  # the weight of the newest step
 LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
-GRAIN = 64  # chunks are cut to a multiple, which kernels like
 
 
 class Pacer:
@@ -23,7 +24,8 @@ class Pacer:
         if not streams:
             return None
         room = (self.target - self._base) / self._per_token
-        return max(LEAST, int(room) // GRAIN * GRAIN)
+        streams = beside(streams)
+        return max(LEAST, (streams + int(room)) // GRAIN * GRAIN - streams)
 
     def learn(self, streams: int, prompt_tokens: int, seconds: float) -> None:
         if prompt_tokens == 0:

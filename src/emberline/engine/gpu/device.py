@@ -38,7 +38,8 @@ class Lane(Protocol):
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Runs the work once, and gives back a call that repeats it on the same addresses."""
+        """Notes the work down without doing it, and gives back a call that does it, on the same addresses. The work
+        was done once before, so that nothing is left to compile."""
         ...
 
     def forget(self) -> None:
@@ -85,15 +86,17 @@ class CudaLane:
         self._stream.wait_event(mark.event)
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        with torch.cuda.stream(self._stream):
-            work()  # compiles what is not compiled, and sets handles up: neither may happen during a capture
-        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # One pool for all of a lane: they run one after the other, so each may use what the others left behind.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
+        # Begun by hand: torch's own context would wait for the device, and empty its cache of memory.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph.replay
 
     def forget(self) -> None:
@@ -138,7 +141,6 @@ class HostLane:
         return
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()
         return lambda: (work(), None)[1]
 
     def forget(self) -> None:

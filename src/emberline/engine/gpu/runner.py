@@ -135,7 +135,6 @@ class GPURunner:
 
     def _part(self, track: Track, singles: list[Work], chunks: list[Work]) -> Part:
         shape = self._shape(singles, chunks)
-        captured = None if shape is None else self._capture(shape, track)
         batch = Batch.of(singles, chunks, self._rows, self._block)
         if shape is not None:
             batch = batch.shaped(shape, self._rows.padding)
@@ -144,7 +143,8 @@ class GPURunner:
         alone = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
         wanted = None if alone else sheet.put(batch.wanted)
         sheet.send()
-        return Part(track, inputs, captured, len(batch.wanted), wanted)
+        logits, replay = (None, None) if shape is None else self._captured(shape, track, inputs)
+        return Part(track, inputs, logits, replay, len(batch.wanted), wanted)
 
     def _model(self, parts: list[Part]) -> Tensor:
         """The logits that are wanted, part after part. Several run beside each other."""
@@ -161,22 +161,26 @@ class GPURunner:
         return torch.cat(logits)
 
     def _run(self, part: Part) -> Tensor:
-        if part.captured is None:
-            return self._forward(part.inputs, None)
-        part.captured.replay()
-        logits = part.captured.logits
+        logits = part.logits
+        if part.replay is not None and logits is not None:
+            part.replay()
+        else:
+            logits = self._forward(part.inputs, logits)
         return logits[: part.count] if part.wanted is None else logits.index_select(0, part.wanted)
 
-    def _capture(self, shape: Shape, track: Track) -> Captured:
-        if shape not in track.captured:
-            sheet = track.inputs.sheet()
-            inputs = self._inputs(Batch.nobodys(shape, self._rows.padding), shape, sheet)
-            sheet.send()
-            track.lane.after(self._main.lane.mark())
-            logits = track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
-            replay = track.lane.capture(lambda: self._forward(inputs, logits))
-            track.captured[shape] = Captured(logits, replay)
-        return track.captured[shape]
+    def _captured(self, shape: Shape, track: Track, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
+        """Where a shape's logits go, and what repeats its step. The first one runs plainly: that compiles and sets up
+        what may not be while the second is captured."""
+        if shape in track.captured:
+            captured = track.captured[shape]
+            return captured.logits, captured.replay
+        logits = track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+        if shape not in track.met:
+            track.met.add(shape)
+            return logits, None
+        replay = track.lane.capture(lambda: self._forward(inputs, logits))
+        track.captured[shape] = Captured(logits, replay)
+        return logits, replay
 
     def _inputs(self, batch: Batch, shape: Shape | None, sheet: Sheet) -> Inputs:
         """Of a shape, all lies where it lay when that was captured."""

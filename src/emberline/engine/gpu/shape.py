@@ -9,7 +9,8 @@ from emberline.core.plan import Work
 
 CHUNKS = (8, 32)  # rows of chunks in a step
 MOST_TOKENS = 1024  # of them; larger steps take longer than launching them does
-BESIDE = 32  # single tokens in a step that also has chunks come in multiples of this: there, padding costs little
+GRAIN = 128  # tokens in a step with chunks: products of one more take as long as of so many more
+BESIDE = 64  # single tokens in a step that also has chunks come in multiples of this: there, padding costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,12 @@ class Shape:
         """None: no captured step serves, since there are too many chunks or tokens, or prompts to be scored."""
         if not chunks:
             return Shape(captured_size(len(singles)), 0, 0)
-        tokens = _tokens(sum(len(w.tokens) for w in chunks))
+        tokens = sum(len(w.tokens) for w in chunks)
         rows = next((rows for rows in CHUNKS if len(chunks) <= rows), None)
-        if tokens is None or rows is None or any(w.prompt_logprobs for w in chunks):
+        if tokens > MOST_TOKENS or rows is None or any(w.prompt_logprobs for w in chunks):
             return None
-        return Shape(-(-len(singles) // BESIDE) * BESIDE, rows, tokens)
+        padded = beside(len(singles))
+        return Shape(padded, rows, -(-(padded + tokens) // GRAIN) * GRAIN - padded)
 
     @property
     def rows(self) -> int:
@@ -37,20 +39,18 @@ class Shape:
 
 
 def captured_size(rows: int) -> int:
-    """1 2 4 8, then eighths, sixteenths and so on."""
-    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (512, 32)):
+    """1 2 4 8, then eighths and so on. Past 384, cuBLAS is up to a third slower where it is not a multiple of 128."""
+    for most, step in ((2, 1), (4, 2), (8, 4), (64, 8), (256, 16), (384, 64)):
         if rows <= most:
             return -(-rows // step) * step
-    return -(-rows // 64) * 64
+    return -(-rows // GRAIN) * GRAIN
+
+
+def beside(singles: int) -> int:
+    """So many single tokens, padded as in a step that also has chunks."""
+    return -(-singles // BESIDE) * BESIDE
 
 
 def most_rows(rows: int) -> int:
     """Of a step with so many requests, padding included."""
-    return max(captured_size(rows), -(-rows // BESIDE) * BESIDE) + CHUNKS[-1]
-
-
-def _tokens(count: int) -> int | None:
-    for most, step in ((MOST_TOKENS, 64),):
-        if count <= most:
-            return -(-count // step) * step
-    return None
+    return max(captured_size(rows), beside(rows)) + CHUNKS[-1]

@@ -41,6 +41,7 @@ class Track:
     def __init__(self, lane: Lane, inputs: Staging) -> None:
         self.lane = lane
         self.inputs = inputs
+        self.met: set[Shape] = set()  # that a step had before
         self.captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
 
@@ -51,6 +52,7 @@ class Track:
         return self._logits[:rows]
 
     def forget(self) -> None:
+        self.met.clear()
         self.captured.clear()
         self.lane.forget()
         self.inputs.forget()
@@ -63,6 +65,7 @@ class Part:
 
     track: Track
     inputs: Inputs
-    captured: Captured | None
-    count: int  # of the captured step's logits, how many are wanted
+    logits: Tensor | None  # where they go; None: wherever
+    replay: Callable[[], None] | None  # the same as captured; None: step by step
+    count: int  # of the logits, how many are wanted
     wanted: Tensor | None  # which; None: the first
