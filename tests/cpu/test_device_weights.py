@@ -28,7 +28,7 @@ from emberline.models import reader as reading
 from emberline.models.child_reader import ChildReader
 from emberline.models.config import ModelConfig
 from emberline.models.device_weights import DeviceWeights
-from emberline.models.layers import stacked, stacked_bias
+from emberline.models.layers import stacked_bias
 from emberline.models.loader import IGNORABLE
 from emberline.models.reader import Reader, files_of
 from emberline.models.sleep import sleep
@@ -56,6 +56,10 @@ def no_threads_left() -> Iterator[None]:
     assert not [t for t in threading.enumerate() if t.name == "reader"]
 
 
+def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+    return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
+
+
 def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> dict[str, Tensor]:
     """Everything a decoder asks for, as it asks for it."""
     q, kv, out = config.heads * config.head_dim, config.kv_heads * config.head_dim, {}
@@ -78,7 +82,7 @@ def take_all(weights: Weights, config: ModelConfig, *, gated: bool = True) -> di
             out[f"{at}.{name}"] = weights.vector(f"{at}.{name}.weight", config.hidden)
         for name in ("q_norm", "k_norm") if config.qk_norm else ():
             out[f"{at}.{name}"] = weights.vector(f"{at}.self_attn.{name}.weight", config.head_dim)
-    out["embedding"] = weights.keep(weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden))
+    out["embedding"] = weights.table("model.embed_tokens.weight", config.vocab, config.hidden)
     out["norm"] = weights.vector("model.norm.weight", config.hidden)
     if weights.has("lm_head.weight"):
         out["head"] = weights.matrix("lm_head.weight", config.vocab, config.hidden)
@@ -306,7 +310,7 @@ def test_times(tmp_path: Path) -> None:
 
 
 def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emberline.models.device_weights.COMPARED", 500)
+    monkeypatch.setattr("emberline.models.weights.COMPARED", 500)
     config, name = tiny.CONFIGS["llama-tied-mha"], "model.embed_tokens.weight"
 
     def answer(change: Callable[[Tensor], Any], dtype: torch.dtype | None = None) -> bool:
@@ -315,8 +319,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path, monkeypatch: pytest.Monke
         change(head)
         checkpoint = Checkpoint.open(tiny.write_tensors(tmp_path, config, {**tensors, "lm_head.weight": head}))
         placed = DeviceWeights(checkpoint, dtype, "cpu")
-        embedding = placed.matrix(name, 131, 48)
-        dropped = placed.drop_copy("lm_head.weight", embedding)
+        dropped = placed.drop_copy("lm_head.weight", name, 131, 48)
         assert placed.has("lm_head.weight") is not dropped
         return dropped
 

@@ -36,7 +36,7 @@ def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
         out[f"{at}.down"] = weights.matrix(f"{at}.mlp.down_proj.weight", hidden, ffn)
         norms = [(f"{at}.{name}.weight", hidden) for name in ("input_layernorm", "post_attention_layernorm")]
         out[f"{at}.norms"] = weights.stack_vectors(norms)
-    out["embedding"] = weights.keep(weights.matrix("model.embed_tokens.weight", config["vocab_size"], hidden))
+    out["embedding"] = weights.table("model.embed_tokens.weight", config["vocab_size"], hidden)
     out["head"] = weights.matrix("lm_head.weight", config["vocab_size"], hidden)
     out["norm"] = weights.vector("model.norm.weight", hidden)
     return out

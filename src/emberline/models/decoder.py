@@ -17,7 +17,7 @@ from emberline.models.layers import Linear
 from emberline.models.rope import cos_sin
 from emberline.models.weights import Weights
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,19 @@ class Decoder:
     def load(config: ModelConfig, weights: Weights, context: int, fingerprint: str) -> Decoder:
         table = cos_sin(config.rope, context).to(weights.device)
         layers = tuple(Layer.load(config, weights, layer, table) for layer in range(config.layers))
-        embedding = weights.matrix("model.embed_tokens.weight", config.vocab, config.hidden)
+        size = config.vocab, config.hidden
         # A file may say tied and still bring a head: the same one again, or one that says the flag is wrong.
-        tied = config.tie_embeddings and (not weights.has(HEAD) or weights.drop_copy(HEAD, embedding))
-        packed = ops.pack_linear(embedding if tied else weights.matrix(HEAD, config.vocab, config.hidden))
+        tied = config.tie_embeddings and (not weights.has(HEAD) or weights.drop_copy(HEAD, EMBEDDING, *size))
+        embedding = None if tied else weights.table(EMBEDDING, *size)
+        head = weights.linear([(EMBEDDING if tied else HEAD, config.vocab)], config.hidden)
         norm = weights.vector("model.norm.weight", config.hidden)
         return Decoder(
             config=config,
             context=context,
-            embedding=packed if tied else weights.keep(embedding),
+            embedding=head if embedding is None else embedding,
             layers=layers,
             stack=_stack(layers),
-            head=Linear(packed, norm=norm, eps=config.norm_eps),
+            head=Linear(head, norm=norm, eps=config.norm_eps),
             dtype=layers[0].attention.qkv.weight.dtype,
             weight_bytes=weights.taken_bytes,
             fingerprint=fingerprint,

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
 from emberline.kernels.tiles import GATED_ROWS
 from emberline.models.pinned import host_bytes, pin, unpin
 from emberline.models.reader import STALL, Piece, Reader, ReadStats, files_of
 from emberline.models.weights import DTYPES, Weights
 
-COMPARED = 16 << 20  # elements compared at once
 MOVERS, SLOTS = 6, 8  # threads that move bytes to pinned memory, and pieces of it
 
 
@@ -93,22 +93,8 @@ class DeviceWeights(Weights):
             self._expect(name, (count, columns), place)
         return whole
 
-    def keep(self, matrix: Tensor) -> Tensor:
-        return matrix
-
-    def drop_copy(self, name: str, original: Tensor) -> bool:
-        """Compares the files: the tensors are not there yet. Rare enough to read a matrix twice."""
-        first = next(one.name for one in self._arrivals if one.place.data_ptr() == original.data_ptr())
-        shape = tuple(original.shape)
-        ours, other = self._view(first, shape), self._view(name, shape)
-        step = max(1, COMPARED // max(1, shape[-1]))
-        repeats = all(
-            torch.equal(ours[at : at + step].to(original.dtype), other[at : at + step].to(original.dtype))
-            for at in range(0, shape[0], step)
-        )
-        if repeats:
-            self._left.remove(name)
-        return repeats
+    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+        return self.matrix(name, rows, columns)
 
     def finish(self, ignorable: str) -> None:
         """Returns when every tensor has its values."""

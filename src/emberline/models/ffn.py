@@ -25,7 +25,7 @@ class FeedForward:
         at = f"model.layers.{layer}"
         names = [(f"{at}.mlp.gate_proj", config.ffn), (f"{at}.mlp.up_proj", config.ffn)]
         return FeedForward(
-            gate_up=ops.pack_linear(stacked(weights, names, config.hidden, gated=True), gated=True),
+            gate_up=stacked(weights, names, config.hidden, gated=True),
             norm=weights.vector(f"{at}.post_attention_layernorm.weight", config.hidden),
             eps=config.norm_eps,
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),

@@ -25,9 +25,11 @@ class Linear:
         return ops.linear(x, self.weight, self.bias, norm=self.norm, eps=self.eps, add_to=add_to, out=out, full=full)
 
 
-def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
+def stacked(
+    weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False
+) -> ops.PackedWeight:
     """The matrices `name`.weight of so many rows each, one under the other, so that one call reads x once for all."""
-    return weights.stack([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
+    return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 
 def stacked_bias(weights: Weights, names: list[tuple[str, int]]) -> Tensor:
@@ -44,7 +46,7 @@ def load_linear(
     eps: float = 0.0,
 ) -> Linear:
     return Linear(
-        ops.pack_linear(stacked(weights, names, columns)),
+        stacked(weights, names, columns),
         stacked_bias(weights, names) if bias else None,
         None if norm is None else weights.vector(f"{norm}.weight", columns),
         eps,

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
 
+COMPARED = 16 << 20  # elements compared at once
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -45,16 +47,24 @@ class Weights:
         views = [self.matrix(name, rows, columns) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
 
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+        """A stack in the form that its kernel reads."""
+        return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
+
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.vector(name, size) for name, size in parts])
 
-    def keep(self, matrix: Tensor) -> Tensor:
-        """The same, for use as it is: what nothing packs must not be a view of the file."""
-        return matrix.clone()
+    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+        """A matrix whose rows are looked up. What nothing packs must not be a view of the file."""
+        return self.matrix(name, rows, columns).clone()
 
-    def drop_copy(self, name: str, original: Tensor) -> bool:
-        """Whether `name` only repeats `original`; then it counts as seen."""
-        repeats = torch.equal(self._view(name, tuple(original.shape)).to(original.dtype), original)
+    def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
+        """Whether `name` only repeats `original`; then it counts as seen. Rare enough to read a matrix twice."""
+        ours, other = self._view(original, (rows, columns)), self._view(name, (rows, columns))
+        dtype, step = self.dtype or ours.dtype, max(1, COMPARED // max(1, columns))
+        repeats = all(
+            torch.equal(ours[at : at + step].to(dtype), other[at : at + step].to(dtype)) for at in range(0, rows, step)
+        )
         if repeats:
             self._left.remove(name)
         return repeats

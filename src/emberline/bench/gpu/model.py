@@ -14,6 +14,7 @@ from torch import Tensor
 
 from emberline.hub.checkpoint import INDEX
 from emberline.hub.tensorfile import write_tensors
+from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
 
@@ -78,10 +79,10 @@ class RandomWeights(Weights):
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return self.vector(parts[0][0], sum(size for _, size in parts))
 
-    def keep(self, matrix: Tensor) -> Tensor:
-        return matrix
+    def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
+        return self.matrix(name, rows, columns)
 
-    def drop_copy(self, name: str, original: Tensor) -> bool:
+    def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
         return True
 
     def finish(self, ignorable: str = "") -> None:
