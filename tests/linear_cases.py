@@ -14,6 +14,13 @@ def random(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> Tensor
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
 
+def heavy(n: int, k: int) -> Tensor:
+    """Weights as of a trained layer: with tails heavier than a normal distribution's, rows of different size."""
+    tails = torch.randn(n, k, 5, device="cuda").square().mean(-1).sqrt() if n * k < 1 << 24 else 1.0
+    rows = torch.exp2(torch.randint(-2, 3, (n, 1), device="cuda"))
+    return (torch.randn(n, k, device="cuda") / tails * rows * 0.5 * k**-0.5).to(BF16)
+
+
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
 

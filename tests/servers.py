@@ -22,12 +22,14 @@ class Server:
     log: Path
 
 
-def start_server(log: Path, *arguments: str, timeout: float = 120.0) -> Server:
+def start_server(
+    log: Path, *arguments: str, timeout: float = 120.0, program: tuple[str, ...] = ("-m", "emberline.cli")
+) -> Server:
     """`emberline serve` as a user runs it, on a port of its own, ready to answer."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "emberline.cli", "serve", "--port", str(port), *arguments]
+    command = [sys.executable, *program, "serve", "--port", str(port), *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(SRC)})
     url = f"http://127.0.0.1:{port}"

@@ -23,7 +23,7 @@ from torch import Tensor
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 from emberline.engine.memory import weight_bytes
 from emberline.hub.checkpoint import Checkpoint
-from emberline.models import device_weights
+from emberline.models import arrival, carrier
 from emberline.models import reader as reading
 from emberline.models.child_reader import ChildReader
 from emberline.models.config import ModelConfig
@@ -191,7 +191,7 @@ class Late:
         self.most_pinned = 0
         self._queue: deque[Callable[[], None]] = deque()
         self._random, self._chance = random.Random(5), chance
-        land, carrier, stream = device_weights._Arrival.land, device_weights._Carrier.__init__, self
+        land, made, stream = arrival.Arrival.land, carrier.Carrier.__init__, self
 
         class Event:
             def record(self, _: Any) -> None:
@@ -201,21 +201,19 @@ class Late:
                 stream.go_on()
                 return stream.done >= self.mark
 
-        def later(arrival: Any, at: int, source: Tensor) -> None:
+        def later(one: Any, at: int, source: Tensor) -> None:
             stream.told += 1
-            stream._queue.append(lambda: land(arrival, at, source))
+            stream._queue.append(lambda: land(one, at, source))
 
         def pin(memory: Tensor) -> None:
             assert memory.data_ptr() not in stream.pinned
             stream.pinned.add(memory.data_ptr())
             stream.most_pinned = max(stream.most_pinned, len(stream.pinned))
 
-        monkeypatch.setattr(device_weights._Arrival, "land", later)
-        monkeypatch.setattr(
-            device_weights._Carrier, "__init__", lambda c, r, _: carrier(c, r, SimpleNamespace(type="cuda"))
-        )
-        monkeypatch.setattr(device_weights, "pin", pin)
-        monkeypatch.setattr(device_weights, "unpin", lambda memory: stream.pinned.remove(memory.data_ptr()))
+        monkeypatch.setattr(arrival.Arrival, "land", later)
+        monkeypatch.setattr(carrier.Carrier, "__init__", lambda c, r, _: made(c, r, SimpleNamespace(type="cuda")))
+        monkeypatch.setattr(carrier, "pin", pin)
+        monkeypatch.setattr(carrier, "unpin", lambda memory: stream.pinned.remove(memory.data_ptr()))
         monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
@@ -243,7 +241,7 @@ def test_buffers_wait_for_copies_that_end_late(chance: float, tmp_path: Path, mo
         both(directory, start=start, ring=ring, ahead=ahead)
         assert not stream.pinned and not stream._queue
         # Those that are used once are not worth it: what they hold goes through a few that are.
-        assert 1 <= stream.most_pinned <= ring + device_weights.SLOTS
+        assert 1 <= stream.most_pinned <= ring + carrier.SLOTS
         stream.most_pinned = 0
 
 

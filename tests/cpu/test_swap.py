@@ -10,22 +10,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from on_host import booted, plain_arithmetic, planned
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
-from emberline.engine.gpu.device import Host
-from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.gpu.swap import Sleeper, Swapped, room
-from emberline.engine.memory import RESERVE, MemoryPlan, plan
-from emberline.engine.sampler import RowMaker
+from emberline.engine.memory import RESERVE, plan
 from emberline.kernels import ops, ref
-from emberline.kv.cache import KVCache, KVShape
-from emberline.models.loader import load
 from emberline.models.sleep import every, sleep
 
 
@@ -117,6 +112,20 @@ def test_who_has_open_requests_does_not_sleep() -> None:
     assert house.use("a") == []
 
 
+def test_who_is_in_the_way() -> None:
+    house = House(100, {"a": 40, "b": 30, "c": 30, "d": 50, "e": 100})
+    house.use("a", "b", "c")
+    assert house.sleeper.in_the_way("d") == []
+    house.models["a"].idle = False
+    assert house.sleeper.in_the_way("d") == [] and house.sleeper.in_the_way("e") == ["a"]
+    house.models["c"].idle = False
+    assert house.sleeper.in_the_way("d") == ["a"]  # with b, enough; used longer ago than c
+    house.models["b"].idle = False
+    assert house.sleeper.in_the_way("d") == ["a", "b"] and house.sleeper.in_the_way("e") == ["a", "b", "c"]
+    assert house.sleeper.in_the_way("c") == []  # it is awake
+    assert house.sleeper.since("a") == 3.0 and house.sleeper.since("d") is None
+
+
 def test_nothing_sleeps_for_what_cannot_be_done() -> None:
     house = House(100, {"a": 40, "b": 30, "c": 90})
     house.use("a", "b")
@@ -185,29 +194,9 @@ def test_room_is_what_plans_fill() -> None:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own arithmetic: like a GPU's kernels, and unlike the CPU's, it asks tensors where they are each time."""
-    monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
-    uniform = ref.uniform  # of copies: memory that numpy has seen cannot be given back
-    monkeypatch.setattr(ref, "uniform", lambda seed, position: uniform(seed.clone(), position.clone()))
-
-
-def booted(directory: Path) -> boot.Booted:
-    model = load(directory, "float32")
-    c = model.config
-    cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.float32), 64)
-    cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # memory that can be freed
-    settings = GPUConfig(max_running=8, max_batch_tokens=64, block_size=16)
-    runner = GPURunner(model, cache, frozenset(), RowMaker(c.vocab, frozenset(), None), settings, Host(), 64)
-    scheduler = SchedulerConfig(block_size=16, max_batch_tokens=64, max_running=8, max_context=64)
-    return boot.Booted(Engine(scheduler, runner), runner, planned(directory), {})
-
-
-def planned(directory: Path) -> MemoryPlan:
-    config = boot.ModelConfig.from_hf(boot.Checkpoint.open(directory).config)
-    return plan(
-        config, 4 << 30, dtype_bytes=4, kv_dtype_bytes=4, block_size=16, max_running=8, max_batch_tokens=64,
-        max_context=64, kv_tokens=1024,
-    )  # fmt: skip
+    monkeypatch.setattr(ops, "_backend", ops._backend)
+    monkeypatch.setattr(ref, "uniform", ref.uniform)
+    plain_arithmetic()
 
 
 def tokens(engine: Engine, name: str) -> dict[str, list[int]]:

@@ -33,7 +33,7 @@ from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine
 from emberline.server.generator import Generator
-from emberline.server.metrics import Metrics
+from emberline.server.metrics import Metrics, exposition
 from emberline.server.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ class House:
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
 
     def finished(self) -> int:
-        text = self.metrics.render(Stats(), restarts=0, ready=True, block_size=16)
+        text = exposition(self.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
         lines = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
         return sum(int(line.rpartition(" ")[2]) for line in lines)
 
@@ -291,7 +291,7 @@ def test_times_are_those_of_the_whole() -> None:
     house = House()
     house.engine.before_step = lambda: house.clock.advance(1.0)
     house.reply(12)
-    text = house.metrics.render(Stats(), restarts=0, ready=True, block_size=16)
+    text = exposition(house.metrics.families(Stats(), restarts=0, ready=True, block_size=16))
     told = {line.split("{")[0]: float(line.split()[-1]) for line in text.splitlines() if "_seconds_sum" in line}
     steps = 12 + len(ANSWER) + 1
     assert told["vllm:e2e_request_latency_seconds_sum"] == steps and told["vllm:time_to_first_token_seconds_sum"] == 1.0

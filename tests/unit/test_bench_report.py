@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from emberline.bench import machine
+from emberline.bench import machine, start
 from emberline.bench.plot import panels, plot
 from emberline.bench.report import Report, Result, digits, table
+from emberline.cli import bench
+from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,6 +69,63 @@ def test_the_machine_is_told() -> None:
     assert machine.commit()
     assert digits(0.123456789) == 0.12346
     assert digits(1234567.0) == 1234600
+
+
+def git(directory: Path, *words: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", "-C", directory, *who, *words], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def tracked(tmp_path: Path) -> Path:
+    """A file in a repository with one commit."""
+    git(tmp_path, "init", "-q")
+    file = tmp_path / "machine.py"
+    file.write_text("one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "one")
+    return file
+
+
+def test_the_commit_is_marked_when_there_is_more_than_it(tracked: Path) -> None:
+    head = git(tracked.parent, "rev-parse", "--short=12", "HEAD").strip()
+    assert machine.commit(here=tracked) == head
+    (tracked.parent / "new.py").touch()
+    assert machine.commit(here=tracked) == f"{head}-dirty"
+    (tracked.parent / "new.py").unlink()
+    tracked.write_text("two")
+    assert machine.commit(here=tracked) == f"{head}-dirty"
+
+
+def test_a_copy_that_cannot_be_compared_is_not_called_clean(tracked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = machine._output
+    monkeypatch.setattr(machine, "_output", lambda *words: None if "status" in words else output(*words))
+    assert machine.commit(here=tracked).endswith("-dirty")
+
+
+def test_no_repository_and_anothers_have_no_commit_of_ours(
+    tracked: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    assert machine.commit(here=tmp_path_factory.mktemp("plain") / "machine.py") == "none"
+    ours = tracked.parent / "site-packages" / "machine.py"
+    ours.parent.mkdir()
+    ours.touch()
+    assert machine.commit(here=ours) == "none"
+
+
+def test_what_the_user_states_is_recorded_as_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "bench", lambda *_: report())
+    file = tmp_path / "result.json"
+    assert main(["bench", "start", "--commit", "1740b87", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["commit"] == "1740b87 (stated)"
+
+
+@pytest.mark.parametrize("what", ["cpu", "serve", "soak", "overhead", "start"])
+def test_every_bench_takes_a_commit(what: str) -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert parser.parse_args([what, "--commit", "abc"]).commit == "abc"
+    assert parser.parse_args([what]).commit is None
 
 
 def test_a_panel_holds_ours_first_and_the_best_peer_next() -> None:

@@ -29,7 +29,7 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     data = os.urandom(6 * DTYPE_BYTES[dtype])
-    write_tensors(directory / "model.safetensors", {doctor.FIRST: (dtype, (2, 3))}, [data])
+    write_tensors(directory / "model.safetensors", {doctor.FIRST[0]: (dtype, (2, 3))}, [data])
     return directory
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import re
 
-from emberline.core.events import Stats, Timing
-from emberline.server.metrics import Metrics
+from emberline.core.events import Stats, Timing, Turns
+from emberline.server.metrics import Metrics, Replies, exposition
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
 LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 
 def rendered(metrics: Metrics, **stats: int) -> str:
-    return metrics.render(Stats(**stats), restarts=2, ready=True, block_size=16)  # type: ignore[arg-type]
+    return exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
 
 
 def test_every_line_is_well_formed_and_every_family_is_described() -> None:
     metrics = Metrics('odd "name"\\')
-    metrics.replied("/v1/models", 200)
     metrics.ended("stop", Timing(0.0, 0.5, 1.0, 3.0), 5)
+    replies = Replies()
+    replies.replied("/v1/models", 200)
     described = set()
-    for line in rendered(metrics, blocks_total=4).splitlines():
+    text = rendered(metrics, blocks_total=4) + exposition([*metrics.turns(Turns(), True), replies.family()])
+    for line in text.splitlines():
         if line.startswith("#"):
             described.add(line.split()[2])
         else:
@@ -65,3 +67,33 @@ def test_blocks_waiting_sources_and_the_start() -> None:
     assert 'vllm:kv_block_idle_before_evict_seconds_count{model_name="m"} 0' in text
     assert 'emberline:startup_seconds{model_name="m",phase="weights"} 1.5' in text
     assert 'emberline:kv_bytes{model_name="m"} 200' in text
+
+
+def test_several_models_share_families() -> None:
+    """Prometheus takes a family once: described first, and all of its lines together."""
+    metrics = {name: Metrics(name) for name in ("a", "b")}
+    turns = {"a": Turns(wakes=2, wake_bytes=30), "b": Turns(wakes=1, sleeps=1, sleep_seconds=0.5)}
+    families = []
+    for name, one in metrics.items():
+        families += [*one.families(Stats(running=len(name)), restarts=0, ready=True, block_size=16)]
+        families += [*one.turns(turns[name], awake=name == "a")]
+    lines = exposition(families).splitlines()
+    names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names)) == sum(line.startswith("# HELP") for line in lines)
+    family = ""
+    for line in lines:
+        if line.startswith("#"):
+            family = line.split()[2]
+        else:
+            assert line.startswith(family), line
+    text = "\n".join(lines)
+    assert 'emberline:model_awake{model_name="a"} 1\nemberline:model_awake{model_name="b"} 0' in text
+    assert 'emberline:model_wakes_total{model_name="a"} 2\nemberline:model_wakes_total{model_name="b"} 1' in text
+    assert 'emberline:model_wake_bytes_total{model_name="a"} 30' in text
+    assert 'emberline:model_sleep_seconds_total{model_name="b"} 0.5' in text
+
+
+def test_requests_that_wait_for_a_sleeping_model_have_a_reason() -> None:
+    text = rendered(Metrics("m"), waiting=7, deferred=2, asleep=4)
+    for reason, count in (("capacity", 1), ("deferred", 2), ("asleep", 4)):
+        assert f'vllm:num_requests_waiting_by_reason{{model_name="m",reason="{reason}"}} {count}' in text

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from emberline.bench import machine
+from emberline.bench import report as reports
 from emberline.bench.grammar_cases import HOSTILE, ORDINARY, Case
 from emberline.bench.grammar_child import DEADLINE_S
 
@@ -107,12 +109,7 @@ def hardware() -> dict[str, Any]:
     return {"machine": platform.machine(), "cores": os.cpu_count(), "system": platform.platform(), "load_at_end": load}
 
 
-def commit() -> str:
-    shown = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
-    return shown.stdout.strip() or "none"
-
-
-def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
+def report(measured: dict[str, Any], model: str, stated: str | None) -> dict[str, Any]:
     table = {library: figures(library, measured[library]) for library in LIBRARIES}
     chosen, peer = LIBRARIES
     results = {
@@ -130,7 +127,7 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
     return {
         "bench": "grammar-choice",
         "command": "python -m emberline.bench.grammar",
-        "commit": commit(),
+        "commit": machine.commit(stated),
         "hardware": hardware(),
         "software": {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}},
         "config": {
@@ -149,12 +146,12 @@ def report(measured: dict[str, Any], model: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--json", type=Path)
+    reports.add_arguments(parser)
     args = parser.parse_args()
     from emberline.hub.source import resolve
 
     tokenizer = resolve(args.model) / "tokenizer.json"
-    done = report({library: run(library, tokenizer) for library in LIBRARIES}, args.model)
+    done = report({library: run(library, tokenizer) for library in LIBRARIES}, args.model, args.commit)
     print(f"{'':24}{LIBRARIES[0]:>14}{LIBRARIES[1]:>14}")
     for name, row in done["results"].items():
         print(f"{name:24}{row['value']:>14}{row['peer']:>14} {row['unit']}")

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from emberline.bench import ceiling
+from emberline.bench import report as reports
 from emberline.bench.ceiling import Ceiling, Cost
 from emberline.bench.machine import llc_bytes
 from emberline.bench.report import Report
@@ -214,9 +214,9 @@ def _times(work: Work) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.kernels", description=__doc__)
     parser.add_argument("--threads", type=int, default=0, help="0: all cores")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    reports.add_arguments(parser)
     args = parser.parse_args()
-    bench(args.threads or core_count()).emit(args.json)
+    bench(args.threads or core_count()).emit(args.json, args.commit)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from emberline.core.config import core_count
 ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # each list from the least to the best
 X86_FLAGS = ("fma", "avx2", "avx512f", "avx512_vnni", "avx512_fp16", "avx512_bf16", "amx_int8", "amx_bf16")
 NATIVE_BF16 = {"bf16", "avx512_bf16", "amx_bf16"}
+HERE = Path(__file__).resolve()
 PACKAGES = ("torch", "numpy", "msgspec", "uvicorn")
 
 
@@ -41,13 +42,17 @@ def software() -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """Of the checkout that this code runs from, marked when it holds more than the commit does."""
-    here = Path(__file__).parent
-    head = _output("git", "-C", str(here), "rev-parse", "--short=12", "HEAD")
-    if not head:
+def commit(stated: str | None = None, here: Path = HERE) -> str:
+    """Of the checkout that this code runs from, marked when it holds more than the commit does, or nobody can tell.
+    `stated`: what the user says it is, for a copy whose repository is absent or behind; marked as that."""
+    if stated is not None:
+        return f"{stated} (stated)"
+    git = ("git", "-C", str(here.parent))
+    if not _output(*git, "ls-files", "--", here.name):  # a repository around us need not be ours
         return "none"
-    return head + ("-dirty" if _output("git", "-C", str(here), "status", "--porcelain") else "")
+    head = _output(*git, "rev-parse", "--short=12", "HEAD")
+    changes = _output(*git, "status", "--porcelain")
+    return "none" if not head else head if changes == "" else f"{head}-dirty"
 
 
 def llc_bytes() -> int:
@@ -59,12 +64,13 @@ def llc_bytes() -> int:
 
 
 def _lscpu() -> dict[str, str]:
-    lines = _output("lscpu").splitlines()
+    lines = (_output("lscpu") or "").splitlines()
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
-def _output(*command: str) -> str:
+def _output(*command: str) -> str | None:
+    """None: it is not here, or failed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None

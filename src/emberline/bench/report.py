@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import sys
@@ -60,24 +61,31 @@ class Report:
             values = median(values)
         self.results[name] = Result(values, unit, **more)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self, stated: str | None = None) -> dict[str, Any]:
         return {
             "bench": self.bench,
             "command": command(),
-            "commit": machine.commit(),
+            "commit": machine.commit(stated),
             "hardware": machine.hardware(),
             "software": machine.software(),
             "config": self.config,
             "results": {name: result.as_dict() for name, result in self.results.items()},
         }
 
-    def emit(self, file: Path | None = None) -> None:
-        whole = self.as_dict()
+    def emit(self, file: Path | None = None, stated: str | None = None) -> None:
+        """`stated`: the commit, by the user's word."""
+        whole = self.as_dict(stated)
         print(table(self.results))
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
         print(json.dumps(whole), flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of every command that emits a report."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    parser.add_argument("--commit", metavar="REV", help="of this code, recorded as stated (default: as git knows it)")
 
 
 def table(results: Mapping[str, Result]) -> str:

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emberline.bench import report as reports
 from emberline.core.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _soak(kinds.add_parser("soak", help="many streams for minutes: errors, leaks, memory"))
     _overhead(kinds.add_parser("overhead", help="what the API adds to the engine"))
     _start(kinds.add_parser("start", help="from start to ready"))
+    _unweight(kinds.add_parser("unweight", help="packed weights: their size, and the speed of the codec"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
     plot.add_argument("files", type=Path, nargs="+")
     plot.add_argument("-o", "--out", type=Path, required=True)
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         plot(args.files, args.out)
         return 0
     runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
-    return runs[args.what](args)
+    return {**runs, "unweight": _run_unweight}[args.what](args)
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def _run_cpu(args: argparse.Namespace) -> int:
     tasks = args.tasks or list(cpu.TASKS)
     rules = cpu.Rules(args.threads, args.rounds, args.deadline, args.patience)
     report = cpu.bench(args.model, args.peers, tasks, rules, args.peers_dir)
-    report.emit(args.json)
+    report.emit(args.json, args.commit)
     return 0
 
 
@@ -72,7 +74,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
     client, config = _client(args), {name: getattr(args, name) for name in names}
     report = serve.bench(client, args.url, job, args.concurrency, args.rate, config)
-    report.emit(args.json)
+    report.emit(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
 
 
@@ -87,7 +89,7 @@ def _run_soak(args: argparse.Namespace) -> int:
     from emberline.bench.soak import soak
 
     report = asyncio.run(soak(_client(args), args.url, args.streams, args.seconds, args.abandon, args.vocab))
-    report.emit(args.json)
+    report.emit(args.json, args.commit)
     bad = ("errors", "unended", "leaked", "engine_restarts")
     return 1 if any(report.results[name].value for name in bad if name in report.results) else 0
 
@@ -102,7 +104,7 @@ def _run_overhead(args: argparse.Namespace) -> int:
     from emberline.bench import overhead
 
     batches = [int(batch) for batch in args.batches]
-    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).emit(args.json)
+    overhead.bench(args.model, batches, args.threads, args.rounds, args.peers_dir).emit(args.json, args.commit)
     return 0
 
 
@@ -113,7 +115,20 @@ def _start(p: argparse.ArgumentParser) -> None:
 def _run_start(args: argparse.Namespace) -> int:
     from emberline.bench import start
 
-    start.bench(args.model, args.rounds, args.peers_dir).emit(args.json)
+    start.bench(args.model, args.rounds, args.peers_dir).emit(args.json, args.commit)
+    return 0
+
+
+def _unweight(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments")
+    reports.add_arguments(p)
+
+
+def _run_unweight(args: argparse.Namespace) -> int:
+    from emberline.bench import unweight
+
+    unweight.bench(args.rounds, args.peers_dir).emit(args.json, args.commit)
     return 0
 
 
@@ -121,7 +136,7 @@ def _local(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default=DEFAULT_MODEL)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments, and logs")
-    _json(p)
+    reports.add_arguments(p)
 
 
 def _remote(p: argparse.ArgumentParser) -> None:
@@ -131,11 +146,7 @@ def _remote(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chat", action="store_true", help="chat completions instead of completions")
     p.add_argument("--plain", action="store_true", help="only what every server knows: text prompts, no ignore_eos")
     p.add_argument("--vocab", type=int, default=32000, help="prompts are random ids below this")
-    _json(p)
-
-
-def _json(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    reports.add_arguments(p)
 
 
 def _client(args: argparse.Namespace) -> Client:

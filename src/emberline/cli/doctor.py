@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from emberline import __version__
 from emberline.core.config import DEFAULT_MODEL, GPUConfig, cache_dir, core_count
-from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.errors import EmberlineError
 
 if TYPE_CHECKING:
     from emberline.hub.checkpoint import Checkpoint
@@ -25,9 +25,7 @@ MARKS = {True: "ok", None: "--", False: "!!"}
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
 SERVED = (9, 0)  # our kernels use what came with Hopper, in the form that only it has
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}
-FILE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float32"}  # no kernel reads float16: it widens
-FIRST = "model.layers.0.self_attn.q_proj.weight"
+FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", type=size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--kv-dtype", default="auto", choices=["auto", *DTYPE_BYTES])
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "float32", "float8"])
+    parser.add_argument("--kv-memory", type=size, help="bytes of keys and values, e.g. 2G (default: all that fit)")
+    parser.add_argument("--block-size", type=count, default=gpu.block_size, help="tokens of a KV block")
     parser.add_argument("--max-context", type=count, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
     parser.add_argument("--max-running", type=count, default=gpu.max_running, help="requests in one batch")
@@ -185,54 +185,42 @@ def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
         return
     yield Finding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield Finding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
-    dtype = _dtype(checkpoint) if args.dtype == "auto" else args.dtype
-    kv_dtype = dtype if args.kv_dtype == "auto" else args.kv_dtype
-    context = args.max_context or config.max_context
-    token = 2 * config.layers * config.kv_heads * config.head_dim * DTYPE_BYTES[kv_dtype]
-    full = f"{token * context / 1e6:.0f} MB a context of {context}"
-    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {full} ({kv_dtype})")
     total = args.gpu_memory or (gpu.memory if gpu is not None and gpu.capability == SERVED else None)
-    if total is not None:
-        yield from _plan(args, config, total, dtype, kv_dtype)
+    dtype = _dtype(checkpoint) if args.dtype == "auto" else args.dtype
+    try:
+        yield from _memory(args, config, total, dtype)
+    except EmberlineError as e:
+        yield Finding("  kv cache" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
-def _plan(args: argparse.Namespace, config: ModelConfig, total: int, dtype: str, kv_dtype: str) -> Iterator[Finding]:
-    """Where a GPU's memory would go, by the arithmetic the engine itself goes by."""
+def _memory(args: argparse.Namespace, config: ModelConfig, total: int | None, dtype: str) -> Iterator[Finding]:
+    """Where a GPU's memory would go: by the function that the engine itself plans with."""
     from emberline.engine import memory
 
-    settings = GPUConfig()
-    context = args.max_context or config.max_context
-    try:
-        if context > config.longest_context:
-            raise InvalidRequest(f"max_context is {context}; this model allows 1 to {config.longest_context}")
-        plan = memory.plan(
-            config,
-            total,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            kv_dtype_bytes=DTYPE_BYTES[kv_dtype],
-            block_size=settings.block_size,
-            max_running=args.max_running,
-            max_batch_tokens=args.max_batch_tokens,
-            max_context=context,
-            fraction=settings.memory_fraction,
-        )
-    except EmberlineError as e:
-        yield Finding("gpu memory", e.message, False, e.hint or "")
+    names = ("kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context")
+    settings = GPUConfig(**{name: getattr(args, name) for name in names})
+    kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)
+    token = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
+    full = f"{token * context / 1e6:.0f} MB a context of {context}"
+    yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {full} ({kv_dtype})")
+    if total is None:
         return
+    plan = memory.plan_for(config, settings, total, dtype)
     batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens a step"
     yield Finding("gpu memory", f"{_gib(total)}: {dtype}, keys and values {kv_dtype}, {batch}, context {context}")
     for name, part in plan.rows():
         tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
         yield Finding(f"  {name}", f"{_gib(part):>10}{tokens if name == 'kv cache' else ''}")
     if plan.kv_tokens < context:
-        hint = "lower --max-batch-tokens or --max-running, or --kv-dtype float8"
+        hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
+        hint += ", or --kv-dtype float8"
         yield Finding("  context", f"cut to {plan.kv_tokens} tokens: no more keys and values fit", None, hint)
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    """As the engine takes it from the first matrix."""
-    first = checkpoint.tensors.get(FIRST)
-    return FILE_DTYPES.get(first.dtype, "bfloat16") if first is not None else "bfloat16"
+    """As the engine takes it from the first matrix: the widest of its parts. No kernel reads float16: it widens."""
+    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
+    return "float32" if found & {"F32", "F16"} else "bfloat16"
 
 
 def _gib(amount: int) -> str:

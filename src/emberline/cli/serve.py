@@ -10,16 +10,31 @@ import sys
 import time
 from pathlib import Path
 
-from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, ServerConfig
+from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, FleetConfig, ServerConfig
+from emberline.core.errors import InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    server, engine = ServerConfig(), EngineConfig(model="")
+    server, engine, rules = ServerConfig(), EngineConfig(model=""), FleetConfig()
     parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        help="smollm2, hf:org/name, a directory or a .gguf file (default: %(default)s)",
+        "model", nargs="?", help=f"smollm2, hf:org/name, a directory or a .gguf file (default: {DEFAULT_MODEL})"
+    )
+    parser.add_argument(
+        "--models",
+        metavar="[NAME=]MODEL,...",
+        help="several instead of one, each under its name or as given; those that do not fit in a GPU take turns",
+    )
+    parser.add_argument(
+        "--model-turn",
+        type=float,
+        default=rules.turn,
+        help="seconds that a model which others wait for still takes requests (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model-wait",
+        type=float,
+        default=rules.wait,
+        help="seconds after which a request whose model could not be woken gets a 429 (default: %(default)s)",
     )
     parser.add_argument("--host", default=server.host)
     parser.add_argument("--port", type=int, default=server.port)
@@ -59,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     began = time.monotonic() - (time.time() - _process_start())
     config = ServerConfig(
-        model=args.model,
-        served_name=args.served_name,
+        models=_models(args.model, args.models, args.served_name),
         host=args.host,
         port=args.port,
         api_keys=tuple(args.api_key),
@@ -85,11 +99,35 @@ def run(args: argparse.Namespace) -> int:
         prefix_cache=not args.no_prefix_cache,
         itl_target_ms=args.itl_target_ms,
     )
+    rules = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, engine, began))
+        runner.run(serve(config, engine, rules, began))
     return 0
+
+
+def _models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:
+    """By the name in the API, what is served."""
+    if several is None:
+        model = model or DEFAULT_MODEL
+        return {served_name or model: model}
+    if model is not None or served_name is not None:
+        given = "a model" if model is not None else "--served-name"
+        raise InvalidRequest(f"--models and {given} were given", param="models", hint="write --models NAME=MODEL,...")
+    models: dict[str, str] = {}
+    for item in several.split(","):
+        name, equals, source = item.partition("=")
+        if not equals or "/" in name:  # a path may have one
+            name = source = item
+        if not name or not source:
+            raise InvalidRequest(
+                f"--models has {item!r}, which is no model", param="models", hint="MODEL or NAME=MODEL"
+            )
+        if name in models:
+            raise InvalidRequest(f"--models has {name!r} twice", param="models", hint="write NAME=MODEL")
+        models[name] = source
+    return models
 
 
 def _process_start() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from emberline.core.errors import InvalidRequest
@@ -74,6 +74,7 @@ class GPUConfig:
     max_context: int | None = None  # None: the model's own
     block_size: int = 64
     prefix_cache: bool = True
+    weights: str = "auto"  # plain; or packed: about 12 bits instead of 16, to the bit; auto: packed if the files are
     kv_dtype: str = "auto"  # auto: as the model; or float8
     kv_tokens: int | None = None  # None: what the memory holds
     kv_memory: int | None = None  # the same in bytes
@@ -86,6 +87,8 @@ class GPUConfig:
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
             raise InvalidRequest(f"block_size is {self.block_size}; on a GPU it is 16, 32 or 64", param="block_size")
+        if self.weights not in ("auto", "plain", "packed"):
+            raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
         if not 0 < self.memory_fraction <= 1:
             raise InvalidRequest("memory_fraction must be in (0, 1]", param="memory_fraction")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
@@ -97,9 +100,22 @@ class GPUConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """How models that do not fit together take turns."""
+
+    turn: float = 5.0  # seconds a model may keep taking requests while another waits for its memory
+    wait: float = 60.0  # seconds until a request is refused whose model could not be woken
+    max_waiting: int = 1024  # for one model
+
+    def __post_init__(self) -> None:
+        for name in ("turn", "wait", "max_waiting"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
-    model: str = DEFAULT_MODEL
-    served_name: str | None = None  # None: the name it was asked for by
+    models: dict[str, str] = field(default_factory=lambda: {DEFAULT_MODEL: DEFAULT_MODEL})  # name in the API: source
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
@@ -109,3 +125,15 @@ class ServerConfig:
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
     tool_style: str = "auto"  # auto: as the chat template shows
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise InvalidRequest("there is no model to serve", param="models")
+        if self.embedder in self.models:
+            raise InvalidRequest(
+                f"{self.embedder!r} names a model and the embedder", param="models", hint="write ALIAS=MODEL"
+            )
+        if len(self.models) > 1:
+            for name, given in (("chat_template", self.chat_template), ("tool_style", self.tool_style != "auto")):
+                if given:
+                    raise InvalidRequest(f"{name} is one model's: there are {len(self.models)}", param=name)

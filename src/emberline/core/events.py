@@ -1,8 +1,9 @@
-"""What the engine tells its clients: Outputs of requests, and Stats of itself. The one
+"""What the engine tells its clients: Outputs of requests, Stats of itself, Turns of its models. The one
 definition of TTFT and its kin."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from emberline.core.plan import TokenLogprob
@@ -60,6 +61,18 @@ class Output:
     timing: Timing | None = None  # with the first and the last
 
 
+@dataclass(slots=True)
+class Turns:
+    """What a model's turns on a device have cost so far."""
+
+    wakes: int = 0
+    wake_seconds: float = 0.0
+    wake_bytes: int = 0
+    sleeps: int = 0
+    sleep_seconds: float = 0.0
+    sleep_bytes: int = 0
+
+
 BlockSample = tuple[str, float]  # lifetime, idle_before_evict or reuse_gap of a KV block; seconds
 
 
@@ -70,6 +83,7 @@ class Stats:
     step: int = 0
     running: int = 0
     waiting: int = 0
+    asleep: int = 0  # of these, waiting for their model to wake
     deferred: int = 0  # of these, waiting for a sibling to compute the prompt they share
     blocks_total: int = 0
     blocks_free: int = 0
@@ -85,6 +99,14 @@ class Stats:
     cpu_seconds: float = 0.0  # of the engine process, all threads
     host_seconds: float = 0.0  # of the engine loop outside the runner
     residency: list[BlockSample] = field(default_factory=list)  # seen since the last report
+
+    @staticmethod
+    def total(all_: Iterable[Stats]) -> Stats:
+        """Of the engines of one process together: the last step's tokens are each one's own last step's."""
+        every = list(all_)
+        sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name != "residency"}
+        sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # the process's: each tells the same
+        return Stats(**sums)
 
     @property
     def kv_usage(self) -> float:

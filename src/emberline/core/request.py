@@ -49,6 +49,7 @@ class Submission:
     priority: Priority = Priority.INTERACTIVE
     salt: str = ""  # tenants with different salts never share cached blocks
     timeout: float = 600.0  # seconds until it ends with an error, wherever it is
+    model: str = ""  # which, where there are several: engine.fleet's to read
 
 
 @dataclass(slots=True, eq=False)

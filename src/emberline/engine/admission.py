@@ -13,6 +13,7 @@ class WaitingQueue:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
         self._requests: list[Request] = []
+        self.held: set[str] = set()  # submissions that cannot start yet: others overtake them, their place is kept
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -29,10 +30,7 @@ class WaitingQueue:
         insort(self._requests, request, key=self.rank)
 
     def head(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
-    def pop(self) -> Request:
-        return self._requests.pop(0)
+        return next((request for request in self._requests if request.parent not in self.held), None)
 
     def remove(self, request: Request) -> None:
         self._requests.remove(request)

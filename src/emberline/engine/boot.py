@@ -19,6 +19,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
 
 if TYPE_CHECKING:
+    from emberline.engine.gpu.boot import Booted
     from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import Reader
 
@@ -38,18 +39,21 @@ class Loaded:
     seconds: dict[str, float]
 
 
-def boot(config: EngineConfig, reader: Reader | None = None) -> Loaded:
-    """`reader`: one that has been reading the checkpoint since before torch was imported, for a GPU."""
-    if config.device == "cuda" or (config.device == "auto" and _has_hopper()):
-        return _boot_on_gpu(config, reader)
+def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
+    """`reader`: one that has been reading the checkpoint since before torch was imported, for a GPU. `kv_room`: what a
+    CPU has for keys and values unless the config says it; None: half of what is free."""
+    if on_gpu(config):
+        return loaded_on_gpu(boot_on_gpu(config, gpu_settings(config), reader))
     if reader is not None:
         reader.close()
-    return _boot_on_cpu(config)
+    return _boot_on_cpu(config, kv_room)
 
 
-def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
-    from emberline.engine.gpu.boot import boot_from
+def on_gpu(config: EngineConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and _has_hopper())
 
+
+def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
         raise InvalidRequest("threads is for an engine on the CPU", param="threads")
     given = {
@@ -57,7 +61,7 @@ def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
         for name in ("max_batch_tokens", "max_running", "block_size")
         if (value := getattr(config, name)) is not None
     }
-    settings = GPUConfig(
+    return GPUConfig(
         max_waiting=config.max_waiting,
         max_context=config.max_context,
         prefix_cache=config.prefix_cache,
@@ -66,8 +70,16 @@ def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
         itl_target_ms=config.itl_target_ms,
         **given,
     )
-    directory = Path(config.model)
-    made = boot_from(directory, settings, dtype=_dtype("dtype", config.dtype), reader=reader, compiler=_compiler)
+
+
+def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None) -> Booted:
+    from emberline.engine.gpu.boot import boot_from
+
+    dtype = _dtype("dtype", config.dtype)
+    return boot_from(Path(config.model), settings, dtype=dtype, reader=reader, compiler=_compiler)
+
+
+def loaded_on_gpu(made: Booted) -> Loaded:
     return Loaded(
         engine=made.engine,
         max_context=made.engine.max_context,
@@ -79,7 +91,7 @@ def _boot_on_gpu(config: EngineConfig, reader: Reader | None) -> Loaded:
     )
 
 
-def _boot_on_cpu(config: EngineConfig) -> Loaded:
+def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     began = time.perf_counter()
     if config.itl_target_ms is not None:
         raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
@@ -96,7 +108,7 @@ def _boot_on_cpu(config: EngineConfig) -> Loaded:
         model,
         dtype=_dtype("kv_dtype", config.kv_dtype) or model.dtype,
         block_size=block,
-        memory=config.kv_memory or _free_memory() // 2,
+        memory=config.kv_memory or kv_room or free_memory() // 2,
         max_tokens=_most_tokens(config, running, model.context),
     )
     eos = frozenset(model.config.eos)
@@ -145,7 +157,7 @@ def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
     return min(CONTEXTS_KEPT, running) * context
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """What the system can still give without swapping, or as much as a container allows."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024

@@ -6,17 +6,22 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from emberline.core.events import Output, Stats
+from emberline.core.params import Grammar
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Request, Submission
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.manager import KVManager
+
+PAUSE = 0.002  # seconds of a step that has nothing to do but wait for a grammar; other engines may share the loop
 
 
 class Runner(Protocol):
@@ -43,6 +48,15 @@ class AheadRunner(Runner, Protocol):
         ...
 
 
+@runtime_checkable
+class GrammarRunner(Runner, Protocol):
+    """One that follows grammars, and compiles them beside the loop."""
+
+    def prepare(self, grammar: Grammar) -> Future[Any]:
+        """Done when requests with this grammar can start at once; that holds as long as it is kept."""
+        ...
+
+
 class Engine:
     def __init__(self, config: SchedulerConfig, runner: Runner, clock: Clock | None = None) -> None:
         self.config = config
@@ -56,17 +70,21 @@ class Engine:
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self._children: dict[str, list[str]] = {}
+        self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0
         self._last = (0, 0.0)
         self._busy = 0.0
         self._host = 0.0
 
-    def add(self, submission: Submission) -> None:
-        """Takes a submission in, or raises; what is taken in ends exactly once per completion."""
+    def add(self, submission: Submission, arrival: float | None = None) -> None:
+        """Takes a submission in, or raises; what is taken in ends exactly once per completion. `arrival`: of one that
+        has waited elsewhere, on the engine's clock."""
         self._validate(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(f"{self.scheduler.num_waiting} requests are waiting", hint="retry after the given time")
-        prompt, params, now = submission.prompt, submission.params, self.clock.now()
+        self._prepare(submission)
+        prompt, params = submission.prompt, submission.params
+        now = self.clock.now() if arrival is None else arrival
         room = self.max_context - len(prompt)
         limit = len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
@@ -100,7 +118,12 @@ class Engine:
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
-        return self._step_plainly() if self._ahead is None else self._step_ahead(self._ahead)
+        self._release()
+        outputs = self._step_plainly() if self._ahead is None else self._step_ahead(self._ahead)
+        held = self.scheduler.waiting.held
+        if held and not outputs and not self.scheduler.running and not self._under_way:
+            futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
+        return outputs
 
     def _step_plainly(self) -> list[Output]:
         began = time.perf_counter()
@@ -172,7 +195,25 @@ class Engine:
                 children.remove(f"{output.id}#{output.index}")
                 if not children:
                     del self._children[output.id]
+                    self._grammars.pop(output.id, None)
+                    self.scheduler.waiting.held.discard(output.id)
         return outputs
+
+    def _prepare(self, submission: Submission) -> None:
+        """Its requests wait in the queue, where deadlines and aborts reach them, until their grammar is compiled."""
+        grammar = submission.params.grammar
+        if grammar is not None and isinstance(self.runner, GrammarRunner):
+            self._grammars[submission.id] = self.runner.prepare(grammar)
+            self.scheduler.waiting.held.add(submission.id)
+
+    def _release(self) -> None:
+        """Of the submissions held, those whose grammar is compiled may start; those whose grammar cannot be, end."""
+        held = self.scheduler.waiting.held
+        for name in [name for name in held if self._grammars[name].done()]:
+            held.remove(name)
+            if (error := self._grammars[name].exception()) is not None:
+                for request_id in self._children[name]:
+                    self.scheduler.abort(request_id, str(error))
 
     def _validate(self, submission: Submission) -> None:
         prompt, vocab = submission.prompt, self.runner.vocab_size

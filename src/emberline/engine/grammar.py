@@ -13,6 +13,7 @@ What each kind of Grammar holds:
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,15 +93,26 @@ class GrammarCompiler:
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
+        self._lock = threading.Lock()  # of what is compiled, not of compiling
         self.mask_words = (vocab_size + 31) // 32
 
     def compile(self, grammar: Grammar, param: str = "response_format") -> Matcher:
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._build(grammar, param)
+        if (known := self.compiled(grammar)) is not None:
+            return known
+        matcher = self._build(grammar, param)
+        with self._lock:
+            self._compiled[grammar] = matcher
             if len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar].fork()
+        return matcher.fork()
+
+    def compiled(self, grammar: Grammar) -> Matcher | None:
+        """At once, where it was compiled before; also while another thread compiles."""
+        with self._lock:
+            if grammar not in self._compiled:
+                return None
+            self._compiled.move_to_end(grammar)
+            return self._compiled[grammar].fork()
 
     def _build(self, grammar: Grammar, param: str) -> Matcher:
         if len(grammar.text) > MAX_TEXT:

@@ -20,6 +20,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.boot import boot
+from emberline.engine.grammar_guard import GrammarGuard
 from emberline.hub.source import resolve
 from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
@@ -48,6 +49,8 @@ class LLM:
         self.template = ChatTemplate.load(directory)
         self.loaded = boot(EngineConfig(model=str(directory), **settings))
         self.engine = self.loaded.engine
+        runner = self.engine.runner  # grammars may be a stranger's here too; its process is started by the first
+        self._guard = GrammarGuard(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))
         self._count = 0
 
     def generate(
@@ -61,6 +64,8 @@ class LLM:
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
         params = params or SamplingParams()
+        if params.grammar is not None:
+            self._guard.check(params.grammar, param="grammar")
         jobs: dict[tuple[str, int], tuple[Completion, Detokenizer]] = {}
         for i, prompt in enumerate(many):
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emberline.core.errors import ModelError
-from emberline.engine.gpu.shape import MOST_TOKENS
+from emberline.core.config import GPUConfig
+from emberline.core.errors import InvalidRequest, ModelError
+from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.models.config import ModelConfig
 
@@ -20,6 +21,9 @@ LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
 LEAST_BLOCKS = 2
 F32 = 4
+PACKED_BITS = 12.25  # of a packed weight, at most: 12, and what its rows have in front
+UNPACKED = 2 * 28_672 * 4096  # bytes that packed weights are unpacked to at a time
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,49 @@ class MemoryPlan:
         return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
 
 
+def plan_for(
+    config: ModelConfig, settings: GPUConfig, total_bytes: int, dtype: str, *, packed: bool = False
+) -> MemoryPlan:
+    """What an engine with these settings and weights of this dtype does; for those who only want to know, too."""
+    kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
+    tokens = settings.kv_tokens
+    if settings.kv_memory is not None:
+        tokens = settings.kv_memory // kv_token_bytes(config, kv_bytes)
+    return plan(
+        config,
+        total_bytes,
+        dtype_bytes=DTYPE_BYTES[dtype],
+        kv_dtype_bytes=kv_bytes,
+        block_size=settings.block_size,
+        max_running=settings.max_running,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_context=context(config, settings),
+        fraction=settings.memory_fraction,
+        kv_tokens=tokens,
+        packed=packed and dtype == "bfloat16",
+    )
+
+
+def kv_dtype(settings: GPUConfig, dtype: str) -> str:
+    """Of keys and values, by name."""
+    name = dtype if settings.kv_dtype == "auto" else settings.kv_dtype
+    if name not in DTYPE_BYTES:
+        raise InvalidRequest(
+            f"kv_dtype is {name!r}; it must be one of auto, {', '.join(DTYPE_BYTES)}", param="kv_dtype"
+        )
+    return name
+
+
+def context(config: ModelConfig, settings: GPUConfig) -> int:
+    """Positions that are served, if keys and values of so many fit."""
+    asked = config.max_context if settings.max_context is None else settings.max_context
+    if not 1 <= asked <= config.longest_context:
+        raise InvalidRequest(
+            f"max_context is {asked}; this model allows 1 to {config.longest_context}", param="max_context"
+        )
+    return asked
+
+
 def plan(
     config: ModelConfig,
     total_bytes: int,
@@ -73,14 +120,15 @@ def plan(
     fraction: float = FRACTION,
     graphs: int = GRAPHS,
     kv_tokens: int | None = None,
+    packed: bool = False,
 ) -> MemoryPlan:
     """`kv_tokens`: so many and no more; by default as many as fit."""
     fixed = {
-        "weights": weight_bytes(config, dtype_bytes),
+        "weights": weight_bytes(config, PACKED_BITS / 8 if packed else dtype_bytes),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
-        "scratch": _scratch(config, block_size, max_running, max_context),
+        "scratch": _scratch(config, block_size, max_running, max_context) + packed * UNPACKED,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
-        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS)),
+        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
         "reserve": RESERVE,
     }
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
@@ -100,7 +148,7 @@ def plan(
     )
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
+def weight_bytes(config: ModelConfig, dtype_bytes: float) -> int:
     """Matrices in the dtype they are used in; norms and biases in float32."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     matrices = config.hidden * (q + 2 * kv) + q * config.hidden + 3 * config.hidden * config.ffn
@@ -108,7 +156,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     vectors += (q + 2 * kv) * config.qkv_bias + config.hidden * config.o_bias
     vectors += (2 * config.ffn + config.hidden) * config.mlp_bias
     tables = config.vocab * config.hidden * (1 if config.tie_embeddings else 2)
-    return dtype_bytes * (config.layers * matrices + tables) + F32 * (config.layers * vectors + config.hidden)
+    return int(dtype_bytes * (config.layers * matrices + tables)) + F32 * (config.layers * vectors + config.hidden)
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import msgspec
 
 from emberline.core import errors
-from emberline.core.config import EngineConfig
+from emberline.core.config import EngineConfig, FleetConfig
 from emberline.core.errors import EmberlineError
-from emberline.core.events import Output, Stats
+from emberline.core.events import Output, Stats, Turns
 from emberline.core.request import Submission
 
 
 class Start(msgspec.Struct, tag=True):
-    config: EngineConfig
+    models: dict[str, EngineConfig]
+    rules: FleetConfig
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -26,7 +27,9 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None  # one of the n completions, or all
 
 
-class Ready(msgspec.Struct, tag=True):
+class Facts(msgspec.Struct):
+    """Of a model that has been loaded."""
+
     max_context: int
     vocab_size: int
     kv_tokens: int
@@ -37,9 +40,22 @@ class Ready(msgspec.Struct, tag=True):
     seconds: dict[str, float]
 
 
+class Ready(msgspec.Struct, tag=True):
+    models: dict[str, Facts]
+
+
 class Progress(msgspec.Struct, tag=True):
+    model: str
     outputs: list[Output]
     stats: Stats
+
+
+class Turned(msgspec.Struct, tag=True):
+    """A model fell asleep or woke. Before Ready, how each of them is."""
+
+    model: str
+    awake: bool
+    turns: Turns
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -50,19 +66,21 @@ class Refused(msgspec.Struct, tag=True):
     message: str
     param: str | None = None
     hint: str | None = None
+    retry_after: int = 1  # seconds, if it is Overloaded
 
     @staticmethod
     def of(request_id: str, error: EmberlineError) -> Refused:
-        return Refused(request_id, error.code, error.message, error.param, error.hint)
+        retry_after = error.retry_after if isinstance(error, errors.Overloaded) else 1
+        return Refused(request_id, error.code, error.message, error.param, error.hint, retry_after)
 
     def error(self) -> EmberlineError:
         kind = _BY_CODE.get(self.code, EmberlineError)
         if kind is errors.Overloaded:
-            return errors.Overloaded(self.message, hint=self.hint)
+            return errors.Overloaded(self.message, retry_after=self.retry_after, hint=self.hint)
         return kind(self.message, param=self.param, hint=self.hint)
 
 
-Message = Start | Submit | Abort | Ready | Progress | Refused
+Message = Start | Submit | Abort | Ready | Progress | Turned | Refused
 
 
 def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:

@@ -12,16 +12,30 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError
 from emberline.engine import early
-from emberline.engine.engine import Engine
-from emberline.engine.messages import Abort, Inbox, Message, Progress, Ready, Refused, Start, Submit, encode
+from emberline.engine.fleet import Fleet
+from emberline.engine.messages import (
+    Abort,
+    Facts,
+    Inbox,
+    Message,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Submit,
+    Turned,
+    encode,
+)
 
 if TYPE_CHECKING:
+    from emberline.engine.boot import Loaded
     from emberline.models.reader import Reader
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
@@ -37,34 +51,36 @@ def main() -> int:
         return 1
     began = time.perf_counter()
     try:
-        reader = _read_ahead(start.config)
+        reader = _read_ahead(next(reversed(start.models.values())))
         early.without_tracing()
-        from emberline.engine.boot import boot
+        from emberline.engine.fleet_boot import boot_fleet
 
         imported = time.perf_counter()
-        loaded = boot(start.config, reader)
+        fleet, loaded = boot_fleet(start.models, start.rules, reader)
     except EmberlineError as e:
         channel.sendall(encode(Refused.of("", e)))
         return 1
-    channel.sendall(
-        encode(
-            Ready(
-                max_context=loaded.max_context,
-                vocab_size=loaded.engine.runner.vocab_size,
-                kv_tokens=loaded.kv_tokens,
-                block_size=loaded.engine.config.block_size,
-                weight_bytes=loaded.weight_bytes,
-                kv_bytes=loaded.kv_bytes,
-                kernels=loaded.kernels,
-                seconds={"imports": imported - began, **loaded.seconds},
-            )
-        )
-    )
+    imports = {"imports": imported - began}
+    ready = Ready({name: _facts(loaded[name], imports) for name in start.models})
+    channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
     if reader is not None:
         threading.Thread(target=early.remember, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
-        _serve(loaded.engine, channel, inbox)
+        serve(fleet, channel, inbox)
     return 0
+
+
+def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
+    return Facts(
+        max_context=loaded.max_context,
+        vocab_size=loaded.engine.runner.vocab_size,
+        kv_tokens=loaded.kv_tokens,
+        block_size=loaded.engine.config.block_size,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+        kernels=loaded.kernels,
+        seconds={**imports, **loaded.seconds},
+    )
 
 
 def _read_ahead(config: EngineConfig) -> Reader | None:
@@ -82,25 +98,35 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> N
     inbox.put(None)
 
 
-def _serve(engine: Engine, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
+def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
     while True:
-        for message in _take(inbox, wait=engine.idle):
+        for message in _take(inbox, wait=fleet.idle):
             match message:
                 case None:
                     return
                 case Submit(submission):
                     try:
-                        engine.add(submission)
+                        fleet.add(submission)
                     except EmberlineError as e:
                         channel.sendall(encode(Refused.of(submission.id, e)))
                 case Abort(id, None):
-                    engine.abort(id)
+                    fleet.abort(id)
                 case Abort(id, int(index)):
-                    engine.abort_one(id, index)
+                    fleet.abort_one(id, index)
                 case _:
                     raise AssertionError(f"the engine cannot take {type(message).__name__}")
-        outputs = engine.step()
-        channel.sendall(encode(Progress(outputs, engine.stats())))
+        channel.sendall(b"".join(map(encode, _news(fleet))))
+
+
+def _news(fleet: Fleet) -> Iterator[Message]:
+    report = fleet.step()
+    for name in report.turned:
+        yield Turned(name, fleet.is_awake(name), fleet.turns(name))
+    outputs = report.outputs or {name: [] for name in fleet.engines}  # with nothing to say, that all are well
+    for name, made in outputs.items():
+        yield Progress(name, made, fleet.stats(name))
+    for submission_id, error in report.refused:
+        yield Refused.of(submission_id, error)
 
 
 def _take(inbox: queue.SimpleQueue[Message | None], *, wait: bool) -> list[Message | None]:

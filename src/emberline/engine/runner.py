@@ -33,7 +33,9 @@ class TorchRunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
-        self._sampler = Sampler(self.vocab_size, RowMaker(self.vocab_size, eos, make_compiler))
+        rows = RowMaker(self.vocab_size, eos, make_compiler)
+        self.prepare = rows.prepare
+        self._sampler = Sampler(self.vocab_size, rows)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

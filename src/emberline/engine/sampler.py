@@ -7,6 +7,7 @@ after preemption, and on another worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,13 @@ from torch import Tensor
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
+from emberline.engine.grammar_thread import GrammarThread
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
     from emberline.engine.grammar import GrammarCompiler, Matcher
+
+PATIENCE = 10.0  # seconds for a grammar that nobody had prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,25 +111,29 @@ class Row:
 
 
 class RowMaker:
-    """Makes a request's Row, its grammar compiled; or raises InvalidRequest."""
+    """Makes a request's Row, or raises InvalidRequest. To `prepare` its grammar first saves waiting for it then."""
 
     def __init__(self, vocab: int, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._vocab = vocab
         self._eos = eos
-        self._make_compiler = make_compiler
-        self._compiler: GrammarCompiler | None = None  # made when the first grammar comes
+        self._grammars = None if make_compiler is None else GrammarThread(make_compiler)
 
     def __call__(self, admission: Admission) -> Row:
         return Row(admission, self._vocab, self._eos, self._matcher(admission.params.grammar))
 
+    def prepare(self, grammar: Grammar) -> Future[Matcher]:
+        """Compiles it beside the caller. It is there for rows as long as somebody keeps the future."""
+        if self._grammars is None:
+            raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
+        return self._grammars.compile(grammar)
+
     def _matcher(self, grammar: Grammar | None) -> Matcher | None:
         if grammar is None:
             return None
-        if self._compiler is None:
-            if self._make_compiler is None:
-                raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
-            self._compiler = self._make_compiler()
-        return self._compiler.compile(grammar)
+        try:
+            return self.prepare(grammar).result(PATIENCE).fork()
+        except TimeoutError:
+            raise InvalidRequest(f"the {grammar.kind} takes more than {PATIENCE:g} s to prepare") from None
 
 
 class Sampler:

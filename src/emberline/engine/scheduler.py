@@ -52,10 +52,10 @@ class Scheduler:
         else:
             self.waiting.push(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, error: str | None = None) -> None:
         """Ends a request and frees its blocks at once; unknown ids have ended already."""
         if request := self.requests.get(request_id):
-            self._end(request, FinishReason.ABORT)
+            self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
 
     def drain(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
@@ -141,7 +141,7 @@ class Scheduler:
             return None
         if not self.kv.admit(request, reserve=len(self.running)):
             return None  # nobody overtakes the head, or a long prompt would wait for ever
-        self.waiting.pop()
+        self.waiting.remove(request)
         request.status = Status.RUNNING
         if request.admitted is None:
             request.admitted = self.clock.now()

@@ -9,21 +9,33 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.core.config import EngineConfig
+from emberline.core.config import EngineConfig, FleetConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Output, Stats
 from emberline.core.request import Submission
-from emberline.engine.messages import Abort, Inbox, Message, Progress, Ready, Refused, Start, Submit, encode
+from emberline.engine.messages import (
+    Abort,
+    Facts,
+    Inbox,
+    Message,
+    Progress,
+    Ready,
+    Refused,
+    Start,
+    Submit,
+    Turned,
+    encode,
+)
 
 log = logging.getLogger("emberline.engine")
 
 READ = 1 << 18
 LONGEST_PAUSE = 30.0  # seconds between attempts to restart
-BOOT_TIMEOUT = 900.0  # seconds for imports, kernels and weights
+BOOT_TIMEOUT = 900.0  # seconds for imports, kernels and the weights of a model
 
 
 class State(Enum):
@@ -36,19 +48,22 @@ class State(Enum):
 class AsyncEngine:
     def __init__(
         self,
-        config: EngineConfig,
+        models: Mapping[str, EngineConfig],
+        rules: FleetConfig,
         *,
         stall_timeout: float = 120.0,
         clock: Clock | None = None,
         command: tuple[str, ...] = (sys.executable, "-m", "emberline.engine.process"),
     ) -> None:
-        self.config = config
+        self.models = dict(models)
         self.state = State.STARTING
-        self.ready: Ready | None = None
-        self.stats = Stats()
+        self.ready: dict[str, Facts] = {}  # what each model came to, the last time
+        self.stats = dict.fromkeys(models, Stats())
+        self.turned: dict[str, Turned] = {}  # the last each model was said to fall asleep or wake
         self.restarts = 0
         self.last_sign = 0.0  # when the process last said anything
-        self.on_stats: Callable[[Stats], None] = lambda stats: None  # called with every report
+        self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
+        self._rules = rules
         self._stall_timeout = stall_timeout
         self._clock = clock or SystemClock()
         self._command = command
@@ -61,6 +76,9 @@ class AsyncEngine:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    def is_awake(self, model: str) -> bool:
+        return self.state is State.READY and self.turned[model].awake
 
     @property
     def num_open(self) -> int:
@@ -149,7 +167,7 @@ class AsyncEngine:
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ)
         self.last_sign = self._clock.now()
-        self._writer.write(encode(Start(self.config)))
+        self._writer.write(encode(Start(self.models, self._rules)))
         watcher = asyncio.create_task(self._watch(self._process))
         refusal: EmberlineError | None = None
         try:
@@ -168,14 +186,16 @@ class AsyncEngine:
 
     def _receive(self, message: Message) -> EmberlineError | None:
         match message:
-            case Progress(outputs, stats):
-                self.stats = stats
-                self.on_stats(stats)
+            case Progress(model, outputs, stats):
+                self.stats[model] = stats
+                self.on_stats(model, stats)
                 for output in outputs:
                     if inbox := self._open.get(output.id):
                         inbox.put_nowait(output)
-            case Ready():
-                self.ready = message
+            case Turned():
+                self.turned[message.model] = message
+            case Ready(models):
+                self.ready = models
                 self.state = State.READY
                 if self._started is not None and not self._started.done():
                     self._started.set_result(None)
@@ -190,7 +210,8 @@ class AsyncEngine:
         """A process that reports nothing is stuck (an idle one reports too): it is ended, and all that waits for it."""
         while True:
             await asyncio.sleep(min(1.0, self._stall_timeout / 4))
-            patience = self._stall_timeout if self.state is State.READY else max(BOOT_TIMEOUT, self._stall_timeout)
+            booting = max(BOOT_TIMEOUT * len(self.models), self._stall_timeout)
+            patience = self._stall_timeout if self.state is State.READY else booting
             if self.silent_seconds > patience:
                 log.error("engine process silent for %.0f s: ending it", self.silent_seconds)
                 process.kill()

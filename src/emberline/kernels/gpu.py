@@ -1,7 +1,8 @@
 """The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
 
 While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
-rows, `wide` up to 128 where it is faster; beyond, cuBLAS. Every kernel of ours may start before the one before it in
+rows, `wide` up to 128 where it is faster; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
+bits for them; cuBLAS gets them unpacked, a part at a time. Every kernel of ours may start before the one before it in
 the stream has ended.
 """
 
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emberline.kernels.cuda import decode, prefill, wide
+from emberline.kernels.cuda import decode, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.packed import Layout, PackedWeight
@@ -22,12 +23,15 @@ from emberline.kernels.triton import activation, attention, norm, rope, rows
 
 __all__ = [
     "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "newest_tokens", "pack_linear",
-    "paged_attention", "rope_and_cache",
+    "paged_attention", "rope_and_cache", "settle",
 ]  # fmt: skip
 
 apply_bitmask = sampling.apply_bitmask
 edit = sampling.edit
 log_probs = sampling.log_probs
+
+UNPACKED = 28_672 * 4096  # weights that are unpacked at a time, at most
+MANY_ROWS = 1024  # from which on our own large product, with silu(gate) * up built in, beats cuBLAS and one more kernel
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -35,6 +39,16 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     ours = weight.dtype is torch.bfloat16 and skinny.supports(1, n, k)
     handle = skinny.Weight(weight) if ours else None
     return PackedWeight(weight, n, k, weight.dtype, Layout.ROWS, gated, weight.data_ptr(), handle)
+
+
+def settle(empty: PackedWeight, values: Tensor) -> int:
+    """Its values have come: they are kept in 12 bits where that gains. The bytes that takes."""
+    if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
+        empty.data, empty.handle, empty.layout = packed.planes, packed, Layout.UW12
+        return packed.nbytes
+    whole = pack_linear(values, gated=empty.gated)
+    empty.data, empty.handle, empty.layout = whole.data, whole.handle, whole.layout
+    return values.nbytes
 
 
 def linear(
@@ -55,11 +69,11 @@ def linear(
         y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=kind) if out is None else out
         return product(x, w.handle, out=y, bias=bias, residual=add_to)
     if full:
-        return _full(x, w.data, bias, out)
+        return _full(x, w, bias, out)
     if add_to is not None:
-        add_to.addmm_(x, w.data.t())
+        add_to.addmm_(x, _rows(w).t())
         return add_to if bias is None else add_to.add_(bias)
-    y = F.linear(x, w.data, None if bias is None else bias.to(x.dtype))
+    y = F.linear(x, _rows(w), None if bias is None else bias.to(x.dtype))
     return y if out is None else out.copy_(y)
 
 
@@ -72,10 +86,17 @@ def gate_up_silu(
     if width % GATED_ROWS == 0 and (product := _product(x, w)):
         return product(x, w.handle, out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
-    return activation.silu_mul(F.linear(x, w.data), y, group, pdl=True)
+    if len(x) >= MANY_ROWS and w.handle is not None and group == GATED_ROWS and gemm.supports(len(x), w.n, w.k):
+        plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(_rows(w))
+        early = plain is w.handle  # weights just unpacked may not be read early
+        return gemm.linear(x, plain, out=y, gated=True, pdl=early)
+    return activation.silu_mul(F.linear(x, _rows(w)), y, group, pdl=True)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+    if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.Packed):
+        out = torch.empty(len(ids), table.k, dtype=table.dtype, device=ids.device) if out is None else out
+        return uw12.gather(ids, table.handle, out)
     rows_ = table.data if isinstance(table, PackedWeight) else table
     return torch.index_select(rows_, 0, ids) if out is None else torch.index_select(rows_, 0, ids, out=out)
 
@@ -169,11 +190,26 @@ def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     return wide.linear if wide.supports(m, w.n, w.k) else None
 
 
-def _full(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
     """Products of bf16 with their sums as they are, in float32."""
-    y = x.new_empty(len(x), len(w), dtype=torch.float32) if out is None else out
-    if x.dtype is torch.float32:
-        torch.mm(x, w.t(), out=y)
+    y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
+    if isinstance(w.handle, uw12.Packed):
+        step = max(64, UNPACKED // w.k // 64 * 64)
+        for at in range(0, w.n, step):
+            part = w.handle.rows(at, min(at + step, w.n))
+            torch.mm(x, _unpacked(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+    elif x.dtype is torch.float32:
+        torch.mm(x, w.data.t(), out=y)
     else:
-        torch.mm(x, w.t(), out_dtype=torch.float32, out=y)
+        torch.mm(x, w.data.t(), out_dtype=torch.float32, out=y)
     return y if bias is None else y.add_(bias)
+
+
+def _rows(w: PackedWeight) -> Tensor:
+    """As they were, for this product alone."""
+    return _unpacked(w.handle) if isinstance(w.handle, uw12.Packed) else w.data
+
+
+def _unpacked(packed: uw12.Packed) -> Tensor:
+    out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
+    return uw12.unpack(packed, out)

@@ -96,6 +96,18 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     return PackedWeight(data, n, k, weight.dtype, layout, gated, data.data_ptr())
 
 
+def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:
+    """On a GPU, whose values are yet to come: then `settle` it."""
+    return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, Layout.ROWS, gated)
+
+
+def settle(empty: PackedWeight, values: Tensor) -> int:
+    """Its values have come: they are kept in 12 bits where that gains, to the bit. The bytes that takes."""
+    from emberline.kernels import gpu
+
+    return gpu.settle(empty, values)
+
+
 def linear(
     x: Tensor,
     w: PackedWeight,

@@ -11,6 +11,7 @@ from torch import Tensor, dtype
 class Layout(IntEnum):
     """How `PackedWeight.data` lies; the native sources use the same numbers."""
 
+    UW12 = -3  # about 12 bits a weight, to the bit what it was, on a GPU
     ROWS = -2  # [n, k] as it came, on a GPU
     PLAIN = -1  # [n, k] float32, for torch
     BF16 = 0  # panels of columns
@@ -18,8 +19,10 @@ class Layout(IntEnum):
     AMX = 2  # bf16 in panels of tiles for the matrix unit of x86, k padded to a tile's depth
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedWeight:
+    """On a GPU it may be empty until its values have come."""
+
     data: Tensor
     n: int
     k: int

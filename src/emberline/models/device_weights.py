@@ -3,33 +3,28 @@
 A tensor asked for is allocated on the device in its final shape and stays empty until `finish`, which reads the files
 once, in order, and copies each piece's bytes to the places they belong to. Where bytes cannot land as they are (another
 dtype, rows that are mixed with another matrix's), they land in a staged copy and a copy on the device does the rest.
+
+Weights that are to be kept packed get their memory when their first bytes come and are packed when the last have: there
+are never more than a few plain matrices.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
 import time
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelError, ModelFileError
+from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
-from emberline.kernels.tiles import GATED_ROWS
-from emberline.models.pinned import host_bytes, pin, unpin
-from emberline.models.reader import STALL, Piece, Reader, ReadStats, files_of
+from emberline.models.arrival import Arrival, Part, Pending, Places, split_stack
+from emberline.models.carrier import Carrier
+from emberline.models.reader import Reader, ReadStats, files_of
 from emberline.models.weights import DTYPES, Weights
-
-MOVERS, SLOTS = 6, 8  # threads that move bytes to pinned memory, and pieces of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +53,16 @@ class DeviceWeights(Weights):
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cuda",
         reader: Reader | None = None,
+        *,
+        packed: bool = False,
     ) -> None:
-        """`reader`: one that was started on the checkpoint's files before; `finish` closes it."""
+        """`reader`: one that was started on the checkpoint's files before; `finish` closes it. `packed`: matrices of
+        bf16 are kept in 12 bits a weight."""
         super().__init__(checkpoint, dtype)
         self.device = torch.device(device)
+        self.packed = packed
         self._reader = reader
-        self._arrivals: list[_Arrival] = []
+        self._arrivals: list[Arrival] = []
 
     def vector(self, name: str, size: int) -> Tensor:
         return self.stack_vectors([(name, size)])
@@ -81,20 +80,28 @@ class DeviceWeights(Weights):
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
         """`gated`: groups of rows of the gate and of the up take turns, if their number can be divided so."""
-        dtype = self._stack_dtype(parts, columns)
         rows = [count for _, count in parts]
-        whole = torch.empty(sum(rows), columns, dtype=dtype, device=self.device)
-        if gated and rows[0] % GATED_ROWS == 0:
-            assert len(parts) == 2 and rows[0] == rows[1]
-            places = list(whole.view(rows[0] // GATED_ROWS, 2, GATED_ROWS, columns).unbind(1))
-        else:
-            places = list(whole.split(rows))
-        for (name, count), place in zip(parts, places, strict=True):
+        whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
+        for (name, count), place in zip(parts, split_stack(whole, rows, gated), strict=True):
             self._expect(name, (count, columns), place)
         return whole
 
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+        dtype, rows = self._stack_dtype(parts, columns), [count for _, count in parts]
+        if not self.packed or dtype is not torch.bfloat16:
+            return super().linear(parts, columns, gated=gated)
+        weight = ops.empty_weight(sum(rows), columns, dtype, self.device, gated=gated)
+
+        def settle(whole: Tensor) -> None:
+            self.taken_bytes += ops.settle(weight, whole)
+
+        pending = Pending(sum(rows), columns, dtype, self.device, partial(split_stack, rows=rows, gated=gated), settle)
+        for i, (name, count) in enumerate(parts):
+            self._expect(name, (count, columns), pending.part(i))
+        return weight
+
     def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.matrix(name, rows, columns)
+        return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
     def finish(self, ignorable: str) -> None:
         """Returns when every tensor has its values."""
@@ -119,19 +126,20 @@ class DeviceWeights(Weights):
         self._check(name, shape)
         return DTYPES[self.checkpoint.info(name).dtype]
 
-    def _expect(self, name: str, shape: tuple[int, ...], place: Tensor) -> None:
+    def _expect(self, name: str, shape: tuple[int, ...], place: Tensor | Part) -> None:
         self._check(name, shape)
         info = self.checkpoint.info(name)
-        self._take(name, place)
+        self._left.remove(name)
+        self.taken_bytes += place.nbytes if isinstance(place, Tensor) else 0
         end = info.offset + info.nbytes
-        self._arrivals.append(_Arrival(name, info.file, info.offset, end, DTYPES[info.dtype], place))
+        self._arrivals.append(Arrival(name, info.file, info.offset, end, DTYPES[info.dtype], place))
 
     def _fill(self, reader: Reader) -> LoadTimes:
-        places = _Places(self._arrivals)
+        places = Places(self._arrivals)
         assert reader.files >= {arrival.file for arrival in self._arrivals}, "the reader reads other files"
         waited = copied = 0.0
         unread = sum(file.stat().st_size for file in reader.files) - reader.stats.bytes
-        with _Carrier(reader, self.device) as carrier:
+        with Carrier(reader, self.device) as carrier:
             while True:
                 began = time.perf_counter()
                 if not reader.ready():
@@ -153,177 +161,3 @@ class DeviceWeights(Weights):
                 f"{missing[0].file} does not hold all of tensor {missing[0].name!r}", hint="download the file again"
             )
         return LoadTimes(reader.stats, waited, copied, carrier.pin_seconds, max(0, unread))
-
-
-class _Arrival:
-    """Bytes [start, end) of a file on their way to `place`, which holds as many elements, in the same order."""
-
-    def __init__(self, name: str, file: Path, start: int, end: int, dtype: torch.dtype, place: Tensor) -> None:
-        self.name = name
-        self.file = file
-        self.start = start
-        self.end = end
-        self.left = end - start
-        self.place = place
-        self._dtype = dtype
-        self._staged = place.dtype != dtype or not place.is_contiguous()
-        self._landing: Tensor | None = None  # uint8, flat; made when the first bytes come
-
-    def land(self, at: int, source: Tensor) -> None:
-        """`at`: the offset in the file of source's first byte."""
-        if self._landing is None:
-            self._landing = (
-                torch.empty(self.end - self.start, dtype=torch.uint8, device=self.place.device)
-                if self._staged
-                else self.place.view(-1).view(torch.uint8)
-            )
-        self._landing[at - self.start : at - self.start + len(source)].copy_(source, non_blocking=True)
-        self.left -= len(source)
-        if self.left == 0:
-            if self._staged:
-                self.place.copy_(self._landing.view(self._dtype).view(self.place.shape))
-            self._landing = None
-
-
-class _Places:
-    """Which arrivals a piece of a file has bytes for."""
-
-    def __init__(self, arrivals: Sequence[_Arrival]) -> None:
-        self._by_file: dict[Path, list[_Arrival]] = {}
-        for arrival in sorted(arrivals, key=lambda one: one.start):
-            if arrival.left:
-                self._by_file.setdefault(arrival.file, []).append(arrival)
-        self._starts = {file: [one.start for one in found] for file, found in self._by_file.items()}
-
-    def of(self, piece: Piece) -> list[_Arrival]:
-        found = self._by_file.get(piece.file, [])
-        first = max(0, bisect_right(self._starts.get(piece.file, []), piece.offset) - 1)
-        end = piece.offset + piece.length
-        last = bisect_right(self._starts.get(piece.file, []), end - 1)
-        return [arrival for arrival in found[first:last] if arrival.end > piece.offset]
-
-
-class _Carrier:
-    """Copies pieces to the device and gives their buffers back when the copies are done.
-
-    All on one stream, so that a staged copy is whole before it is used and its memory comes back in order; one stream
-    fills the link. Buffers that will be used again are pinned when they first come by. Pinning the others would take
-    longer than to move their bytes to pinned ones, and several threads do that as fast as the link.
-    """
-
-    def __init__(self, reader: Reader, device: torch.device) -> None:
-        self.pin_seconds = 0.0
-        self._reader = reader
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned: dict[int, Tensor] = {}  # by the buffer's number
-        self._flying: deque[tuple[torch.cuda.Event, Piece, Tensor]] = deque()
-        self._lock = threading.Lock()  # of the stream, the arrivals and what flies
-        self._movers = ThreadPoolExecutor(MOVERS, "mover")
-        self._moving: deque[Future[None]] = deque()
-        self._slots: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for _ in range(SLOTS):
-            self._slots.put(_Slot())
-
-    def __enter__(self) -> _Carrier:
-        if self._stream is not None:  # memory the places lie in may still be in use by work queued before
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """After an error too: the device may still be reading the buffers."""
-        self._movers.shutdown(cancel_futures=kind is not None)
-        if kind is not None:
-            self._moving.clear()
-        slots = [self._slots.get_nowait() for _ in range(SLOTS)]
-        with contextlib.suppress(ModelError) if kind is not None else contextlib.nullcontext():
-            self.flush()
-            for slot in slots:
-                self._await(slot.sent)
-        for memory in (*self._pinned.values(), *(slot.memory for slot in slots if slot.memory is not None)):
-            unpin(memory)
-        self._pinned.clear()
-        if self._stream is not None:
-            torch.cuda.empty_cache()  # staged copies: no other stream could use their memory
-
-    def carry(self, piece: Piece, arrivals: Sequence[_Arrival]) -> None:
-        if self._stream is None:
-            _land(piece, arrivals, torch.frombuffer(piece.buffer.memory, dtype=torch.uint8))
-            self._reader.give_back(piece)
-        elif piece.buffer.number in self._pinned or self._reader.reuses(piece):
-            memory = torch.frombuffer(piece.buffer.memory, dtype=torch.uint8)
-            self._pin(piece.buffer.number, memory)
-            with self._lock:
-                self._flying.append((self._send(piece, arrivals, memory), piece, memory))
-                while self._flying and self._flying[0][0].query():
-                    self._reader.give_back(self._flying.popleft()[1])
-        else:
-            self._moving.append(self._movers.submit(self._move, piece, arrivals))
-            while self._moving[0].done():
-                self._moving.popleft().result()
-                if not self._moving:
-                    break
-
-    def flush(self) -> None:
-        """Waits until every buffer is given back."""
-        while self._moving:
-            self._moving.popleft().result()
-        while self._flying:
-            self._await(self._flying[0][0])
-            self._reader.give_back(self._flying.popleft()[1])
-
-    def _move(self, piece: Piece, arrivals: Sequence[_Arrival]) -> None:
-        """In a thread of its own."""
-        slot = self._slots.get()
-        try:
-            self._await(slot.sent)
-            if slot.memory is None:
-                slot.memory = self._timed_pin(host_bytes(piece.buffer.size))
-            piece.buffer.copy_to(slot.memory.data_ptr(), piece.length)
-            self._reader.give_back(piece)
-            with self._lock:
-                slot.sent = self._send(piece, arrivals, slot.memory)
-        finally:
-            self._slots.put(slot)
-
-    def _send(self, piece: Piece, arrivals: Sequence[_Arrival], memory: Tensor) -> torch.cuda.Event:
-        """Under the lock."""
-        assert self._stream is not None
-        with torch.cuda.stream(self._stream):
-            _land(piece, arrivals, memory)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
-
-    def _await(self, event: torch.cuda.Event | None) -> None:
-        deadline = time.monotonic() + STALL
-        while event is not None:
-            with self._lock:
-                if event.query():
-                    return
-            if time.monotonic() > deadline:
-                raise ModelError(f"the device took no weights for {STALL:.0f} s", hint="see nvidia-smi")
-            time.sleep(50e-6)
-
-    def _pin(self, number: int, memory: Tensor) -> None:
-        if number not in self._pinned:
-            self._pinned[number] = self._timed_pin(memory)
-
-    def _timed_pin(self, memory: Tensor) -> Tensor:
-        began = time.perf_counter()
-        pin(memory)
-        self.pin_seconds += time.perf_counter() - began  # a sum over threads: a statistic, not exact
-        return memory
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Pinned memory, and when it was last read."""
-
-    memory: Tensor | None = None
-    sent: torch.cuda.Event | None = None
-
-
-def _land(piece: Piece, arrivals: Sequence[_Arrival], memory: Tensor) -> None:
-    for arrival in arrivals:
-        start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
-        arrival.land(start, memory[start - piece.offset : end - piece.offset])

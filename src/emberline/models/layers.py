@@ -25,9 +25,7 @@ class Linear:
         return ops.linear(x, self.weight, self.bias, norm=self.norm, eps=self.eps, add_to=add_to, out=out, full=full)
 
 
-def stacked(
-    weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False
-) -> ops.PackedWeight:
+def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
     """The matrices `name`.weight of so many rows each, one under the other, so that one call reads x once for all."""
     return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 

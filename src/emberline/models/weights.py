@@ -5,14 +5,21 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from emberline.core.config import core_count
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.unweight.codec import Codec, codec_of
+from emberline.unweight.tensor import CodedTensor, check_raw, is_coded
 
 COMPARED = 16 << 20  # elements compared at once
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -20,6 +27,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 class Weights:
     device = torch.device("cpu")  # where its tensors are
+    packed = False  # whether matrices are kept in 12 bits a weight
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
         self.checkpoint = checkpoint
@@ -94,14 +102,36 @@ class Weights:
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
             raise UnsupportedModel(f"tensor {name!r} in {info.file} has the dtype {info.dtype}", hint=hint)
+        if is_coded(info) and self.device.type != "cpu":
+            raise UnsupportedModel(f"{info.file} is packed; a GPU cannot load it yet", hint="emberline unweight unpack")
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check(name, shape)
         info = self.checkpoint.info(name)
         dtype = DTYPES[info.dtype]
-        flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
-        aligned = flat if info.offset % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
+        flat = self._decoded(name, info) if is_coded(info) else self._stored(name, info)
+        aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
         return aligned.view(dtype).view(shape)
+
+    def _stored(self, name: str, info: TensorInfo) -> Tensor:
+        flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)
+        if info.packed is not None:
+            check_raw(name, info, flat.numpy(), self._codec)
+        return flat
+
+    def _decoded(self, name: str, info: TensorInfo) -> Tensor:
+        stored = np.frombuffer(self._map(info.file), np.uint8, info.nbytes, info.offset)
+        out = torch.empty(info.logical_bytes, dtype=torch.uint8)
+        CodedTensor.open(name, info, stored, self._codec).decode_all(stored, out.numpy(), self._pool)
+        return out
+
+    @cached_property
+    def _codec(self) -> Codec:
+        return codec_of(ops.describe().library)
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(core_count(), "decoder")
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._files:

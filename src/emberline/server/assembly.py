@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from emberline.api import reasoning, toolstyle
 from emberline.core.config import ServerConfig, core_count
 from emberline.core.errors import UnsupportedModel
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.engine.messages import Ready
+from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
+from emberline.server.catalog import Catalog, Served
 from emberline.server.embeddings import Embeddings
 from emberline.server.engine_app import EngineApp
 from emberline.server.generator import Generator
@@ -31,41 +33,58 @@ log = logging.getLogger("emberline.server")
 class Parts:
     """What needs no engine, and so is read while the engine loads."""
 
-    directory: Path
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
+    models: dict[str, Text]
     embeddings: Embeddings | None
 
 
-def read_parts(config: ServerConfig, directory: Path) -> Parts:
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Of one model: how it goes to tokens."""
+
+    directory: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+
+def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
     embeddings = None
     if config.embedder is not None:
         embeddings = Embeddings(config.embedder, resolve(config.embedder), core_count())
-    return Parts(directory, Tokenizer.load(directory), _template(directory, config), embeddings)
+    models = {
+        name: Text(directory, Tokenizer.load(directory), _template(directory, config))
+        for name, directory in directories.items()
+    }
+    return Parts(models, embeddings)
 
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
     app: EngineApp
-    guard: GrammarGuard
+    catalog: Catalog
     embeddings: Embeddings | None
 
     def close(self) -> None:
-        self.guard.close()
+        for model in self.catalog:
+            model.guard.close()
         if self.embeddings is not None:
             self.embeddings.stop()
 
 
-def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, ready: Ready) -> Assembled:
-    name = config.served_name or config.model
-    sources = "".join(parts.template.sources.values()) if parts.template else ""
+def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine) -> Assembled:
+    catalog = Catalog(_served(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items())
+    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages())
+    return Assembled(app, catalog, parts.embeddings)
+
+
+def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, facts: Facts) -> Served:
+    sources = "".join(text.template.sources.values()) if text.template else ""
     tool_style = toolstyle.style_for(sources, config.tool_style)
-    tokenizer_file = parts.directory / "tokenizer.json"
-    guard = GrammarGuard(tokenizer_file, ready.vocab_size, sorted(parts.tokenizer.eos_ids))
+    tokenizer_file = text.directory / "tokenizer.json"
+    guard = GrammarGuard(tokenizer_file, facts.vocab_size, sorted(text.tokenizer.eos_ids))
     metrics = Metrics(name)
     generator = Generator(
         engine,
-        Prompts(parts.tokenizer, parts.template, tool_style, ready.max_context),
+        Prompts(text.tokenizer, text.template, tool_style, facts.max_context),
         guard,
         metrics,
         served_name=name,
@@ -73,9 +92,8 @@ def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, ready: Rea
         reasoning=reasoning.style_for(sources),
         timeout=config.request_timeout,
     )
-    fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{parts.directory.name}".encode()).hexdigest()[:12]
-    app = EngineApp(config, generator, parts.embeddings, metrics, load_pages(), fingerprint)
-    return Assembled(app, guard, parts.embeddings)
+    fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
+    return Served(name, generator, guard, metrics, fingerprint)
 
 
 def _template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

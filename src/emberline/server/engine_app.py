@@ -6,7 +6,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -23,11 +23,12 @@ from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
-from emberline.engine.stream import State
+from emberline.core.events import Stats
+from emberline.engine.stream import AsyncEngine, State
+from emberline.server.catalog import Catalog, Served
 from emberline.server.embeddings import Embeddings
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.generator import Generator
-from emberline.server.metrics import Metrics
+from emberline.server.metrics import Family, Replies, exposition
 from emberline.server.pages import Page
 
 log = logging.getLogger("emberline.server")
@@ -47,20 +48,18 @@ class EngineApp:
     def __init__(
         self,
         config: ServerConfig,
-        generator: Generator,
+        engine: AsyncEngine,
+        catalog: Catalog,
         embeddings: Embeddings | None,
-        metrics: Metrics,
         pages: dict[str, Page],
-        fingerprint: str,
     ) -> None:
         self._config = config
-        self._generator = generator
-        self._engine = generator.engine
+        self._engine = engine
+        self._catalog = catalog
         self._embeddings = embeddings
-        self._metrics = metrics
-        self._engine.on_stats = metrics.stepped
+        self._replies = Replies()
+        self._engine.on_stats = lambda name, stats: catalog[name].metrics.stepped(stats)
         self._pages = pages
-        self._fingerprint = fingerprint
         self._began = time.time()
         self._document = document(__version__)
         self._routes: dict[str, Route] = {
@@ -100,7 +99,7 @@ class EngineApp:
                 allow = {"allow": e.allowed} if isinstance(e, MethodNotAllowed) else {}
                 await x.json(reply.body, reply.status, {**reply.headers, **allow})
         else_status = 499 if "client" in x.note else 500
-        self._metrics.replied(known, x.status or else_status)
+        self._replies.replied(known, x.status or else_status)
         level = logging.INFO if x.note else logging.DEBUG
         note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
         log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
@@ -133,23 +132,27 @@ class EngineApp:
 
     async def _chat(self, x: Exchange) -> None:
         call = chat.parse(await self._body(x))
-        reply = chat_stream.Renderer(call, _id("chatcmpl-"), int(time.time()), self._fingerprint)
-        await self._generate(x, call, reply, self._generator.chat(call))
+        model = self._catalog[call.caller.model]
+        reply = chat_stream.Renderer(call, _id("chatcmpl-"), int(time.time()), model.fingerprint)
+        await self._generate(x, call, reply, model.generator.chat(call))
 
     async def _completions(self, x: Exchange) -> None:
         call = completions.parse(await self._body(x))
-        reply = completions_stream.Renderer(call, _id("cmpl-"), int(time.time()), self._fingerprint)
-        await self._generate(x, call, reply, self._generator.complete(call))
+        model = self._catalog[call.caller.model]
+        reply = completions_stream.Renderer(call, _id("cmpl-"), int(time.time()), model.fingerprint)
+        await self._generate(x, call, reply, model.generator.complete(call))
 
     async def _responses(self, x: Exchange) -> None:
         call = responses.parse(await self._body(x))
-        reply = responses_stream.Renderer(call, _id("resp_"), int(time.time()), self._fingerprint)
-        await self._generate(x, call, reply, self._generator.chat(call))
+        model = self._catalog[call.caller.model]
+        reply = responses_stream.Renderer(call, _id("resp_"), int(time.time()), model.fingerprint)
+        await self._generate(x, call, reply, model.generator.chat(call))
 
     async def _messages(self, x: Exchange) -> None:
         call = anthropic.parse(await self._body(x))
-        reply = anthropic_stream.Renderer(call, _id("msg_"), int(time.time()), self._fingerprint)
-        await self._generate(x, call, reply, self._generator.chat(call))
+        model = self._catalog[call.caller.model]
+        reply = anthropic_stream.Renderer(call, _id("msg_"), int(time.time()), model.fingerprint)
+        await self._generate(x, call, reply, model.generator.chat(call))
 
     async def _generate(
         self, x: Exchange, call: ChatCall | CompletionCall, reply: Renderer, deltas: AsyncGenerator[Delta, None]
@@ -185,7 +188,8 @@ class EngineApp:
 
     async def _count_tokens(self, x: Exchange) -> None:
         call = anthropic.parse_count(await self._body(x))
-        await x.json(anthropic.token_count(await self._generator.count(call)))
+        model = self._catalog[call.caller.model]
+        await x.json(anthropic.token_count(await model.generator.count(call)))
 
     async def _embed(self, x: Exchange) -> None:
         call = embeddings.parse(await self._body(x))
@@ -196,9 +200,7 @@ class EngineApp:
 
     async def _tokenize(self, x: Exchange) -> None:
         call = tokenize.parse(await self._body(x))
-        if call.model is not None:
-            self._generator.check_name(call.model)
-        prompts = self._generator.prompts
+        prompts = self._catalog.chosen(call.model).generator.prompts
         text, special = (
             (call.prompt, call.add_special_tokens)
             if isinstance(call.prompt, str)
@@ -210,9 +212,7 @@ class EngineApp:
 
     async def _detokenize(self, x: Exchange) -> None:
         call = tokenize.parse_detokenize(await self._body(x))
-        if call.model is not None:
-            self._generator.check_name(call.model)
-        tokenizer = self._generator.prompts.tokenizer
+        tokenizer = self._catalog.chosen(call.model).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
         await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
@@ -233,7 +233,11 @@ class EngineApp:
 
     async def _ready(self, x: Exchange) -> None:
         ready = self._engine.state is State.READY
-        body = {"status": "ready" if ready else self._engine.state.value, "engine_restarts": self._engine.restarts}
+        models = (
+            {m.name: "awake" if self._engine.is_awake(m.name) else "asleep" for m in self._catalog} if ready else {}
+        )
+        status = "ready" if ready else self._engine.state.value
+        body = {"status": status, "engine_restarts": self._engine.restarts, "models": models}
         await x.json(body, 200 if ready else 503)
 
     async def _progress(self, x: Exchange) -> None:
@@ -243,7 +247,7 @@ class EngineApp:
         await x.json(
             {
                 "status": "moving" if moving else "stuck" if engine.state is State.READY else engine.state.value,
-                "step": engine.stats.step,
+                "step": sum(stats.step for stats in engine.stats.values()),
                 "seconds_since_last_sign": round(engine.silent_seconds, 3),
                 "open_requests": engine.num_open,
                 "engine_restarts": engine.restarts,
@@ -252,10 +256,11 @@ class EngineApp:
         )
 
     async def _stats(self, x: Exchange) -> None:
-        engine, s = self._engine, self._engine.stats
+        """Of all models together."""
+        engine, s = self._engine, Stats.total(self._engine.stats.values())
         await x.json(
             {
-                "model": self._generator.served_name,
+                "model": ", ".join(model.name for model in self._catalog),
                 "engine_state": engine.state.value,
                 "engine_restarts": engine.restarts,
                 "uptime_seconds": time.time() - self._began,
@@ -266,16 +271,19 @@ class EngineApp:
         )
 
     async def _scrape(self, x: Exchange) -> None:
-        engine = self._engine
-        if (ready := engine.ready) is not None:
-            self._metrics.started(ready.seconds, ready.weight_bytes, ready.kv_bytes)
-        text = self._metrics.render(
-            engine.stats,
+        text = exposition([*(f for model in self._catalog for f in self._families(model)), self._replies.family()])
+        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _families(self, model: Served) -> Iterator[Family]:
+        engine, facts = self._engine, self._engine.ready[model.name]
+        model.metrics.started(facts.seconds, facts.weight_bytes, facts.kv_bytes)
+        yield from model.metrics.families(
+            engine.stats[model.name],
             restarts=engine.restarts,
             ready=engine.state is State.READY,
-            block_size=ready.block_size if ready else 0,
+            block_size=facts.block_size,
         )
-        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+        yield from model.metrics.turns(engine.turned[model.name].turns, engine.is_awake(model.name))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -284,7 +292,8 @@ class EngineApp:
 
     def _served(self) -> list[models.ServedModel]:
         served = [
-            models.ServedModel(self._generator.served_name, int(self._began), self._generator.prompts.max_context)
+            models.ServedModel(model.name, int(self._began), model.generator.prompts.max_context)
+            for model in self._catalog
         ]
         if self._embeddings is not None:
             served.append(models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length))

@@ -16,7 +16,6 @@ from emberline.api.lark import either
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.splitter import Splitter
 from emberline.api.toolstyle import ToolStyle
-from emberline.core.errors import ModelNotFound
 from emberline.core.events import Output, Timing
 from emberline.core.params import Grammar, SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -90,19 +89,11 @@ class Generator:
         self._reasoning = reasoning
         self._timeout = timeout
 
-    def check_name(self, model: str) -> None:
-        if model != self.served_name:
-            raise ModelNotFound(
-                f"there is no model {model[:200]!r} here", param="model", hint=f"this server has {self.served_name!r}"
-            )
-
     async def count(self, call: ChatCall) -> int:
-        self.check_name(call.caller.model)
         text = self.prompts.render(call)
         return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def chat(self, call: ChatCall) -> AsyncGenerator[Delta, None]:
-        self.check_name(call.caller.model)
         text = self.prompts.render(call)
         ids = await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages")
         self.prompts.check_length(ids, "messages")
@@ -125,7 +116,6 @@ class Generator:
                 yield delta
 
     async def complete(self, call: CompletionCall) -> AsyncGenerator[Delta, None]:
-        self.check_name(call.caller.model)
         jobs = []
         for i, prompt in enumerate(call.prompts):
             ids = await self.prompts.encode(prompt, add_special=call.add_special_tokens, param="prompt")
@@ -205,7 +195,7 @@ class Generator:
         self, ids: list[int], params: SamplingParams, caller: Caller, timeout: float
     ) -> AsyncGenerator[Output, None]:
         return self.engine.submit(
-            Submission(uuid.uuid4().hex, ids, params, caller.priority, caller.salt, max(0.0, timeout))
+            Submission(uuid.uuid4().hex, ids, params, caller.priority, caller.salt, max(0.0, timeout), self.served_name)
         )
 
     async def _outputs_within(

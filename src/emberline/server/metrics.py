@@ -5,12 +5,48 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from emberline.core.events import Stats, Timing
+from emberline.core.events import Stats, Timing, Turns
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
            160.0, 640.0)  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    name: str
+    help: str
+    kind: str
+    lines: list[str]
+
+    @staticmethod
+    def of(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> Family:
+        return Family(name, help_, kind, [f"{name}{{{labels}}} {value}" for labels, value in samples])
+
+
+def exposition(families: Iterable[Family]) -> str:
+    """What several models have under one name stands together, and is described once."""
+    text: dict[str, list[str]] = {}
+    for family in families:
+        described = [f"# HELP {family.name} {family.help}", f"# TYPE {family.name} {family.kind}"]
+        text.setdefault(family.name, described).extend(family.lines)
+    return "\n".join(line for lines in text.values() for line in lines) + "\n"
+
+
+class Replies:
+    """The server's own, whatever the model."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def replied(self, path: str, status: int) -> None:
+        self._counts[path, status] += 1
+
+    def family(self) -> Family:
+        samples = [(f'path="{path}",status="{status}"', n) for (path, status), n in sorted(self._counts.items())]
+        return Family.of("emberline:http_replies_total", "HTTP replies.", "counter", samples)
 
 
 class Histogram:
@@ -24,23 +60,22 @@ class Histogram:
             self._counts[bisect_left(self.bounds, value)] += 1
             self._sum += value
 
-    def lines(self, labels: str) -> Iterator[str]:
-        yield f"# HELP {self.name} {self.help}"
-        yield f"# TYPE {self.name} histogram"
-        total = 0
+    def family(self, labels: str) -> Family:
+        lines, total = [], 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             total += count
-            yield f'{self.name}_bucket{{{labels},le="{bound}"}} {total}'
-        yield f"{self.name}_sum{{{labels}}} {self._sum}"
-        yield f"{self.name}_count{{{labels}}} {total}"
+            lines.append(f'{self.name}_bucket{{{labels},le="{bound}"}} {total}')
+        lines += [f"{self.name}_sum{{{labels}}} {self._sum}", f"{self.name}_count{{{labels}}} {total}"]
+        return Family(self.name, self.help, "histogram", lines)
 
 
 class Metrics:
+    """Of one model."""
+
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._labels = f'model_name="{escaped}"'
         self._finished: Counter[str] = Counter()
-        self._replies: Counter[tuple[str, int]] = Counter()
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", SECONDS)
         self.tpot = Histogram(
@@ -107,12 +142,8 @@ class Metrics:
         if timing.decode is not None and tokens > 1:
             self.tpot.observe(timing.decode / (tokens - 1))
 
-    def replied(self, path: str, status: int) -> None:
-        self._replies[path, status] += 1
-
-    def render(self, stats: Stats, *, restarts: int, ready: bool, block_size: int) -> str:
+    def families(self, stats: Stats, *, restarts: int, ready: bool, block_size: int) -> Iterator[Family]:
         one = self._labels
-        lines: list[str] = []
         for name, help_, gauge in (
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
             ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.waiting),
@@ -124,7 +155,7 @@ class Metrics:
             ("emberline:kv_bytes", "Memory of the KV cache.", self._memory[1]),
             ("emberline:engine_ready", "1 when the engine takes requests.", int(ready)),
         ):
-            lines += _family(name, help_, "gauge", [(one, gauge)])
+            yield Family.of(name, help_, "gauge", [(one, gauge)])
         for name, help_, counter in (
             ("vllm:num_preemptions_total", "Requests that lost their blocks and were recomputed.", stats.preemptions),
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
@@ -135,11 +166,15 @@ class Metrics:
             ("emberline:engine_steps_total", "Steps of the engine.", stats.step),
             ("emberline:engine_busy_seconds_total", "Time in the runner.", stats.busy_seconds),
             ("emberline:engine_host_seconds_total", "Time of the engine loop outside the runner.", stats.host_seconds),
-            ("emberline:engine_cpu_seconds_total", "CPU time of the engine process.", stats.cpu_seconds),
+            (
+                "emberline:engine_cpu_seconds_total",
+                "CPU time of the engine process, which all models share.",
+                stats.cpu_seconds,
+            ),
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
-            lines += _family(name, help_, "counter", [(one, counter)])
-        lines += self._labelled(stats, block_size)
+            yield Family.of(name, help_, "counter", [(one, counter)])
+        yield from self._labelled(stats, block_size)
         for histogram in (
             self.ttft,
             self.itl,
@@ -157,38 +192,38 @@ class Metrics:
             self.iteration,
             *self.blocks.values(),
         ):
-            lines += histogram.lines(one)
-        return "\n".join(lines) + "\n"
+            yield histogram.family(one)
 
-    def _labelled(self, stats: Stats, block_size: int) -> list[str]:
+    def turns(self, turns: Turns, awake: bool) -> Iterator[Family]:
+        one = self._labels
+        yield Family.of("emberline:model_awake", "1 when its weights are where it runs.", "gauge", [(one, int(awake))])
+        for name, help_, counter in (
+            ("wakes", "Times the model was loaded or woken.", turns.wakes),
+            ("wake_seconds", "Time that took.", turns.wake_seconds),
+            ("wake_bytes", "Bytes copied for it.", turns.wake_bytes),
+            ("sleeps", "Times the model fell asleep.", turns.sleeps),
+            ("sleep_seconds", "Time that took.", turns.sleep_seconds),
+            ("sleep_bytes", "Bytes copied for it.", turns.sleep_bytes),
+        ):
+            yield Family.of(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
+
+    def _labelled(self, stats: Stats, block_size: int) -> Iterator[Family]:
         """Families that have labels of their own."""
         one = self._labels
-        lines: list[str] = []
         config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
-        lines += _family("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
+        yield Family.of("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
         waiting = [
-            (f'{one},reason="capacity"', stats.waiting - stats.deferred),
+            (f'{one},reason="capacity"', stats.waiting - stats.deferred - stats.asleep),
             (f'{one},reason="deferred"', stats.deferred),
+            (f'{one},reason="asleep"', stats.asleep),
         ]
-        lines += _family("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
+        yield Family.of("vllm:num_requests_waiting_by_reason", "Why requests wait.", "gauge", waiting)
         sources = [
             (f'{one},source="local_compute"', stats.prompt_tokens),
             (f'{one},source="local_cache_hit"', self._cached_tokens),
         ]
-        lines += _family("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
+        yield Family.of("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
         phases = [(f'{one},phase="{phase}"', seconds) for phase, seconds in self._startup.items()]
-        lines += _family("emberline:startup_seconds", "What the engine's start took, phase by phase.", "gauge", phases)
+        yield Family.of("emberline:startup_seconds", "What the engine's start took, phase by phase.", "gauge", phases)
         reasons = [(f'{one},finished_reason="{reason}"', count) for reason, count in sorted(self._finished.items())]
-        lines += _family("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)
-        replies = [
-            (f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self._replies.items())
-        ]
-        lines += _family("emberline:http_replies_total", "HTTP replies.", "counter", replies)
-        return lines
-
-
-def _family(name: str, help_: str, kind: str, samples: Iterable[tuple[str, float]]) -> Iterator[str]:
-    yield f"# HELP {name} {help_}"
-    yield f"# TYPE {name} {kind}"
-    for labels, value in samples:
-        yield f"{name}{{{labels}}} {value}"
+        yield Family.of("vllm:request_success_total", "Completions by how they ended.", "counter", reasons)

@@ -6,35 +6,35 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from emberline.core.config import EngineConfig, ServerConfig
+from emberline.core.config import EngineConfig, FleetConfig, ServerConfig
 from emberline.core.errors import InvalidRequest
-from emberline.engine.messages import Ready
+from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
 
 log = logging.getLogger("emberline.server")
 
 
-async def serve(config: ServerConfig, engine_config: EngineConfig, began: float) -> None:
+async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
     """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
     listener = _bind(config)
-    directory = resolve(config.model)
-    engine = AsyncEngine(replace(engine_config, model=str(directory)), stall_timeout=config.stall_timeout)
+    directories = {name: resolve(source) for name, source in config.models.items()}
+    configs = {name: replace(engine_config, model=str(directory)) for name, directory in directories.items()}
+    engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
     assembled = None
     try:
         from emberline.server.assembly import assemble, read_parts
 
-        parts = await asyncio.to_thread(read_parts, config, directory)
+        parts = await asyncio.to_thread(read_parts, config, directories)
         await starting
-        assert engine.ready is not None
-        assembled = assemble(config, parts, engine, engine.ready)
-        _announce(config, engine.ready)
+        assembled = assemble(config, parts, engine)
+        _announce(engine.ready)
         await _listen(assembled.app, listener, lambda: _ready(config, engine.ready, began))
     finally:
         starting.cancel()
@@ -79,19 +79,24 @@ async def _listen(app: Any, listener: socket.socket, ready: Callable[[], None]) 
     await Server(settings).serve([listener])
 
 
-def _announce(config: ServerConfig, ready: Ready) -> None:
-    log.info(
-        "%s: context %d, %d KV tokens, %.0f MB of weights, %.0f MB of cache; kernels: %s",
-        config.model,
-        ready.max_context,
-        ready.kv_tokens,
-        ready.weight_bytes / 1e6,
-        ready.kv_bytes / 1e6,
-        ready.kernels,
-    )
+def _announce(ready: Mapping[str, Facts]) -> None:
+    for name, facts in ready.items():
+        log.info(
+            "%s: context %d, %d KV tokens, %.0f MB of weights, %.0f MB of cache; kernels: %s",
+            name,
+            facts.max_context,
+            facts.kv_tokens,
+            facts.weight_bytes / 1e6,
+            facts.kv_bytes / 1e6,
+            facts.kernels,
+        )
 
 
-def _ready(config: ServerConfig, ready: Ready | None, began: float) -> None:
-    assert ready is not None
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in ready.seconds.items())
-    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, phases, config.host, config.port)
+def _ready(config: ServerConfig, ready: Mapping[str, Facts], began: float) -> None:
+    """Phases of all models together; they are imported for once."""
+    phases: dict[str, float] = {}
+    for facts in ready.values():
+        for phase, seconds in facts.seconds.items():
+            phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
+    listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
+    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, listed, config.host, config.port)

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from emberline.bench import report as reports
 from emberline.bench.report import Report, Result
 
 KERNELS = ("linear", "decode", "prefill", "elementwise", "sample")
@@ -185,7 +186,7 @@ def _arguments() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu", description=__doc__)
     parser.add_argument("what", nargs="?", choices=WHATS, default="all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    reports.add_arguments(parser)
     parser.add_argument("--only", type=names, default=[], metavar="NAMES", help="such as decode_b1,prefill_*,linear")
     parser.add_argument("--rounds", type=int, default=0, help="of each measurement; 0: as each thinks best")
     parser.add_argument("--rates", type=rates, default=list(openloop.RATES), help="requests a second, open loop")
@@ -214,7 +215,7 @@ def main() -> None:
             report.config["failed"][part.name] = "no time was left for it"
             continue
         run_apart(part, command, report, min(part.limit, left))
-    report.emit(args.json)
+    report.emit(args.json, args.commit)
     for name, why in report.config["failed"].items():
         print(f"failed: {name}: {why}", file=sys.stderr)
     sys.exit(1 if report.config["failed"] else 0)

@@ -270,7 +270,7 @@ def boot(settings: dict[str, Any]) -> Booted:
 
     from emberline.engine.gpu.boot import boot_gpu
 
-    weights = RandomWeights("cuda", torch.bfloat16)
+    weights = RandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
     return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings))
 
 

@@ -1,11 +1,13 @@
-"""The linear layers of Llama 3.1 8B for up to 128 rows beside cuBLAS: each shape alone, all of them in one graph, and
-sweeps over plans. `python -m emberline.bench.gpu.linear [--sweep | --sweep-wide]`."""
+"""The linear layers of Llama 3.1 8B for up to 128 rows beside cuBLAS, with plain and with packed weights: each shape
+alone, all of them in one graph, and sweeps over plans.
+`python -m emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 
@@ -15,8 +17,11 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.bench.report import Report
-from emberline.kernels.cuda import wide
-from emberline.kernels.cuda.linear import SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned, supports
+from emberline.kernels.cuda import nvrtc, wide
+from emberline.kernels.cuda.driver import CACHE
+from emberline.kernels.cuda.linear import FILE, SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned
+from emberline.kernels.cuda.linear import supports as is_skinny
+from emberline.kernels.cuda.uw12 import Packed, pack, unpack
 
 BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
 SHAPES = {  # k, n
@@ -28,15 +33,20 @@ SHAPES = {  # k, n
 }
 ROWS = (1, 8, 16, 32, 64, 128)
 DISTINCT, LAYERS = 8, 32  # eight layers' weights are several times any cache
-SWEEP_SECONDS, WIDE_SECONDS = 80.0, 40.0
+SWEEP_SECONDS, WIDE_SECONDS, PACKED_SECONDS = 80.0, 40.0, 40.0
+HALF = SHARED_LIMIT // 2  # of shared memory: room for the next kernel's CTA beside this one
+
+Source = Weight | Packed
 
 
 def measure(report: Report) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
+        made = _packed(weights)
         for m in ROWS:
-            _shape(report, f"{name} m={m}", weights, m)
-        del weights
+            _shape(report, f"{name} m={m}", weights, made, m)
+        _packing(report, name, weights[0], made[0])
+        del weights, made
         torch.cuda.empty_cache()
     _chain(report)
 
@@ -47,7 +57,7 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
         for m in ROWS:
-            if not supports(m, n, k) or time.monotonic() > end:
+            if not is_skinny(m, n, k) or time.monotonic() > end:
                 continue
             rule = choose(m, n, k)
             plans = dict.fromkeys(_plans(m, n, k))
@@ -60,6 +70,44 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
         del weights
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
+
+
+def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
+    """The best plans for packed weights: tile, depth of the ring, sets of partial sums, and how many CTAs a
+    multiprocessor has room for. Only with the usual number of warps: it is part of what a result is."""
+    end = time.monotonic() + seconds
+    for name, (k, n) in SHAPES.items():
+        made = _packed(_weights(n, k))
+        torch.cuda.empty_cache()
+        for m in (m for m in ROWS if is_skinny(m, n, k)):
+            rule = choose(m, n, k, stride=made[0].stride)
+            plans = dict.fromkeys([rule, *_packed_plans(rule, n, k)])
+            _compile({plan.variant("STORE") for plan in plans})
+            tried: dict[Plan, float] = {}
+            for plan in plans:
+                if time.monotonic() < end or plan == rule:
+                    tried[plan] = _ours(made, m, plan=plan, replays=3)
+            best = sorted(tried, key=lambda plan: tried[plan])[:8]
+            print(f"{name} m={m}: limit {_limit(m, n, k, made[0]):.2f}, rule {tried[rule]:.2f} {_text(rule)}")
+            print("    " + "  ".join(f"{tried[plan]:.2f} {_text(plan)}" for plan in best), flush=True)
+        del made
+        torch.cuda.empty_cache()
+    print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
+
+
+def _packed_plans(rule: Plan, n: int, k: int) -> Iterator[Plan]:
+    for (ctas, shared), blocks in product(((SMS, SHARED_LIMIT), (SMS, HALF), (2 * SMS, HALF)), (2, 3, 4, 1)):
+        deep = planned(n, k, blocks, rule.tiles, ctas=ctas, shared=shared, stride=rule.stride)
+        sets = {deep.buffers, 0} if deep.buffers else {0}
+        depths = (deep.stages + 1, deep.stages, deep.stages - 1)
+        near = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
+        yield from (plan for plan in near if plan.stages > 1 and plan.shared <= shared)
+
+
+def _compile(variants: set[str]) -> None:
+    """Side by side, before any of them is needed."""
+    with ThreadPoolExecutor(len(variants)) as pool:
+        list(pool.map(lambda variant: nvrtc.compile(FILE, [variant], cache=CACHE.expanduser()), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
@@ -102,7 +150,7 @@ def _wide_text(plan: wide.Plan) -> str:
     return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
 
 
-def _shape(report: Report, name: str, weights: list[Weight], m: int) -> None:
+def _shape(report: Report, name: str, weights: list[Weight], made: list[Packed], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random(m, k)
     cublas = replay([_bound(F.linear, x, weight.data) for weight in weights])
@@ -110,10 +158,31 @@ def _shape(report: Report, name: str, weights: list[Weight], m: int) -> None:
     report.add(name, ours, "us", peer=cublas, limit=_limit(m, n, k))
     report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
+    limit = _limit(m, n, k, made[0])
+    ours, alone = _ours(made, m), _ours(made, m, pdl=False)
+    report.add(f"{name} packed", ours, "us", peer=cublas, limit=limit)
+    report.add(f"{name} packed without pdl", alone, "us", peer=cublas, limit=limit)
+    print(f"{name} packed: {ours:.2f} us, without pdl {alone:.2f}, limit {limit:.2f}", flush=True)
+
+
+def _packing(report: Report, name: str, weight: Weight, made: Packed) -> None:
+    """How fast a weight is packed, once, and unpacked, before a large batch."""
+    out = torch.empty_like(weight.data)
+    limit = (made.nbytes + weight.data.nbytes) / BYTES_PER_US
+    unpacking = replay([lambda: unpack(made, out)])
+    assert torch.equal(out.view(torch.int16), weight.data.view(torch.int16))
+    begin = time.perf_counter()
+    pack(weight.data)
+    packing = (time.perf_counter() - begin) * 1e6
+    report.add(f"{name} unpack", unpacking, "us", limit=limit)
+    report.add(f"{name} pack", packing, "us", limit=limit)
+    rate = weight.data.nbytes / packing / 1e3
+    bits = made.nbytes * 8 / weight.data.numel()
+    print(f"{name}: unpack {unpacking:.2f} us (limit {limit:.2f}), pack {rate:.0f} GB/s, {bits:.3f} bit", flush=True)
 
 
 def _ours(
-    weights: list[Weight],
+    weights: Sequence[Source],
     m: int,
     *,
     plan: Plan | None = None,
@@ -123,7 +192,7 @@ def _ours(
 ) -> float:
     x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
-    def call(weight: Weight) -> Callable[[], Tensor]:
+    def call(weight: Source) -> Callable[[], Tensor]:
         if m <= 32:
             return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
         return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
@@ -153,23 +222,30 @@ def _chain(report: Report) -> None:
     """All linears of one step in one graph: without what stands between them in a model."""
     torch.manual_seed(0)
     names = ("qkv", "o", "gate_up", "down")
-    layers = [[Weight(_random(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
-    head = Weight(_random(128256, 4096))
-    size = 2 * (LAYERS * sum(k * n for k, n in (SHAPES[name] for name in names)) + 4096 * 128256)
+    layers = [[Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
+    head = Weight(_weight(128256, 4096))
+    packed_layers, packed_head = [_packed(layer) for layer in layers], _packed([head])[0]
+    sizes = [
+        (sum(one.nbytes for layer in every for one in layer) * LAYERS // DISTINCT + last.nbytes) / BYTES_PER_US / 1e3
+        for every, last in (([[w.data for w in layer] for layer in layers], head.data), (packed_layers, packed_head))
+    ]
     for m in ROWS:
         cublas = replay([_cublas_chain(layers, head, m)]) / 1e3
         print(f"chain m={m}: cublas {cublas:.3f} ms", flush=True)
         for label, pdl in (("", True), (" without pdl", False)):
             ours = replay([_our_chain(layers, head, m, pdl=pdl)]) / 1e3
-            report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=size / BYTES_PER_US / 1e3)
+            report.add(f"chain m={m}{label}", ours, "ms", peer=cublas, limit=sizes[0])
             print(f"chain m={m}{label}: {ours:.3f} ms", flush=True)
+            ours = replay([_our_chain(packed_layers, packed_head, m, pdl=pdl)]) / 1e3
+            report.add(f"chain m={m} packed{label}", ours, "ms", peer=cublas, limit=sizes[1])
+            print(f"chain m={m} packed{label}: {ours:.3f} ms, limit {sizes[1]:.3f}", flush=True)
 
 
-def _our_chain(layers: list[list[Weight]], head: Weight, m: int, *, pdl: bool) -> Callable[[], None]:
+def _our_chain(layers: Sequence[Sequence[Source]], head: Source, m: int, *, pdl: bool) -> Callable[[], None]:
     """With the epilogues that a model uses. Inputs stay as they are, so that nothing grows from layer to layer."""
     x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
-    ours = linear if m <= 32 else wide.linear
+    ours: Callable[..., Tensor] = linear if m <= 32 else wide.linear
     logits = torch.empty(m, head.n, device="cuda")
 
     def run() -> None:
@@ -197,7 +273,25 @@ def _cublas_chain(layers: list[list[Weight]], head: Weight, m: int) -> Callable[
 
 
 def _weights(n: int, k: int) -> list[Weight]:
-    return [Weight(_random(n, k)) for _ in range(copies_for(2 * n * k))]
+    return [Weight(_weight(n, k)) for _ in range(copies_for(2 * n * k))]
+
+
+def _packed(weights: Sequence[Weight]) -> list[Packed]:
+    """As many, all of the first: a plan is made for headers of one size."""
+    made = pack(weights[0].data)
+    assert made is not None, "none of these is refused"
+    return [replace(made, planes=made.planes.clone(), headers=made.headers.clone()) for _ in weights]
+
+
+def _weight(n: int, k: int) -> Tensor:
+    """With the tails of trained weights (Student's t of 5 degrees): so many are escapes when packed."""
+    weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
+    for rows in weight.split(4096):
+        squares = torch.zeros(rows.shape, device="cuda")
+        for _ in range(5):
+            squares.add_(torch.randn_like(squares).square_(), alpha=0.2)
+        rows.copy_(torch.randn_like(squares).mul_(0.0155).div_(squares.sqrt_()))
+    return weight
 
 
 def _random(rows: int, columns: int) -> Tensor:
@@ -208,17 +302,20 @@ def _bound(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], 
     return lambda: function(*arguments)
 
 
-def _limit(m: int, n: int, k: int) -> float:
-    return 2 * (n * k + m * k + m * n) / BYTES_PER_US
+def _limit(m: int, n: int, k: int, made: Packed | None = None) -> float:
+    return ((2 * n * k if made is None else made.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true", help="search plans instead of measuring the chosen ones")
     parser.add_argument("--sweep-wide", action="store_true", help="the same for 64 and 128 rows")
+    parser.add_argument("--sweep-packed", action="store_true", help="the same for packed weights and up to 32 rows")
     args = parser.parse_args()
-    if args.sweep or args.sweep_wide:
-        (sweep if args.sweep else sweep_wide)()
+    sweeps = [(args.sweep, sweep), (args.sweep_wide, sweep_wide), (args.sweep_packed, sweep_packed)]
+    if chosen := [function for asked, function in sweeps if asked]:
+        for function in chosen:
+            function()
         return
     report = Report("gpu-linear")
     measure(report)

@@ -56,8 +56,9 @@ Shapes = dict[str, tuple[int, ...]]
 class RandomWeights(Weights):
     """Stands in the place of a checkpoint's: whatever is asked for exists, drawn where it will be used."""
 
-    def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
         self.device = torch.device(device)
+        self.packed = packed
         self.dtype = dtype
         self.taken_bytes = 0
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
@@ -76,11 +77,20 @@ class RandomWeights(Weights):
         """In which order the rows of random matrices lie is all the same."""
         return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
+    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
+        if not self.packed:
+            return super().linear(parts, columns, gated=gated)
+        drawn, taken = self.stack(parts, columns, gated=gated), self.taken_bytes
+        rows = sum(count for _, count in parts)
+        weight = ops.empty_weight(rows, columns, drawn.dtype, drawn.device, gated=gated)
+        self.taken_bytes = taken - drawn.nbytes + ops.settle(weight, drawn)
+        return weight
+
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return self.vector(parts[0][0], sum(size for _, size in parts))
 
     def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        return self.matrix(name, rows, columns)
+        return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
     def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
         return True

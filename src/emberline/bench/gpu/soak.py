@@ -6,17 +6,17 @@ import argparse
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+from emberline.bench import report as reports
 from emberline.bench.gpu.engine import SETTINGS, VOCAB, boot
 from emberline.bench.report import Report
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, Overloaded
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine
 
-RATE = 60.0  # requests a second, on average
+RATE = 20.0  # requests a second, on average
 ABORTED = 0.2  # of all
 CHECK = 50  # steps between two counts of the blocks
 TIGHT = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}  # so that some wait
@@ -28,13 +28,17 @@ def soak(engine: Engine, seconds: float, seed: int = 0, rate: float = RATE) -> d
     opened: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     shared = [rng.randrange(1, VOCAB) for _ in range(2048)]
-    end, due, steps = time.perf_counter() + seconds, 0.0, 0
+    end, due, steps, refused = time.perf_counter() + seconds, 0.0, 0, 0
     began = time.perf_counter()
     while (now := time.perf_counter()) < end or not engine.idle:
         while now < end and now - began >= due:
             due += rng.expovariate(rate)
-            submission = _draw(rng, f"r{len(opened)}", shared)
-            engine.add(submission)
+            submission = _draw(rng, f"r{len(opened) + refused}", shared)
+            try:
+                engine.add(submission)
+            except Overloaded:  # told at once: it has ended
+                refused += 1
+                continue
             opened[submission.id] = submission.params.n
             if rng.random() < ABORTED:
                 engine.abort(rng.choice(list(opened)[-50:]))
@@ -52,7 +56,8 @@ def soak(engine: Engine, seconds: float, seed: int = 0, rate: float = RATE) -> d
             f"{len(opened)} requests were opened, and {len(ended)} ended, not each as often as it should"
         )
     leaked = engine.kv.total - engine.kv.num_free - engine.kv.num_cached
-    return {"requests": len(opened), "completions": sum(ended.values()), "steps": steps, "leaked": leaked}
+    completions = sum(ended.values())
+    return {"requests": len(opened), "refused": refused, "completions": completions, "steps": steps, "leaked": leaked}
 
 
 def _draw(rng: random.Random, name: str, shared: list[int]) -> Submission:
@@ -76,7 +81,7 @@ def _draw(rng: random.Random, name: str, shared: list[int]) -> Submission:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
+    reports.add_arguments(parser)
     args = parser.parse_args()
     settings: dict[str, Any] = SETTINGS | TIGHT
     engine = boot(settings).engine
@@ -84,7 +89,7 @@ def main() -> None:
     for name, count in soak(engine, args.seconds).items():
         report.add(name, count, "")
     report.add("preemptions", engine.scheduler.preemptions, "times")
-    report.emit(args.json)
+    report.emit(args.json, args.commit)
 
 
 if __name__ == "__main__":

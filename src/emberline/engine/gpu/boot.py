@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from emberline.core.config import GPUConfig, SchedulerConfig
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, Work
 from emberline.engine import memory
@@ -56,7 +56,7 @@ class Plainly:
 
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
-        self.eos, self.layout = runner.eos, runner.layout
+        self.eos, self.layout, self.prepare = runner.eos, runner.layout, runner.prepare
         self._runner = runner
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -78,25 +78,11 @@ def boot_gpu(
     began = time.perf_counter()
     device = device or Cuda()
     model = Decoder.load(config, weights, context, "")
-    kv_dtype = model.dtype if settings.kv_dtype == "auto" else KV_DTYPES.get(settings.kv_dtype)
-    if kv_dtype is None:
-        raise InvalidRequest(
-            f"kv_dtype is {settings.kv_dtype!r}; it must be one of auto, {', '.join(KV_DTYPES)}", param="kv_dtype"
-        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    kv_dtype = KV_DTYPES[memory.kv_dtype(settings, dtype)]
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
-    token_bytes = shape.block_bytes // settings.block_size
-    plan = memory.plan(
-        config,
-        _device_memory(device),
-        dtype_bytes=model.dtype.itemsize,
-        kv_dtype_bytes=kv_dtype.itemsize,
-        block_size=settings.block_size,
-        max_running=settings.max_running,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_context=context,
-        fraction=settings.memory_fraction,
-        kv_tokens=settings.kv_tokens if settings.kv_memory is None else settings.kv_memory // token_bytes,
-    )
+    served = replace(settings, max_context=context)
+    plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
     eos = frozenset(config.eos)
@@ -104,7 +90,11 @@ def boot_gpu(
     ready = time.perf_counter()
     seconds = {"plan": made - began, "runner": ready - made, **_fill(weights, runner)}
     filled = time.perf_counter()
-    runner.model = replace(model, fingerprint=identity())  # reads a little of every tensor: not while the disk is busy
+    if weights.packed and weights.taken_bytes > plan.weights:
+        taken = f"packed, the weights take {weights.taken_bytes} bytes"
+        raise ModelError(f"{taken}; {plan.weights} were planned for", hint="serve it with --weights plain")
+    # It reads a little of every tensor: not while the disk is busy.
+    runner.model = replace(model, fingerprint=identity(), weight_bytes=weights.taken_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
@@ -132,16 +122,13 @@ def boot_from(
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
-    context = settings.max_context or config.max_context
-    if not 1 <= context <= config.longest_context:
-        raise InvalidRequest(
-            f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
-        )
+    context = memory.context(config, settings)
     opened = time.perf_counter()
     device = Cuda()
     torch.cuda.synchronize(device.torch)
     there = time.perf_counter()
-    weights = DeviceWeights(checkpoint, dtype, device.torch, reader)
+    packed = settings.weights == "packed"
+    weights = DeviceWeights(checkpoint, dtype, device.torch, reader, packed=packed)
     identity = partial(fingerprint, checkpoint, config, str(dtype), context)
     grammars = None if compiler is None else partial(compiler, directory, config)
     booted = boot_gpu(
@@ -157,10 +144,10 @@ def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
     sys.setswitchinterval(TURNS)
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
-            warmed = other.submit(warm_up, runner)
+            warmed = None if weights.packed else other.submit(warm_up, runner)  # what is packed has no place before
             weights.finish(IGNORABLE)
             loaded = time.perf_counter()
-            warm_seconds = warmed.result()
+            warm_seconds = warm_up(runner) if warmed is None else warmed.result()
     finally:
         sys.setswitchinterval(interval)
     times = weights.times if isinstance(weights, DeviceWeights) else None

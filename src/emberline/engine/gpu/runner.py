@@ -49,6 +49,7 @@ class GPURunner:
         self.num_blocks = cache.num_blocks
         self.vocab_size = model.config.vocab
         self.eos = eos
+        self.prepare = rows.prepare
         self._make_row = rows
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)

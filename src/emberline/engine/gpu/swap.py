@@ -11,12 +11,12 @@ from __future__ import annotations
 import gc
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Protocol
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
+from emberline.core.events import Turns
 from emberline.engine.engine import Engine
 from emberline.engine.memory import FRACTION, RESERVE, MemoryPlan
 from emberline.kv.manager import KVManager
@@ -46,30 +46,23 @@ class Resident(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Turns:
-    """What a model's turns have cost so far."""
-
-    wakes: int = 0
-    wake_seconds: float = 0.0
-    wake_bytes: int = 0
-    sleeps: int = 0
-    sleep_seconds: float = 0.0
-    sleep_bytes: int = 0
-
-
 class Sleeper:
     def __init__(self, memory: int, clock: Clock | None = None) -> None:
         """`memory`: bytes for all that are awake together; see `room`."""
         self.memory = memory
         self.turns: dict[str, Turns] = {}
+        self.changed: set[str] = set()  # who fell asleep or woke; whoever reads it empties it
         self._clock = clock or SystemClock()
         self._models: dict[str, Resident] = {}
-        self._awake: OrderedDict[str, None] = OrderedDict()  # used longest ago first
+        self._awake: OrderedDict[str, float] = OrderedDict()  # since when; used longest ago first
 
     @property
     def awake(self) -> tuple[str, ...]:
         return tuple(self._awake)
+
+    def since(self, name: str) -> float | None:
+        """When it woke; None: it sleeps."""
+        return self._awake.get(name)
 
     @property
     def used(self) -> int:
@@ -97,8 +90,22 @@ class Sleeper:
             self._wake(name)
         self._awake.move_to_end(name)
 
+    def in_the_way(self, name: str) -> list[str]:
+        """Those with open requests that would have to sleep for it, used longest ago first."""
+        missing, busy = self._missing(name), []
+        for other in sorted(self._awake, key=lambda other: not self._models[other].idle):
+            if missing <= 0:
+                break
+            missing -= self._models[other].nbytes
+            if not self._models[other].idle:
+                busy.append(other)
+        return busy
+
+    def _missing(self, name: str) -> int:
+        return 0 if name in self._awake else self.used + self._models[name].nbytes - self.memory
+
     def _leaving(self, name: str) -> list[str]:
-        missing = self.used + self._models[name].nbytes - self.memory
+        missing = self._missing(name)
         leaving = []
         for other in self._awake:
             if missing <= 0:
@@ -118,15 +125,17 @@ class Sleeper:
         began, turns = self._clock.now(), self.turns[name]
         turns.sleep_bytes += self._models[name].sleep()
         del self._awake[name]
+        self.changed.add(name)
         turns.sleeps += 1
         turns.sleep_seconds += self._clock.now() - began
 
     def _wake(self, name: str) -> None:
         began, turns = self._clock.now(), self.turns[name]
         turns.wake_bytes += self._models[name].wake()
-        self._awake[name] = None
+        self._awake[name] = self._clock.now()
+        self.changed.add(name)
         turns.wakes += 1
-        turns.wake_seconds += self._clock.now() - began
+        turns.wake_seconds += self._awake[name] - began
 
 
 class Swapped:
@@ -141,9 +150,13 @@ class Swapped:
         self._awake = False
 
     @property
-    def engine(self) -> Engine:
+    def booted(self) -> Booted:
         assert self._booted is not None and self._awake, "it sleeps"
-        return self._booted.engine
+        return self._booted
+
+    @property
+    def engine(self) -> Engine:
+        return self.booted.engine
 
     @property
     def idle(self) -> bool:
@@ -154,6 +167,8 @@ class Swapped:
         _empty_cache()  # what others freed, for allocations of any size
         if self._booted is None:
             self._booted = _booted(self._boot)
+            taken = self._booted.plan
+            assert taken.fixed - taken.reserve + taken.kv_bytes <= self.nbytes, "it came to another plan"
             copied = self._booted.runner.model.weight_bytes
         else:
             assert self._slept is not None
@@ -181,6 +196,14 @@ def room(total: int, fraction: float = FRACTION) -> int:
     """What a device has for models: the reserve is for all of them together, and for what they leave while they sleep
     (compiled kernels, workspaces of libraries)."""
     return int(total * fraction) - RESERVE
+
+
+def shared_kv(plans: Collection[MemoryPlan], memory: int) -> int | None:
+    """Bytes of keys and values for each, if all are to be awake together: an equal part of what everything else leaves.
+    None: one of them would not have room for a full context, so they had better take turns with all of the memory."""
+    part = (memory - sum(plan.fixed - plan.reserve for plan in plans)) // len(plans)
+    fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
+    return part if fits else None
 
 
 def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:

@@ -1,7 +1,8 @@
 """linear: y = x w^T for at most 32 rows of x, where reading the weights is all the time there is. `linear.cu` says how.
 
 A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m that
-`supports` allows. Larger m is cuBLAS's, which sums in another order.
+`supports` allows. Nor does it depend on whether the weights are packed. Larger m is cuBLAS's, which sums in another
+order.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from emberline.kernels.cuda.driver import Kernel, Module, TensorMap, tensor_map
+from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed, Units
 
 FILE = "linear.cu"
 MOST_ROWS = 32  # beyond, the tiles of x take more of the L2's bandwidth than the weights do
@@ -23,6 +26,19 @@ SHARED_LIMIT = 227 << 10
 IN_FLIGHT = 96 << 10  # bytes of weights that a multiprocessor must have asked for to keep memory busy
 WARPS = 8  # they split k, so this is part of what a result is: the same for all shapes
 EPILOGUES = ("STORE", "STORE_F32", "ADD", "GATED")
+# Packed weights: tiles, n, k: blocks, CTAs on a multiprocessor, stages, where a sweep on an H200 knew better.
+MEASURED_PACKED = {
+    (1, 6144, 4096): (2, 2, 3),
+    (2, 6144, 4096): (2, 2, 2),
+    (4, 6144, 4096): (3, 1, 2),
+    (1, 4096, 4096): (1, 2, 3),
+    (2, 4096, 4096): (1, 2, 2),
+    (4, 4096, 4096): (1, 2, 2),
+    (1, 4096, 14336): (2, 1, 5),
+    (2, 4096, 14336): (2, 1, 4),
+    (4, 4096, 14336): (2, 1, 2),
+    (1, 128256, 4096): (4, 1, 3),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +51,24 @@ class Plan:
     stages: int
     buffers: int
     grid: int
+    stride: int = 0  # of the headers of packed weights; 0: rows of bf16
 
     def variant(self, epilogue: str) -> str:
-        return f"linear<{self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
+        source = "Units" if self.stride else "Rows"
+        return f"linear<{source}, {self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
+
+    @property
+    def weights(self) -> int:
+        """Bytes of them in a slot."""
+        return (UNIT_BYTES if self.stride else 2048) * self.blocks
 
     @property
     def shared(self) -> int:
         """The bytes of the layout in linear.cu, and what it takes to align it."""
-        slot = 1024 * self.tiles + 2048 * self.blocks
+        slot = 1024 * (self.tiles + -(-self.weights // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
-        return 1024 + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
+        headers = 2 * (self.blocks * self.stride + 8) if self.stride else 0
+        return 1024 + headers + self.warps * (self.stages * (slot + 8) + self.buffers * partial)
 
 
 class Weight:
@@ -85,7 +109,7 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
 
 def linear(
     x: Tensor,
-    w: Weight,
+    w: Weight | Packed,
     *,
     out: Tensor,
     bias: Tensor | None = None,
@@ -101,12 +125,14 @@ def linear(
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = epilogue_of(out, residual, gated)
-    plan = plan or choose(m, w.n, k, gated=gated)
+    stride = w.stride if isinstance(w, Packed) else 0
+    plan = plan or choose(m, w.n, k, gated=gated, stride=stride)
+    assert plan.stride == stride and plan.stages > 0
     _kernel(plan.variant(epilogue))(
         (plan.grid, 1, 1),
         32 * plan.warps,
         (
-            w.map(plan.blocks),
+            Units.of(w) if isinstance(w, Packed) else w.map(plan.blocks),
             tensor_map(x, (8 * plan.tiles, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.buffers, int(pdl)),
@@ -118,17 +144,39 @@ def linear(
 
 
 @cache
-def choose(m: int, n: int, k: int, *, gated: bool = False) -> Plan:
+def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> Plan:
     """The tile that leaves the busiest CTA the fewest rows, the larger among equals: measured best or within 1 % of it
     for the shapes of an 8B Llama at 1, 8, 16 and 32 rows. Then only as many CTAs as that takes, and as deep a ring as
-    memory holds."""
+    memory holds. Packed weights come so fast that it pays to read x less often, or to leave the next kernel room."""
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
-    blocks = min((2, 4) if gated else (2, 3, 4), key=lambda size: (size * -(-n // (16 * size * SMS)), -size))
-    return planned(n, k, blocks, tiles)
+    if stride and not gated and (tiles, n, k) in MEASURED_PACKED:
+        blocks, beside, stages = MEASURED_PACKED[tiles, n, k]
+        plan = planned(n, k, blocks, tiles, ctas=beside * SMS, shared=SHARED_LIMIT // beside, stride=stride)
+        return replace(plan, stages=min(plan.stages, stages)) if plan.stages else _chosen(n, k, tiles, gated, stride)
+    return _chosen(n, k, tiles, gated, stride)
+
+
+def _chosen(n: int, k: int, tiles: int, gated: bool, stride: int) -> Plan:
+    def rows(plan: Plan) -> tuple[int, int]:
+        most = plan.blocks * -(-n // (16 * plan.blocks * SMS))
+        return (0 if stride and tiles == 4 and most > 4 else most), -plan.blocks
+
+    plans = [planned(n, k, blocks, tiles, stride=stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
+    least = min(2, -(-k // (UNIT * WARPS)))
+    fitting = [plan for plan in plans if plan.stages >= least]  # lists of many escapes leave little memory
+    return min(fitting or [planned(n, k, 2 if gated else 1, tiles, stride=stride)], key=rows)
 
 
 def planned(
-    n: int, k: int, blocks: int, tiles: int, *, warps: int = WARPS, ctas: int = SMS, shared: int = SHARED_LIMIT
+    n: int,
+    k: int,
+    blocks: int,
+    tiles: int,
+    *,
+    stride: int = 0,
+    warps: int = WARPS,
+    ctas: int = SMS,
+    shared: int = SHARED_LIMIT,
 ) -> Plan:
     """The plan for a tile: CTAs get about as many each; separate sets of partial sums where the ring stays deep enough
     beside them."""
@@ -136,10 +184,10 @@ def planned(
     waves = -(-count // ctas)
     grid, most = -(-count // waves), waves * -(-k // (UNIT * warps))  # steps of a warp: more stages are never used
     for buffers in (2, 1) if waves > 1 else ():
-        plan = _filled(Plan(blocks, tiles, warps, most, buffers, grid), shared)
-        if plan.stages * plan.warps * 2048 * plan.blocks >= IN_FLIGHT:
+        plan = _filled(Plan(blocks, tiles, warps, most, buffers, grid, stride), shared)
+        if plan.stages * plan.warps * plan.weights >= IN_FLIGHT:
             return plan
-    return _filled(Plan(blocks, tiles, warps, most, 0, grid), shared)
+    return _filled(Plan(blocks, tiles, warps, most, 0, grid, stride), shared)
 
 
 def _filled(plan: Plan, shared: int) -> Plan:
@@ -162,10 +210,9 @@ def epilogue_of(out: Tensor, residual: Tensor | None, gated: bool) -> str:
 
 
 def _variants() -> Sequence[str]:
-    shapes = [(blocks, tiles) for blocks in (1, 2, 3, 4) for tiles in (1, 2, 4)]
     return [
-        Plan(blocks, tiles, WARPS, 1, 0, 1).variant(epilogue)
-        for blocks, tiles in shapes
+        Plan(blocks, tiles, WARPS, 1, 0, 1, stride).variant(epilogue)
+        for stride, blocks, tiles in product((0, 16), (1, 2, 3, 4), (1, 2, 4))
         for epilogue in EPILOGUES
         if epilogue != "GATED" or blocks % 2 == 0
     ]

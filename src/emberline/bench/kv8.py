@@ -1,0 +1,202 @@
+"""`python -m emberline.bench.kv8`: what `--kv-dtype float8` costs in quality, on a real model and real text.
+
+The text is cut into windows, and each is computed on the CPU with a cache in float32, in bfloat16 and in float8. Keys
+and values are rounded where a GPU rounds them: after norm and rotation, before anything attends to them, the token's
+own included; to the nearest e4m3 without a scale, and to 448 beyond it. Everything else is float32 in all three, so the
+difference is the cache's alone. Left out is what a GPU rounds whatever its cache: activations, q and the weights of
+attention, to bfloat16 (float16 where single tokens meet a float8 cache); and its order of sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.bench import report as reports
+from emberline.bench.report import Report
+from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
+from emberline.core.errors import InvalidRequest
+from emberline.core.plan import Work
+from emberline.engine.batch import build
+from emberline.hub.source import resolve
+from emberline.kernels import ops
+from emberline.kv.cache import KVCache, KVShape
+from emberline.models import attention
+from emberline.models.decoder import Decoder
+from emberline.models.loader import load
+from emberline.tokens.tokenizer import Tokenizer
+
+Rounding = Callable[[Tensor], Tensor]
+
+TEXTS = ("README.md", "docs/architecture.md", "docs/glossary.md", "docs/log.md")
+WINDOW = 2048  # tokens, each window from position 0 on
+CHUNK = 256  # tokens of a step
+SPANS = (0, 128, 512, 1024, 2048, 4096, 8192)  # positions between which figures are given too
+BLOCK = 16
+MOST = 448.0  # the largest e4m3
+
+
+def float8(x: Tensor) -> Tensor:
+    """As kernels/triton/rope.py stores it; clamped there and here, whatever the conversion makes of larger numbers."""
+    return x.clamp(-MOST, MOST).to(torch.float8_e4m3fn).float()
+
+
+def bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).float()
+
+
+ROUNDINGS: dict[str, Rounding] = {"float8": float8, "bfloat16": bfloat16}
+
+
+class RoundingOps:
+    """The kernels' ops, but what is written to the cache is rounded at once."""
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._rounding = rounding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ops, name)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        *heads: int,
+        **norm: Any,
+    ) -> None:
+        ops.rope_and_cache(qkv, positions, cos_sin, k, v, slots, *heads, **norm)
+        blocks = (slots // v.shape[2]).unique()  # whole ones: to round again changes nothing
+        for cache in (k, v):
+            cache[blocks] = self._rounding(cache[blocks])
+
+
+@contextmanager
+def rounded(rounding: Rounding) -> Iterator[None]:
+    """Within, attention's cache holds rounded numbers."""
+    names = vars(attention)
+    names["ops"] = RoundingOps(rounding)
+    try:
+        yield
+    finally:
+        names["ops"] = ops
+
+
+@dataclass(slots=True)
+class Errors:
+    """Of one kind of cache, a number for each position of each window."""
+
+    kl: list[Tensor] = field(default_factory=list)  # nats, of the exact distribution from this one
+    same: list[Tensor] = field(default_factory=list)  # whether the most probable token is
+    nll: list[Tensor] = field(default_factory=list)  # nats, of the token that follows
+    mean: list[Tensor] = field(default_factory=list)  # of the logits' errors
+    most: list[Tensor] = field(default_factory=list)
+
+    def add(self, exact: Tensor, logits: Tensor, successors: Tensor) -> None:
+        p, q = exact.double().log_softmax(-1), logits.double().log_softmax(-1)
+        error = (logits - exact).abs()
+        self.kl.append((p.exp() * (p - q)).sum(-1).clamp(min=0))
+        self.same.append(exact.argmax(-1) == logits.argmax(-1))
+        self.nll.append(-q[: len(successors)].gather(1, successors[:, None])[:, 0])
+        self.mean.append(error.mean(-1))
+        self.most.append(error.amax(-1))
+
+
+class Run:
+    """One model over one window after the other, with one kind of cache."""
+
+    def __init__(self, model: Decoder, rounding: Rounding | None) -> None:
+        c = model.config
+        self._model = model if rounding is None else replace(model, stack=None)  # else the layers are one native call
+        self._rounding = rounding
+        self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.float32), -(-WINDOW // BLOCK))
+
+    def logits(self, tokens: list[int], start: int) -> Tensor:
+        work = [Work("", start, tokens, range(self.cache.num_blocks), samples=True, prompt_logprobs=True)]
+        step = build(work, self.cache)
+        if self._rounding is None:
+            return self._model.forward(step)
+        with rounded(self._rounding):
+            return self._model.forward(step)
+
+
+@torch.inference_mode()
+def compare(model: Decoder, tokens: list[int]) -> tuple[dict[str, Errors], np.ndarray, dict[str, float]]:
+    """Errors of each kind, the position of each, and how large keys and values are."""
+    exact, runs = Run(model, None), {name: Run(model, rounding) for name, rounding in ROUNDINGS.items()}
+    errors = {name: Errors() for name in ("float32", *runs)}
+    positions, largest = [], {"key": 0.0, "value": 0.0}
+    for at in range(0, len(tokens), CHUNK):
+        start, chunk = at % WINDOW, tokens[at : at + CHUNK]
+        last = start + len(chunk) == WINDOW  # the token after it is computed without this context
+        successors = torch.tensor(tokens[at + 1 : at + len(chunk) + (not last)], dtype=torch.int64)
+        truth = exact.logits(chunk, start)
+        for name, one in errors.items():
+            one.add(truth, truth if name == "float32" else runs[name].logits(chunk, start), successors)
+        positions.append(np.arange(start, start + len(chunk)))
+        for name, cache in (("key", exact.cache.keys), ("value", exact.cache.values)):
+            largest[name] = max(largest[name], cache.abs().max().item())
+        print(f"{at + len(chunk)} of {len(tokens)} tokens", file=sys.stderr, flush=True)
+    return errors, np.concatenate(positions), largest
+
+
+def bench(name: str, text: str, config: dict[str, Any]) -> Report:
+    directory = resolve(name)
+    backend = ops.start(threads=core_count(), cache=cache_dir() / "kernels")
+    torch.set_num_threads(core_count() if backend.library is None else 1)
+    model = load(directory, "auto", WINDOW)
+    tokens = Tokenizer.load(directory).encode(text, add_special=False)
+    if len(tokens) < 2:
+        raise InvalidRequest("the text has fewer than 2 tokens", param="text")
+    report = Report("kv-float8", {"model": name, "weights": str(model.dtype), "window": WINDOW, **config})
+    report.config |= {"tokens": len(tokens), "text_sha256": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    errors, positions, largest = compare(model, tokens)
+    for who in ROUNDINGS:
+        add_figures(report, errors[who], positions, "" if who == "float8" else f"/{who}")
+    for who, one in errors.items():
+        report.add(f"perplexity_{who}", torch.cat(one.nll).mean().exp().item(), "")
+    for what, size in largest.items():
+        report.add(f"largest_{what}", size, "")
+    return report
+
+
+def add_figures(report: Report, errors: Errors, positions: np.ndarray, who: str) -> None:
+    kl, same = torch.cat(errors.kl).numpy(), torch.cat(errors.same).numpy()
+    mean, most = torch.cat(errors.mean).numpy(), torch.cat(errors.most).numpy()
+    spans = [(low, high, (positions >= low) & (positions < high)) for low, high in pairwise(SPANS)]
+    everywhere = ("", np.ones(len(kl), bool))
+    for where, here in (everywhere, *((f"_{low}_{high - 1}", here) for low, high, here in spans)):
+        if here.any():
+            report.add(f"kl_mean{where}{who}", kl[here].mean(), "nats")
+            report.add(f"kl_p99{where}{who}", float(np.quantile(kl[here], 0.99)), "nats")
+            report.add(f"top1_agreement{where}{who}", same[here].mean() * 100, "%")
+            report.add(f"logit_error_mean{where}{who}", mean[here].mean(), "")
+            report.add(f"logit_error_max{where}{who}", most[here].max(), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m emberline.bench.kv8", description=__doc__)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--text", type=Path, nargs="+", default=[Path(name) for name in TEXTS], metavar="FILE")
+    reports.add_arguments(parser)
+    args = parser.parse_args()
+    text = "\n\n".join(path.read_text("utf-8") for path in args.text)
+    bench(args.model, text, {"text": [str(path) for path in args.text]}).emit(args.json, args.commit)
+
+
+if __name__ == "__main__":
+    main()

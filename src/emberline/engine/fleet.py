@@ -1,0 +1,230 @@
+"""Fleet: the engines of one process, by the names of their models. A request for a model that sleeps waits for it.
+
+Models without open requests fall asleep as soon as another needs their memory. For busy ones there is a rule, so that
+none waits for ever: models are woken in the order in which they began to wait, and nobody overtakes. When the first of
+them has waited for a turn, those in its way that have been awake for a turn are held: what is sent to them waits too,
+they finish what they have, and sleep. A request that has waited too long is refused. No torch, no I/O.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.core.config import FleetConfig
+from emberline.core.errors import (
+    DeadlineExceeded,
+    EmberlineError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+)
+from emberline.core.events import Output, Stats, Timing, Turns
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.swap import Resident, Sleeper
+
+log = logging.getLogger("emberline.engine")
+
+
+class Member(Resident, Protocol):
+    @property
+    def engine(self) -> Engine:
+        """The same one each time; to be asked for while it is awake."""
+        ...
+
+
+@dataclass(slots=True)
+class Waiting:
+    submission: Submission
+    arrival: float
+    aborted: set[int] = field(default_factory=set)  # of its completions, but not all
+
+
+@dataclass(slots=True)
+class Queue:
+    """Who waits for one model, in order of arrival; never empty."""
+
+    since: float  # some request or other has waited for it from then on
+    requests: dict[str, Waiting] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a step came to."""
+
+    outputs: dict[str, list[Output]]  # of every model about which there is news
+    refused: list[tuple[str, EmberlineError]]  # submissions that end here
+    turned: set[str]  # models that fell asleep or woke
+
+
+class Fleet:
+    def __init__(
+        self, members: Mapping[str, Member], memory: int, config: FleetConfig, clock: Clock | None = None
+    ) -> None:
+        """Loads every model, so that what is wrong with one is known at once: the first is awake in the end. `memory`:
+        for all that are awake together."""
+        self.config = config
+        self._clock = clock or SystemClock()
+        self._sleeper = Sleeper(memory, self._clock)
+        self._queues: dict[str, Queue] = {}  # who has waited longest first
+        self._held: set[str] = set()
+        self._news: dict[str, list[Output]] = {}
+        self._refused: list[tuple[str, EmberlineError]] = []
+        for name, member in members.items():
+            self._sleeper.add(name, member)
+        engines: dict[str, Engine] = {}
+        for name in reversed(list(members)):
+            self._sleeper.use(name)
+            engines[name] = members[name].engine
+        self.engines = {name: engines[name] for name in members}
+
+    # -- in and out ---------------------------------------------------------------------------------------------------
+
+    def add(self, submission: Submission) -> None:
+        """Takes a submission in, or raises. What is taken in ends exactly once: by outputs, or by being refused."""
+        name = submission.model
+        if name not in self.engines:
+            raise ModelNotFound(f"there is no model {name!r}", hint=f"there are: {' '.join(self.engines)}")
+        if name in self._held or not self.is_awake(name):
+            self._wait(name, submission)
+        else:
+            self.engines[name].add(submission)
+            self._sleeper.use(name)
+
+    def abort(self, submission_id: str) -> None:
+        for name, queue in self._queues.items():
+            if (waiting := queue.requests.get(submission_id)) is not None:
+                timing = Timing(waiting.arrival, finished=self._clock.now())
+                for index in range(waiting.submission.params.n):
+                    output = Output(submission_id, index, finish=FinishReason.ABORT, timing=timing)
+                    self._news.setdefault(name, []).append(output)
+                self._leave(name, submission_id)
+                return
+        for engine in self.engines.values():
+            engine.abort(submission_id)
+
+    def abort_one(self, submission_id: str, index: int) -> None:
+        for queue in self._queues.values():
+            if (waiting := queue.requests.get(submission_id)) is not None:
+                waiting.aborted.add(index)
+                if len(waiting.aborted) == waiting.submission.params.n:
+                    self.abort(submission_id)
+                return
+        for engine in self.engines.values():
+            engine.abort_one(submission_id, index)
+
+    @property
+    def idle(self) -> bool:
+        return not self._queues and all(engine.idle for engine in self.engines.values())
+
+    def is_awake(self, name: str) -> bool:
+        return self._sleeper.since(name) is not None
+
+    def turns(self, name: str) -> Turns:
+        return self._sleeper.turns[name]
+
+    def stats(self, name: str) -> Stats:
+        stats = self.engines[name].stats()
+        if (queue := self._queues.get(name)) is None:
+            return stats
+        return replace(stats, waiting=stats.waiting + len(queue.requests), asleep=len(queue.requests))
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> Report:
+        """A step of each engine that is awake; then turns are taken, so that nobody sleeps with something unsaid."""
+        outputs, self._news = self._news, {}
+        for name in self._sleeper.awake:
+            engine = self.engines[name]
+            busy = not engine.idle
+            made = engine.step()
+            if busy or made:
+                outputs[name] = [*outputs[name], *made] if name in outputs else made
+        if self._queues or self._held:
+            self._take_turns()
+        turned, self._sleeper.changed = self._sleeper.changed, set()
+        for name in turned:
+            outputs.setdefault(name, [])  # who sleeps has forgotten what it had cached
+        refused, self._refused = self._refused, []
+        return Report(outputs, refused, turned)
+
+    def _take_turns(self) -> None:
+        self._expire()
+        self._held = set()
+        while self._queues:
+            name, queue = next(iter(self._queues.items()))
+            if busy := self._sleeper.in_the_way(name):
+                self._held = {other for other in busy if self._has_had_its_turn(other, queue.since)}
+                break  # nobody overtakes, or what it waits for would go to others for ever
+            self._wake(name)
+        for name in [name for name in self._queues if self.is_awake(name) and name not in self._held]:
+            self._wake(name)  # it is held no more
+
+    def _has_had_its_turn(self, name: str, wanted: float) -> bool:
+        woke = self._sleeper.since(name)
+        assert woke is not None
+        return self._clock.now() >= max(woke, wanted) + self.config.turn
+
+    def _wake(self, name: str) -> None:
+        queue = self._queues.pop(name)
+        self._news.setdefault(name, [])
+        try:
+            self._sleeper.use(name)
+        except Exception:  # a driver's, a device's: whoever waited is told, and the others go on
+            log.exception("%s could not be woken", name)
+            error = EngineUnavailable(f"the model {name!r} could not be woken", hint="the server's log says why")
+            self._refused += [(submission_id, error) for submission_id in queue.requests]
+            return
+        engine = self.engines[name]
+        for submission_id, waiting in queue.requests.items():
+            try:
+                engine.add(waiting.submission, waiting.arrival)
+            except EmberlineError as error:
+                self._refused.append((submission_id, error))
+            else:
+                for index in waiting.aborted:
+                    engine.abort_one(submission_id, index)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, name: str, submission: Submission) -> None:
+        now = self._clock.now()
+        queue = self._queues.get(name) or Queue(now)
+        if len(queue.requests) >= self.config.max_waiting:
+            raise self._overloaded(f"{len(queue.requests)} requests wait for {name} to wake")
+        if submission.id in queue.requests:
+            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
+        queue.requests[submission.id] = Waiting(submission, now)
+        self._queues[name] = queue
+        self._news.setdefault(name, [])
+
+    def _leave(self, name: str, submission_id: str) -> None:
+        del self._queues[name].requests[submission_id]
+        self._news.setdefault(name, [])
+        if not self._queues[name].requests:
+            del self._queues[name]
+
+    def _expire(self) -> None:
+        now = self._clock.now()
+        for name, queue in list(self._queues.items()):
+            for submission_id, waiting in list(queue.requests.items()):
+                waited = now - waiting.arrival
+                if waited >= waiting.submission.timeout:
+                    error: EmberlineError = DeadlineExceeded(
+                        "the request was not finished within its time limit", hint="raise --request-timeout"
+                    )
+                elif waited >= self.config.wait:
+                    error = self._overloaded(f"{name} did not get its turn in {waited:.0f} s: other models are busy")
+                else:
+                    continue
+                self._refused.append((submission_id, error))
+                self._leave(name, submission_id)
+
+    def _overloaded(self, message: str) -> Overloaded:
+        return Overloaded(message, retry_after=math.ceil(self.config.turn), hint="retry after the given time")

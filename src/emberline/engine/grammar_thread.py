@@ -1,0 +1,59 @@
+"""GrammarThread: where an engine's grammars are compiled, which may take a second, while its loop goes on.
+
+One at a time and in order: few are slow, and the other cores are the kernels'. A grammar that nobody waits for any more
+when its turn comes is passed over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.params import Grammar
+
+if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
+    from emberline.engine.grammar import GrammarCompiler, Matcher
+
+
+class GrammarThread:
+    def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
+        self._make_compiler = make_compiler
+        self._compiler: GrammarCompiler | None = None  # made in the thread, for the first grammar: it reads a tokenizer
+        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[tuple[Grammar, ReferenceType[Future[Matcher]]]] = SimpleQueue()
+        self._asked: WeakValueDictionary[Grammar, Future[Matcher]] = WeakValueDictionary()
+
+    def compile(self, grammar: Grammar) -> Future[Matcher]:
+        """A Matcher to fork, or an EmberlineError. Whoever keeps the future keeps it from being compiled again."""
+        if (asked := self._asked.get(grammar)) is not None:
+            return asked
+        future = self._asked[grammar] = Future()
+        if self._compiler is not None and (matcher := self._compiler.compiled(grammar)) is not None:
+            future.set_result(matcher)
+            return future
+        self._jobs.put((grammar, ref(future)))
+        if self._thread is None:  # a daemon: what hangs in it must not keep a process from ending
+            self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            self._answer(*self._jobs.get())
+
+    def _answer(self, grammar: Grammar, asked: ReferenceType[Future[Matcher]]) -> None:
+        if (future := asked()) is None:
+            return
+        try:
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
+            future.set_result(self._compiler.compile(grammar))
+        except EmberlineError as e:
+            future.set_exception(e)
+        except BaseException as e:  # the library's panics are no Exception
+            future.set_exception(InvalidRequest(f"the {grammar.kind} cannot be used: {e}", param="response_format"))

@@ -1,0 +1,123 @@
+"""`emberline doctor` says what booting does: the same checkpoint and options through both, on a pretended GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.cli import doctor
+from emberline.cli.__main__ import main
+from emberline.core.config import EngineConfig
+from emberline.core.errors import EmberlineError
+from emberline.engine import memory
+from emberline.engine.boot import Loaded, boot
+from emberline.engine.gpu import boot as gpu_boot
+from emberline.engine.gpu.device import Host
+
+MEMORY = 4 << 30
+OPTIONS = (
+    {},
+    {"kv_dtype": "float8"},
+    {"kv_dtype": "float32", "dtype": "bfloat16"},
+    {"dtype": "float32"},
+    {"max_context": 40, "max_running": 300, "max_batch_tokens": 1024, "block_size": 32},
+    {"kv_memory": 1 << 20},
+    {"kv_memory": 1 << 12, "kv_dtype": "float8", "block_size": 16},
+)
+
+
+@pytest.fixture
+def booted(monkeypatch: pytest.MonkeyPatch) -> list[memory.MemoryPlan]:
+    """What was planned by each boot that comes, on a GPU that is none."""
+    plans: list[memory.MemoryPlan] = []
+    plan = memory.plan
+
+    def watched(*arguments: object, **more: object) -> memory.MemoryPlan:
+        plans.append(plan(*arguments, **more))  # type: ignore[arg-type]
+        return plans[-1]
+
+    monkeypatch.setattr(memory, "plan", watched)
+    monkeypatch.setattr(gpu_boot, "Cuda", Host)
+    monkeypatch.setattr(gpu_boot, "_device_memory", lambda device: MEMORY)
+    monkeypatch.setattr(gpu_boot, "warm_up", lambda runner: 0.0)  # no kernel of the CPU reads float8
+    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    return plans
+
+
+def model(directory: Path, dtype: torch.dtype) -> Path:
+    return tiny.write(directory / str(dtype), dtype=dtype)
+
+
+def serve(directory: Path, options: dict[str, object]) -> Loaded:
+    return boot(EngineConfig(model=str(directory), device="cuda", **options))  # type: ignore[arg-type]
+
+
+def ask(capsys: pytest.CaptureFixture[str], directory: Path, options: dict[str, object]) -> tuple[int, str]:
+    words = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    code = main(["doctor", "--model", str(directory), "--gpu-memory", str(MEMORY), *words])
+    return code, capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_software", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_gpu_kernels", lambda gpu: iter(()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_they_plan_the_same(
+    booted: list[memory.MemoryPlan],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    dtype: torch.dtype,
+    options: dict[str, object],
+) -> None:
+    directory = model(tmp_path, dtype)
+    loaded = serve(directory, options)
+    code, output = ask(capsys, directory, options)
+    assert code == 0, output
+    done, told = booted
+    assert told == done
+    assert f": {done.kv_tokens} tokens" in output
+    assert loaded.kv_tokens == done.kv_tokens and loaded.kv_bytes == done.kv_bytes
+    cut = re.search(r"cut to (\d+) tokens", output)
+    context = re.search(r"a step, context (\d+)$", output, re.MULTILINE)
+    assert context is not None
+    assert loaded.max_context == int(cut[1] if cut else context[1])
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_the_first_matrix_is_as_wide_as_its_widest_part(
+    booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
+) -> None:
+    tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    tensors[doctor.FIRST[odd]] = tensors[doctor.FIRST[odd]].float()
+    directory = tiny.write_tensors(tmp_path / "mixed", tiny.CONFIGS["llama"], tensors)
+    serve(directory, {})
+    ask(capsys, directory, {})
+    assert booted[0] == booted[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_context": 65}, {"kv_memory": 8 << 30}, {"max_batch_tokens": 1 << 24}, {"block_size": 48}], ids=str
+)
+def test_they_refuse_the_same(
+    booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, options: dict[str, object]
+) -> None:
+    directory = model(tmp_path, torch.bfloat16)
+    with pytest.raises(EmberlineError) as refused:
+        serve(directory, options)
+    code, output = ask(capsys, directory, options)
+    assert code == 1 and refused.value.message in output
+
+
+def test_names_mean_the_same() -> None:
+    assert {name: dtype.itemsize for name, dtype in gpu_boot.KV_DTYPES.items()} == memory.DTYPE_BYTES

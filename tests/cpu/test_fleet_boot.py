@@ -1,0 +1,171 @@
+"""Models of a server become a fleet: what fits is known before, all that is loaded answers, and sleepers come back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import on_host
+import pytest
+import tiny
+
+from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
+from emberline.core.errors import ModelError
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fleet import Fleet
+from emberline.engine.fleet_boot import Weighed, boot_fleet, room_for_kv, taking_turns
+from emberline.engine.gpu.boot import Booted
+from emberline.engine.gpu.swap import Swapped, room
+from emberline.engine.memory import plan_for
+from emberline.kernels import ops, ref
+
+GIB = 1 << 30
+KINDS = {"a": "llama", "b": "qwen3", "c": "qwen2"}
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny.write(root / name, kind, seed=i) for i, (name, kind) in enumerate(KINDS.items())}
+
+
+@pytest.fixture
+def configs(homes: dict[str, Path]) -> dict[str, EngineConfig]:
+    return {name: EngineConfig(str(home), device="cpu", max_running=8) for name, home in homes.items()}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_backend", ops._backend)
+    monkeypatch.setattr(ref, "uniform", ref.uniform)
+    on_host.plain_arithmetic()
+
+
+def prompts(seed: int) -> Iterator[list[int]]:
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 131) for _ in range(20)]
+    while True:
+        yield shared + [rng.randrange(3, 131) for _ in range(rng.randrange(1, 20))]
+
+
+def submission(name: str, i: int, prompt: list[int]) -> Submission:
+    params = SamplingParams(max_tokens=4 + i, seed=i, ignore_eos=True)
+    return Submission(f"{name}{i}", prompt, params, model=name)
+
+
+def alone(engine: Engine, name: str, count: int) -> dict[str, list[int]]:
+    for i, prompt in zip(range(count), prompts(5), strict=False):
+        engine.add(submission(name, i, prompt))
+    said: dict[str, list[int]] = {}
+    while not engine.idle:
+        for output in engine.step():
+            said.setdefault(output.id, []).extend(output.tokens)
+    return said
+
+
+def together(fleet: Fleet, count: int) -> dict[str, list[int]]:
+    """One after the other for each in turn, so that each is wanted while another is busy."""
+    left = [submission(name, i, p) for i, p in zip(range(count), prompts(5), strict=False) for name in fleet.engines]
+    said: dict[str, list[int]] = {}
+    ended: list[str] = []
+    while left or not fleet.idle:
+        if left:
+            fleet.add(left.pop(0))
+        report = fleet.step()
+        assert not report.refused
+        for outputs in report.outputs.values():
+            for output in outputs:
+                assert output.error is None
+                said.setdefault(output.id, []).extend(output.tokens)
+                ended += [output.id] if output.finish is not None else []
+    assert len(ended) == len(set(ended)) == count * len(fleet.engines)
+    return said
+
+
+def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, EngineConfig]) -> None:
+    fleet, loaded = boot_fleet(configs, FleetConfig())
+    assert list(fleet.engines) == list(configs) and set(loaded) == set(configs)
+    assert all(fleet.is_awake(name) for name in configs)
+    expected: dict[str, list[int]] = {}
+    for name, config in configs.items():
+        single, one = boot_fleet({name: config}, FleetConfig())
+        assert one[name].max_context == loaded[name].max_context == 64
+        expected |= alone(single.engines[name], name, 5)
+    assert together(fleet, 5) == expected
+    assert all(fleet.turns(name).wakes == 1 and fleet.turns(name).sleeps == 0 for name in configs)
+
+
+def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:
+    weights = sum(Weighed.of(config).weight_bytes for config in configs.values())
+    assert room_for_kv(configs, weights + 6000) == 1000  # of what is left, a half for all
+    with pytest.raises(ModelError, match=r"do not fit: .*\(a .*, b .*, c .*\); .* are free"):
+        room_for_kv(configs, weights - 1)
+    asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
+    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+        room_for_kv(asking, weights + 3 * GIB - 1)
+    room_for_kv(asking, weights + 3 * GIB)
+
+
+def test_weights_are_as_large_as_they_will_be(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
+    for name, home in homes.items():
+        model = on_host.booted(home).runner.model
+        found = Weighed.of(configs[name])
+        assert found.dtype == "float32" and abs(found.weight_bytes / model.weight_bytes - 1) < 0.01
+        assert Weighed.of(replace(configs[name], dtype="bfloat16")).dtype == "bfloat16"
+
+
+def never(name: str, settings: GPUConfig) -> Booted:
+    raise AssertionError("nothing is loaded yet")
+
+
+def on_gpu(configs: dict[str, EngineConfig], **changes: int) -> dict[str, EngineConfig]:
+    return {name: replace(config, device="cuda", **changes) for name, config in configs.items()}
+
+
+def test_where_all_fit_a_gpu_is_shared(configs: dict[str, EngineConfig]) -> None:
+    total = 40 * GIB
+    members, space = taking_turns(on_gpu(configs), total, 0, never)
+    sizes = [member.nbytes for member in members.values()]
+    assert space == room(total) and 0 <= space - sum(sizes) < space / 1000
+    kv = [plan_for(Weighed.of(c).config, GPUConfig(max_running=8), total, "float32").kv_bytes for c in configs.values()]
+    assert max(sizes) < max(kv) / 2
+
+
+def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, EngineConfig]) -> None:
+    large = on_gpu(configs, max_batch_tokens=1 << 20)  # activations of 2 GiB and more
+    total = 9 * GIB
+    members, space = taking_turns(large, total, GIB, never)
+    assert all(0.9 * space < member.nbytes <= space for member in members.values())
+    with pytest.raises(ModelError, match="must hold while they sleep"):
+        taking_turns(large, total, 1000, never)
+
+
+def test_keys_and_values_as_asked_for(configs: dict[str, EngineConfig]) -> None:
+    members, space = taking_turns(on_gpu(configs, kv_memory=GIB), 40 * GIB, GIB, never)
+    assert all(GIB <= member.nbytes < 2 * GIB for member in members.values()) and space == room(40 * GIB)
+
+
+@pytest.mark.usefixtures("plain")
+def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
+    """Three models, memory for one or for two: they take turns while requests for all of them come."""
+    expected: dict[str, list[int]] = {}
+    for name, home in homes.items():
+        expected |= alone(on_host.booted(home).engine, name, 6)
+    for at_once in (1, 2):
+        members = {
+            name: Swapped(on_host.planned(home), lambda home=home: on_host.booted(home))  # type: ignore[misc]
+            for name, home in homes.items()
+        }
+        memory = at_once * max(member.nbytes for member in members.values())
+        fleet = Fleet(members, memory, FleetConfig(turn=0.01))
+        assert fleet.is_awake("a") and not fleet.is_awake("c")
+        assert together(fleet, 6) == expected
+        for name in members:
+            fleet.engines[name].kv.check()
+        assert all(fleet.turns(name).wakes > 1 for name in "bc")
+        for member in members.values():
+            member.close()

@@ -1,0 +1,122 @@
+"""Several models in one process on a GPU: beside each other where they fit, in turns where they do not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+}
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EngineConfig]:
+    kinds = {"a": "llama", "b": "qwen3", "c": "qwen2"}
+    root = tmp_path_factory.mktemp("models")
+    homes = {n: tiny.write(root / n, tiny.config(kind, **SIZES), seed=i) for i, (n, kind) in enumerate(kinds.items())}
+    # float32: a logit's last bits change with the batch, and so seldom change a token
+    settings = {"device": "cuda", "dtype": "float32", "max_running": 16, "max_batch_tokens": 512}
+    return {name: EngineConfig(str(home), kv_memory=256 << 20, **settings) for name, home in homes.items()}  # type: ignore[arg-type]
+
+
+def submissions(name: str) -> Iterator[Submission]:
+    rng = random.Random(7)
+    for i in range(COUNT):
+        prompt = [rng.randrange(3, 32000) for _ in range(rng.choice((5, 130, 400, 900)))]
+        params = SamplingParams(max_tokens=10 + 7 * i, temperature=0.0, ignore_eos=True)
+        yield Submission(f"{name}{i}", prompt, params, model=name)
+
+
+def said_by(fleet, names: str) -> dict[str, list[int]]:  # type: ignore[no-untyped-def]
+    left = [one for many in zip(*(submissions(name) for name in names), strict=True) for one in many]
+    said: dict[str, list[int]] = {}
+    ended: list[str] = []
+    steps = 0
+    while left or not fleet.idle:
+        if left and steps % 3 == 0:
+            fleet.add(left.pop(0))
+        steps += 1
+        report = fleet.step()
+        assert not report.refused
+        for outputs in report.outputs.values():
+            for output in outputs:
+                assert output.error is None
+                said.setdefault(output.id, []).extend(output.tokens)
+                ended += [output.id] if output.finish is not None else []
+    assert len(ended) == len(set(ended)) == COUNT * len(names)
+    for name in names:
+        fleet.engines[name].kv.check()
+    return said
+
+
+@pytest.fixture(scope="module")
+def expected(configs: dict[str, EngineConfig]) -> dict[str, list[int]]:
+    from emberline.engine.fleet_boot import boot_fleet
+
+    said: dict[str, list[int]] = {}
+    for name, config in configs.items():
+        fleet, _ = boot_fleet({name: config}, FleetConfig())
+        said |= said_by(fleet, name)
+    return said
+
+
+def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str, list[int]]) -> None:
+    from emberline.engine.fleet_boot import boot_fleet
+
+    fleet, loaded = boot_fleet(configs, FleetConfig())
+    assert all(fleet.is_awake(name) for name in configs) and set(loaded) == set(configs)
+    for _ in range(2):
+        assert said_by(fleet, "abc") == expected
+    assert all(fleet.turns(name).sleeps == 0 for name in configs)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int) -> None:
+    from emberline.engine.boot import boot_on_gpu, free_memory
+    from emberline.engine.fleet import Fleet
+    from emberline.engine.fleet_boot import taking_turns
+    from emberline.engine.gpu.boot import Booted
+
+    def load(name: str, settings: GPUConfig) -> Booted:
+        return boot_on_gpu(configs[name], settings, None)
+
+    members, _ = taking_turns(configs, torch.cuda.mem_get_info()[1], free_memory(), load)
+    memory = at_once * max(member.nbytes for member in members.values())
+    fleet = Fleet(members, memory, FleetConfig(turn=0.02))
+    for _ in range(2):
+        assert said_by(fleet, "abc") == expected
+    assert all(fleet.turns(name).wakes > 1 for name in configs)
+    for member in members.values():
+        member.close()
+
+
+def test_without_a_word_on_memory_they_share_it(
+    configs: dict[str, EngineConfig], expected: dict[str, list[int]]
+) -> None:
+    from emberline.engine.fleet_boot import boot_fleet
+
+    plain = {name: replace(config, kv_memory=None) for name, config in configs.items()}
+    fleet, loaded = boot_fleet(plain, FleetConfig())
+    assert all(fleet.is_awake(name) for name in plain)
+    assert sum(one.kv_bytes for one in loaded.values()) > 0.8 * torch.cuda.mem_get_info()[1]
+    assert said_by(fleet, "abc") == expected

@@ -1,0 +1,195 @@
+"""The linear layer for prompts against exact sums, and against itself: same bits in any batch, plan and launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from linear_cases import assert_close, poisoned, random, weight
+from torch import Tensor
+
+from emberline.kernels.cuda.gemm import PLANS, WIDTHS, Plan, choose, linear, supports
+from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight, interleave
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, F32 = torch.bfloat16, torch.float32
+ROWS = (129, 200, 256, 1000, 2048)
+# (k, n): the layers of Llama 3.1 8B, some narrower; of Qwen and SmolLM2; one unit of k; many tiles; ragged tails
+SHAPES = [(4096, 6144), (4096, 4096), (14336, 1024), (896, 1152), (576, 960), (1536, 576), (64, 64), (320, 192)]
+SHAPES += [(192, 40000), (960, 2624), (128, 320)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def run(x: Tensor, w: Weight, *, plan: Plan | None = None, pdl: bool = False) -> Tensor:
+    return linear(x, w, out=poisoned(len(x), w.n), plan=plan, pdl=pdl)
+
+
+def whole(*shape: int, most: int = 3) -> Tensor:
+    """Small integers: their products sum up without rounding."""
+    return torch.randint(-most, most + 1, shape, device="cuda").to(BF16)
+
+
+def gated_parts(y: Tensor) -> Tensor:
+    """What torch makes of a product with a gated weight."""
+    parts = y.unflatten(1, (-1, 2, 16))
+    return (F.silu(parts[:, :, 0]) * parts[:, :, 1]).flatten(1)
+
+
+@pytest.mark.parametrize("k,n", SHAPES)
+@pytest.mark.parametrize("m", ROWS)
+def test_store(m: int, k: int, n: int) -> None:
+    x, w = random(m, k), weight(n, k)
+    assert_close(run(x, w), F.linear(x, w.data), x.double() @ w.data.double().T)
+
+
+@pytest.mark.parametrize("k,n", SHAPES)
+@pytest.mark.parametrize("m", ROWS)
+def test_add(m: int, k: int, n: int) -> None:
+    x, w, residual = random(m, k), weight(n, k), random(m, n)
+    exact = residual.double() + x.double() @ w.data.double().T
+    added = linear(x, w, out=poisoned(m, n), residual=residual, pdl=False)
+    assert_close(added, torch.addmm(residual, x, w.data.T), exact)
+    in_place = residual.clone()
+    linear(x, w, out=in_place, residual=in_place, pdl=False)
+    assert torch.equal(in_place, added)
+
+
+@pytest.mark.parametrize("k,half", [(4096, 1024), (4096, 4096), (576, 1536), (128, 32), (1024, 96), (192, 20000)])
+@pytest.mark.parametrize("m", ROWS)
+def test_gated(m: int, k: int, half: int) -> None:
+    """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
+    x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
+    w = Weight(interleave(gate, up))
+    ours = linear(x, w, out=poisoned(m, half), gated=True, pdl=False)
+    assert torch.equal(ours, gated_parts(run(x, w)))
+    plain = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    assert_close(ours, F.silu(F.linear(x, gate)) * F.linear(x, up), plain)
+
+
+def test_every_gate() -> None:
+    """All that bf16 can say, but what is too small for a square: the product hands each over as it is."""
+    bits = torch.arange(1 << 16, device="cuda", dtype=torch.int32).to(torch.int16).view(BF16)
+    gates = bits[bits.isfinite() & (bits.abs() > 1e-15) & (bits.abs() < 1e15)]
+    m = 2048
+    gates = F.pad(gates, (0, -len(gates) % m), value=1.0).view(m, -1)
+    k = -(-gates.shape[1] // 64) * 64
+    x, one_hot = F.pad(gates, (0, k - gates.shape[1])), torch.eye(k, device="cuda", dtype=BF16)
+    w = Weight(interleave(one_hot, one_hot))
+    ours = linear(x, w, out=poisoned(m, k), gated=True, pdl=False)
+    assert torch.equal(ours, F.silu(x) * x)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.width}x{plan.ctas}")
+@pytest.mark.parametrize("m", (129, 385, 1000))
+def test_every_element_is_in_its_place(m: int, plan: Plan) -> None:
+    """Without rounding before the last: equal. Nothing is written past the last row."""
+    for k, n in ((64, 64), (128, 1344), (704, 576), (192, 9792)):
+        x, w, residual = whole(m, k), Weight(whole(n, k)), whole(m, n, most=100)
+        exact = x.float() @ w.data.float().T
+        for gated, added in ((False, None), (False, residual), (True, None)):
+            room = poisoned(m + 300, n // 2 if gated else n)
+            ours = linear(x, w, out=room[:m], residual=added, gated=gated, plan=plan, pdl=False)
+            expected = (exact if added is None else exact + added.float()).to(BF16)
+            assert torch.equal(ours, gated_parts(expected) if gated else expected), (k, n, gated)
+            assert room[m:].isnan().all()
+
+
+@pytest.mark.parametrize("k,n", SHAPES)
+def test_a_row_is_the_same_in_any_batch(k: int, n: int) -> None:
+    x, w = random(2048, k), weight(n, k)
+    every = run(x, w)
+    for m in (129, 200, 256, 257, 500, 1000, 2047):
+        assert torch.equal(run(x[:m], w), every[:m]), m
+        assert torch.equal(run(x[-m:], w), every[-m:]), m
+    order = torch.randperm(len(x), device="cuda")
+    assert torch.equal(run(x[order], w), every[order])
+
+
+@pytest.mark.parametrize("m", (129, 256, 700, 2048))
+def test_every_plan_has_the_same_bits(m: int) -> None:
+    n, k = 3136, 1344
+    x, w, residual = random(m, k), weight(n, k), random(m, n)
+    store, expected = run(x, w, plan=PLANS[0]), []
+    for plan in PLANS:
+        for band, lag in ((8, 0), (8, 1), (1, 2), (3, 3)):
+            tried = replace(plan, band=band, lag=lag)
+            for pdl in (False, True):
+                assert torch.equal(run(x, w, plan=tried, pdl=pdl), store), tried
+            active = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=tried)
+            assert torch.equal(active, gated_parts(store)), tried
+            expected.append(linear(x, w, out=poisoned(m, n), residual=residual, plan=tried))
+            assert torch.equal(expected[0], expected[-1]), tried
+
+
+def test_the_same_every_time() -> None:
+    x, w, residual = random(2048, 4096), weight(6144, 4096), random(2048, 6144)
+    first = linear(x, w, out=poisoned(2048, 6144), residual=residual)
+    for _ in range(30):
+        assert torch.equal(linear(x, w, out=poisoned(2048, 6144), residual=residual), first)
+
+
+@pytest.mark.parametrize("m", (129, 1000))
+def test_rows_of_x_apart(m: int) -> None:
+    """x may be some columns of a wider tensor."""
+    w, broad = weight(512, 1024), random(m, 3072)
+    assert torch.equal(run(broad[:, 1024:2048], w), run(broad[:, 1024:2048].contiguous(), w))
+
+
+@pytest.mark.parametrize("m", (200, 1000))
+def test_a_bad_row_stays_alone(m: int) -> None:
+    x, w = random(m, 1024), weight(576, 1024)
+    clean, active = run(x, w), linear(x, w, out=poisoned(m, 288), gated=True, pdl=False)
+    x[3] = torch.inf
+    others = [row for row in range(m) if row != 3]
+    dirty, dirty_active = run(x, w), linear(x, w, out=poisoned(m, 288), gated=True, pdl=False)
+    assert not dirty[3].isfinite().any() and not dirty_active[3].isfinite().any()
+    assert torch.equal(dirty[others], clean[others]) and torch.equal(dirty_active[others], active[others])
+
+
+def layers(x: Tensor, weights: list[tuple[Weight, ...]], *, pdl: bool) -> Tensor:
+    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    m = len(x)
+    hidden = x.clone()
+    for qkv, o, gate_up, down in weights:
+        mixed = linear(hidden, qkv, out=poisoned(m, qkv.n), pdl=pdl)
+        linear(mixed[:, : o.k], o, out=hidden, residual=hidden, pdl=pdl)
+        active = linear(hidden, gate_up, out=poisoned(m, gate_up.n // 2), gated=True, pdl=pdl)
+        linear(active, down, out=hidden, residual=hidden, pdl=pdl)
+    return hidden
+
+
+@pytest.mark.parametrize("m", (129, 300, 1024))
+def test_a_graph_with_early_launches(m: int) -> None:
+    weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
+    x = random(m, 4096, scale=0.5)
+    expected = layers(x, weights, pdl=False)
+    assert expected.isfinite().all()
+    assert torch.equal(layers(x, weights, pdl=True), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layers(x, weights, pdl=True)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("m,n,k", [(128, 64, 64), (32769, 64, 64), (256, 96, 64), (256, 64, 96), (256, 0, 64)])
+def test_what_is_not_supported(m: int, n: int, k: int) -> None:
+    assert not supports(m, n, k)
+    with pytest.raises(AssertionError):
+        linear(random(m, k), Weight(random(n, k)), out=poisoned(m, n))
+
+
+def test_the_choice_fits() -> None:
+    for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
+        for m in (*ROWS, 8192, 32768):
+            plan = choose(m, n, k)
+            assert plan.shared <= SHARED_LIMIT and plan.lag < WIDTHS[plan.width]

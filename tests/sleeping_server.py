@@ -1,0 +1,67 @@
+"""`emberline` as on a GPU with memory for one model at a time, the CPU standing in for it. Without a command, its
+engine process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from emberline.core.config import EngineConfig, FleetConfig
+
+
+def engine() -> int:
+    import on_host
+
+    from emberline.engine import boot, fleet_boot, process
+    from emberline.engine.boot import Loaded
+    from emberline.engine.fleet import Fleet
+    from emberline.engine.gpu.boot import Booted
+    from emberline.engine.gpu.swap import Swapped
+
+    def boot_fleet(
+        configs: Mapping[str, EngineConfig], rules: FleetConfig, reader: object
+    ) -> tuple[Fleet, dict[str, Loaded]]:
+        on_host.plain_arithmetic()
+        loaded: dict[str, Loaded] = {}
+
+        def load(name: str) -> Booted:
+            booted = on_host.booted(Path(configs[name].model))
+            loaded[name] = boot.loaded_on_gpu(booted)
+            return booted
+
+        members = {
+            name: Swapped(on_host.planned(Path(config.model)), partial(load, name)) for name, config in configs.items()
+        }
+        broken = members.get("broken")
+        if broken is not None:  # it was loaded, and then its memory does not come back
+            wake, first = broken.wake, [True]
+
+            def once() -> int:
+                if first:
+                    first.clear()
+                    return wake()
+                raise RuntimeError("out of memory")
+
+            broken.wake = once  # type: ignore[method-assign]
+        return Fleet(members, max(member.nbytes for member in members.values()), rules), loaded
+
+    boot.torch.cuda.get_device_name = lambda: "none"  # type: ignore[assignment, misc]
+    fleet_boot.boot_fleet = boot_fleet  # type: ignore[assignment]
+    return process.main()
+
+
+def main() -> int:
+    if "serve" not in sys.argv:
+        return engine()
+    from emberline.cli.__main__ import main as cli
+    from emberline.engine.stream import AsyncEngine
+    from emberline.server import serving
+
+    serving.AsyncEngine = partial(AsyncEngine, command=(sys.executable, __file__))  # type: ignore[assignment, misc]
+    return cli()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

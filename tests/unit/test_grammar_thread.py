@@ -1,0 +1,267 @@
+"""Grammars compiled beside the loop: who waits for one is passed by others, can be aborted and expires, and ends once;
+and the thread itself, with the real compiler."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output
+from emberline.core.params import Grammar, SamplingParams
+from emberline.core.plan import StepPlan, StepResult
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.engine.grammar import GrammarCompiler
+from emberline.engine.grammar_thread import GrammarThread
+
+PATIENCE = 20.0
+
+
+class Following:
+    """What makes a fake runner one that follows grammars; the test compiles them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.futures: dict[str, Future[None]] = {}
+
+    def prepare(self, grammar: Grammar) -> Future[None]:
+        return self.futures.setdefault(grammar.text, Future())
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for admission in plan.admitted:
+            grammar = admission.params.grammar
+            assert grammar is None or self.futures[grammar.text].result(0) is None
+        return super().run(plan)  # type: ignore[misc,no-any-return]
+
+
+class Plain(Following, FakeRunner):
+    pass
+
+
+class Ahead(Following, FakeAheadRunner):
+    pass
+
+
+def engine(runner: type[Plain] | type[Ahead] = Plain) -> Engine:
+    return Engine(SchedulerConfig(block_size=8, max_batch_tokens=64, max_running=4), runner(64, 8), ManualClock())
+
+
+def futures(e: Engine) -> dict[str, Future[None]]:
+    assert isinstance(e.runner, Following)
+    return e.runner.futures
+
+
+def submission(name: str, grammar: str | None = None, *, n: int = 1, timeout: float = 1e9) -> Submission:
+    held = None if grammar is None else Grammar("regex", grammar)
+    params = SamplingParams(max_tokens=4, n=n, temperature=0.0, grammar=held)
+    return Submission(name, list(range(10)), params, timeout=timeout)
+
+
+def run(e: Engine, limit: int = 1000) -> list[Output]:
+    outputs = []
+    while not e.idle and limit:
+        outputs += e.step()
+        limit -= 1
+    return outputs
+
+
+def ends(outputs: list[Output]) -> dict[tuple[str, int], FinishReason]:
+    found = [((o.id, o.index), o.finish) for o in outputs if o.finish is not None]
+    assert max(Counter(key for key, _ in found).values(), default=1) == 1
+    return dict(found)
+
+
+def nothing_kept(e: Engine) -> bool:
+    kept = (e._grammars, e._children, e.scheduler.waiting.held, e.scheduler.requests)
+    return e.idle and not any(kept)
+
+
+@pytest.mark.parametrize("runner", [Plain, Ahead])
+def test_others_pass_while_it_is_compiled_and_it_starts_when_it_is(runner: type[Plain] | type[Ahead]) -> None:
+    e = engine(runner)
+    e.add(submission("slow", "a", n=2))
+    e.add(submission("next"))
+    early = [o for _ in range(20) for o in e.step()]
+    assert ends(early) == {("next", 0): FinishReason.LENGTH}
+    assert not e.idle and e.stats().waiting == 2
+    futures(e)["a"].set_result(None)
+    assert ends(run(e)) == {("slow", i): FinishReason.LENGTH for i in range(2)}
+    assert nothing_kept(e)
+
+
+def test_it_keeps_its_place_in_the_queue() -> None:
+    e = engine()
+    e.add(submission("first", "a"))
+    for i in range(6):
+        e.add(submission(f"r{i}"))
+    e.step()  # four are running, two wait
+    futures(e)["a"].set_result(None)
+    order = [o.id for o in run(e) if o.finish is not None]
+    assert order.index("first") < order.index("r4") < order.index("r5")
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_all_that_wait_for_it() -> None:
+    e = engine()
+    for name in ("one", "two"):
+        e.add(submission(name, "a", n=2))
+    e.add(submission("other", "b"))
+    futures(e)["a"].set_exception(InvalidRequest("the regex cannot be used: why"))
+    outputs = e.step()
+    assert ends(outputs) == {(name, i): FinishReason.ERROR for name in ("one", "two") for i in range(2)}
+    assert {o.error for o in outputs} == {"the regex cannot be used: why"}
+    futures(e)["b"].set_result(None)
+    assert ends(run(e)) == {("other", 0): FinishReason.LENGTH} and nothing_kept(e)
+
+
+def test_aborts_and_deadlines_reach_it() -> None:
+    e = engine()
+    e.add(submission("aborted", "a"))
+    e.add(submission("partly", "b", n=3))
+    e.add(submission("late", "c", timeout=5.0))
+    e.abort("aborted")
+    e.abort_one("partly", 0)  # the one the others wait for
+    assert ends(e.step()) == {("aborted", 0): FinishReason.ABORT, ("partly", 0): FinishReason.ABORT}
+    assert not any(e.step() for _ in range(5))
+    assert isinstance(e.clock, ManualClock)
+    e.clock.advance(6.0)
+    (late,) = e.step()
+    assert (late.id, late.error) == ("late", "deadline_exceeded")
+    futures(e)["b"].set_result(None)
+    assert ends(run(e)) == {("partly", i): FinishReason.LENGTH for i in (1, 2)} and nothing_kept(e)
+    e.add(submission("aborted"))  # its name is free again, and nothing holds it
+    assert ends(run(e)) == {("aborted", 0): FinishReason.LENGTH}
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["add", "good", "bad", "abort", "abort_one", "step", "late"]), st.integers(0, 5)),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events=EVENTS, runner=st.sampled_from([Plain, Ahead]))
+def test_whatever_happens_each_ends_once(events: list[tuple[str, int]], runner: type[Plain] | type[Ahead]) -> None:
+    e = engine(runner)
+    assert isinstance(e.clock, ManualClock)
+    opened: set[tuple[str, int]] = set()
+    outputs: list[Output] = []
+    for count, (what, which) in enumerate(events):
+        waiting = [f for f in futures(e).values() if not f.done()]
+        names = sorted({name for name, _ in opened})
+        if what == "add":
+            n = 1 + which % 3
+            e.add(submission(f"s{count}", None if which == 5 else f"g{which}", n=n, timeout=40.0))
+            opened |= {(f"s{count}", i) for i in range(n)}
+        elif what in ("good", "bad") and waiting:
+            chosen = waiting[which % len(waiting)]
+            chosen.set_result(None) if what == "good" else chosen.set_exception(InvalidRequest("no"))
+        elif what == "abort" and names:
+            e.abort(names[which % len(names)])
+        elif what == "abort_one" and names:
+            e.abort_one(names[which % len(names)], which % 3)
+        elif what == "step":
+            outputs += e.step()
+        elif what == "late":
+            e.clock.advance(15.0)
+    while not e.idle and e.scheduler.running + list(e._under_way):
+        outputs += e.step()
+    e.clock.advance(100.0)  # those whose grammar never comes
+    outputs += e.step() + run(e)
+    assert ends(outputs).keys() == opened and nothing_kept(e)
+
+
+# -- the thread ---------------------------------------------------------------------------------------------
+
+
+class Compiler(GrammarCompiler):
+    """Compiles when it is let."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        super().__init__(tokenizer, VOCAB_SIZE, [EOS])
+        self.may = threading.Event()
+        self.built: list[str] = []
+
+    def _build(self, grammar: Grammar, param: str) -> Any:
+        assert self.may.wait(PATIENCE)
+        self.built.append(grammar.text)
+        if grammar.text == "panic":
+            raise BaseException("it is broken")
+        return super()._build(grammar, param)
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Compiler:
+    return Compiler(tokenizer_file(tmp_path))
+
+
+def regex(text: str) -> Grammar:
+    return Grammar("regex", text)
+
+
+def test_the_caller_goes_on_and_equal_grammars_are_compiled_once(compiler: Compiler) -> None:
+    thread = GrammarThread(lambda: compiler)
+    one, same, other = thread.compile(regex("a+")), thread.compile(regex("a+")), thread.compile(regex("b"))
+    assert one is same and not one.done() and not other.done()
+    compiler.may.set()
+    assert one.result(PATIENCE).allowed() != other.result(PATIENCE).allowed()
+    del one, same
+    assert thread.compile(regex("a+")).done()  # known, though nobody has kept it
+    assert compiler.built == ["a+", "b"]
+
+
+def test_what_nobody_waits_for_any_more_is_passed_over(compiler: Compiler) -> None:
+    thread = GrammarThread(lambda: compiler)
+    first, dropped, last = (thread.compile(regex(text)) for text in ("a", "b", "c"))
+    del dropped
+    gc.collect()
+    compiler.may.set()
+    first.result(PATIENCE), last.result(PATIENCE)
+    assert compiler.built == ["a", "c"]
+
+
+def test_what_cannot_be_compiled_says_so_and_the_next_one_can(compiler: Compiler) -> None:
+    compiler.may.set()
+    thread = GrammarThread(lambda: compiler)
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        thread.compile(regex("(")).result(PATIENCE)
+    with pytest.raises(InvalidRequest, match="it is broken"):
+        thread.compile(regex("panic")).result(PATIENCE)
+    assert thread.compile(regex("a")).result(PATIENCE).allowed()
+
+
+def test_a_compiler_that_cannot_be_made_fails_each_request_alone() -> None:
+    def missing() -> GrammarCompiler:
+        raise FileNotFoundError("no tokenizer.json")
+
+    thread = GrammarThread(missing)
+    for text in ("a", "b"):
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            thread.compile(regex(text)).result(PATIENCE)
+
+
+def test_the_compiler_answers_from_its_cache_while_another_thread_compiles(compiler: Compiler) -> None:
+    compiler.may.set()
+    assert compiler.compiled(regex("a")) is None
+    compiler.compile(regex("a"))
+    compiler.may.clear()
+    busy: Callable[[], object] = lambda: compiler.compile(regex("b"))  # noqa: E731
+    other = threading.Thread(target=busy, daemon=True)
+    other.start()
+    assert compiler.compiled(regex("a")) is not None
+    compiler.may.set()
+    other.join(PATIENCE)
+    assert compiler.compiled(regex("b")) is not None
