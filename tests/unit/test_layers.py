@@ -18,19 +18,21 @@ ALLOWED: dict[str, set[str]] = {
     "tokens": {"core"},
     "hub": {"core"},
     "kernels": set(),
-    "models": {"core", "kernels", "hub.checkpoint"},
+    "unweight": {"core", "hub.checkpoint", "hub.tensorfile", "kernels.cpu"},
+    "models": {"core", "kernels", "hub.checkpoint", "hub.tensorfile", "unweight"},
     "kv": {"core", "tokens.blockhash", "kernels"},
     "api": {"core", "tokens"},
     "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source", "hub.checkpoint"},
     "server": {"core", "tokens", "hub", "api", "engine", "models.config"},
-    "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv"},
-    "cli": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "server", "bench"},
+    "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "unweight"},
+    "cli": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "server", "bench", "unweight"},
 }
 
 TORCH_FREE = [
     "core",
     "tokens",
     "hub",
+    "unweight",
     "api",
     "server",
     "cli",
@@ -47,6 +49,8 @@ TORCH_FREE = [
     "engine.memory",
     "engine.fake",
     "engine.engine",
+    "engine.fleet",
+    "engine.gpu.swap",
     "engine.stream",
     "engine.messages",
     "engine.grammar",
@@ -154,7 +158,7 @@ def test_runs_without_torch(room: str) -> None:
 def test_what_computes_needs_only_torch_and_numpy() -> None:
     """A GPU machine may have nothing else, and everything that runs there must run from the checkout."""
     others = ["msgspec", "tokenizers", "jinja2", "llguidance", "uvicorn", "uvloop", "httptools", "huggingface_hub"]
-    done = imported_without(others, ["core", "kernels", "models", "kv", "engine.boot", "engine.fake"])
+    done = imported_without(others, ["core", "kernels", "unweight", "models", "kv", "engine.fleet_boot", "engine.fake"])
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "chat": "talk to a running server in the terminal",
     "pull": "fetch a model into the cache",
+    "unweight": "pack a model's weights losslessly, unpack, verify, say what it saved",
     "bench": "measure this machine, the engine, its peers, or a server",
     "doctor": "say what this machine can do and what is missing",
 }

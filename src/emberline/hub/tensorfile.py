@@ -1,13 +1,16 @@
 """A safetensors file: a strict header reader and a writer that streams one tensor at a time. Standard library only.
 
 [u64 n | n bytes of JSON | tensor data ...]      offsets in the header count from 8 + n
+
+A packed file (docs/unweight-format.md) is one too: its metadata says what each tensor really is.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,39 +40,104 @@ DTYPE_BYTES = {
 }
 
 
+PACKED, PACKED_VERSION = "unweight", "1"  # "format" and "version" in the metadata
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
     file: Path
     offset: int  # absolute, in bytes
-    nbytes: int
+    nbytes: int  # in the file
+    packed: Mapping[str, Any] | None = None  # how a packed file holds it; None: as it is
+
+    @property
+    def logical_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    text: bytes
+    metadata: dict[str, Any]
+    entries: dict[str, Any]
+    data: int  # where the tensors begin
+    size: int  # of the whole file
+
+    @staticmethod
+    def parse(text: bytes, path: Path, size: int) -> Header:
+        entries = parse_object(text, f"the header of {path}")
+        metadata = entries.pop("__metadata__", None)
+        return Header(text, metadata if isinstance(metadata, dict) else {}, entries, 8 + len(text), size)
+
+    @property
+    def packed(self) -> bool:
+        return self.metadata.get("format") == PACKED
 
 
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
-    header, data, size = _read_header(path)
-    header.pop("__metadata__", None)
-    tensors = {name: _info(path, name, entry, data) for name, entry in header.items()}
-    at = data
+    header = read_header(path)
+    tensors = stored_tensors(path, header)
+    return _unpacked(path, header, tensors) if header.packed else tensors
+
+
+def stored_tensors(path: Path, header: Header) -> dict[str, TensorInfo]:
+    """As any reader of safetensors sees them."""
+    tensors = {name: _info(path, name, entry, header.data) for name, entry in header.entries.items()}
+    _check_places(path, tensors, header.data, header.size)
+    return tensors
+
+
+def _check_places(path: Path, tensors: dict[str, TensorInfo], at: int, size: int) -> None:
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if t.offset != at:
             raise _bad(path, f"tensor {name!r} overlaps its neighbour or leaves a hole")
         at += t.nbytes
     if at != size:
         raise _bad(path, f"its tensors need {at} bytes and it has {size}")
-    return tensors
 
 
-def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
+def read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise _bad(path, f"a header of {length} bytes does not fit")
-            return parse_object(file.read(length), f"the header of {path}"), 8 + length, size
+            text = file.read(length)
     except OSError as e:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
+    return Header.parse(text, path, size)
+
+
+def header_check(text: bytes, found: str) -> str:
+    """The SHA-256 of a packed file's header, in which it stands itself: as if it were all zeros."""
+    return hashlib.sha256(text.replace(found.encode(), b"0" * 64, 1)).hexdigest()
+
+
+def _unpacked(path: Path, header: Header, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The tensors as they were before they were packed. A coded one is a row of bytes in the file."""
+    if header.metadata.get("version") != PACKED_VERSION:
+        version = str(header.metadata.get("version"))[:20]
+        hint = f"this emberline reads version {PACKED_VERSION}"
+        raise UnsupportedModel(f"{path} is packed in version {version!r}", hint=hint)
+    check = str(header.metadata.get("check"))
+    if len(check) != 64 or header_check(header.text, check) != check:
+        raise _bad(path, "its header is not the one that was written")
+    said = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
+    if said.keys() != tensors.keys():
+        raise _bad(path, "its list of tensors is not that of its header")
+    return {name: _as_packed(path, name, tensors[name], said[name]) for name in tensors}
+
+
+def _as_packed(path: Path, name: str, stored: TensorInfo, said: Any) -> TensorInfo:
+    if not isinstance(said, dict):
+        raise _bad(path, f"what it says of tensor {name!r} is malformed")
+    dtype, shape = said.get("dtype"), said.get("shape")
+    if dtype not in DTYPE_BYTES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise _bad(path, f"what it says of tensor {name!r} is malformed")
+    return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, said)
 
 
 def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:

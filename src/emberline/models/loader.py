@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from emberline.core.errors import InvalidRequest, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.tensorfile import TensorInfo
+from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import Decoder
 from emberline.models.rope import inverse_frequencies
 from emberline.models.weights import Weights
+from emberline.unweight.codec import codec_of
+from emberline.unweight.format import Bytes
+from emberline.unweight.tensor import CodedTensor, index_bytes, is_coded
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 IGNORABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
@@ -39,8 +47,8 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
 
 
 def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
-    """Equal for equal models, so that keys and values of one are never taken for another's. Samples each tensor: cheap,
-    and training a model further changes every matrix it touches everywhere."""
+    """Equal for equal models, packed or not, so that keys and values of one are never taken for another's. Samples each
+    tensor: cheap, and training a model further changes every matrix it touches everywhere."""
     digest = hashlib.sha256(repr((replace(config, max_context=0), dtype)).encode())
     digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
     files: dict[Path, int] = {}
@@ -49,11 +57,24 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
             digest.update(f"{name}|{info.dtype}|{info.shape}|".encode())
             if info.file not in files:
                 files[info.file] = os.open(info.file, os.O_RDONLY)
-            for part in (0, info.nbytes // 2, max(0, info.nbytes - SAMPLE)):
-                digest.update(os.pread(files[info.file], min(SAMPLE, info.nbytes - part), info.offset + part))
+            read, size = _reader(name, info, files[info.file]), info.logical_bytes
+            for part in (0, size // 2, max(0, size - SAMPLE)):
+                digest.update(read(part, min(part + SAMPLE, size)).data)
     except OSError as e:
         raise ModelFileError(f"cannot read {checkpoint.directory}: {e.strerror or e}") from e
     finally:
         for handle in files.values():
             os.close(handle)
     return digest.hexdigest()[:32]
+
+
+def _reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], Bytes]:
+    """Bytes of a tensor; of a coded one, only the blocks that hold them are decoded."""
+
+    def fetch(begin: int, end: int) -> Bytes:
+        return np.frombuffer(os.pread(handle, end - begin, info.offset + begin), np.uint8)
+
+    if not is_coded(info):
+        return fetch
+    coded = CodedTensor.open(name, info, fetch(0, index_bytes(info)), codec_of(ops.describe().library))
+    return partial(coded.read, fetch)

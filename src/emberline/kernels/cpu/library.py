@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_float, c_int, c_long, c_uint32, c_void_p
 from pathlib import Path
 
 POINTER, INT, LONG, FLOAT = c_void_p, c_int, c_long, c_float
@@ -47,6 +47,11 @@ ENTRIES = {
     "ember_log_probs": "piipipppp",
     "ember_bitmask": "pipipi",
     "ember_set_threads": "i",
+    "ember_unweight_count": "plip",
+}
+COUNTING = {  # the same, for those that answer with a number
+    "ember_unweight_encode": "plippp",
+    "ember_unweight_decode": "plplipip",
 }
 
 
@@ -55,6 +60,10 @@ def load(path: Path) -> ctypes.CDLL:
     for name, letters in ENTRIES.items():
         entry = getattr(library, name)
         entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], None
+    for name, letters in COUNTING.items():
+        entry = getattr(library, name)
+        entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], c_long
     library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
     library.ember_isa.restype = ctypes.c_char_p
+    library.ember_crc32.argtypes, library.ember_crc32.restype = [POINTER, LONG, c_uint32], c_uint32
     return library

@@ -1,0 +1,173 @@
+"""`emberline bench unweight`: bits a weight on disk and in memory beside the entropy, and the speed of the codec.
+
+Real weights: SmolLM2 (which its publisher quantised to 4 bits before we made bf16 of it) and MiniLM, cast to bf16. Made
+ones: rows of every matrix of an 8B Llama, drawn from a Gaussian and from Student's t with 5 degrees of freedom, and
+counted as often as the model has such rows. The memory form is `uw12`, as its reference packs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.bench.report import Report
+from emberline.bench.unweight_peers import PEERS, measured
+from emberline.core.config import cache_dir, core_count
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.source import resolve
+from emberline.kernels.uw12_ref import reference_pack
+from emberline.models.weights import Weights
+from emberline.unweight.code import Code, entropy
+from emberline.unweight.codec import Codec, find_codec
+from emberline.unweight.format import BLOCK, Bytes
+
+LLAMA_8B = {  # rows, columns, how many
+    "qkv": (6144, 4096, 32),
+    "o": (4096, 4096, 32),
+    "gate_up": (28672, 4096, 32),
+    "down": (4096, 14336, 32),
+    "embedding": (128256, 4096, 1),
+    "lm_head": (128256, 4096, 1),
+}
+SAMPLED = 256  # rows of each
+SCALE, FREEDOM = 0.02, 5
+TIMED = 512 * BLOCK  # weights that the codec is timed with
+RUN = 32 * BLOCK
+WARM_SECONDS = 0.5
+FORMATS = {"float16": (torch.float16, 2), "float32": (torch.float32, 4), "float8_e4m3": (torch.float8_e4m3fn, 1)}
+
+
+@dataclass(slots=True)
+class Size:
+    """Sums over a model's matrices, in bits."""
+
+    weights: float = 0
+    disk: float = 0
+    memory: float = 0
+    bound: float = 0
+
+    def add(self, matrix: Tensor, codec: Codec, times: float = 1) -> None:
+        elements = as_bytes(matrix)
+        counts = codec.count(elements, 2)
+        coded, index = codec.encode(elements, 2, Code.fit(counts))
+        packed = reference_pack(matrix)
+        self.weights += times * matrix.numel()
+        self.disk += times * 8 * (len(coded) + len(index))
+        self.memory += times * (16 * matrix.numel() if packed is None else 8 * packed.nbytes)
+        self.bound += times * matrix.numel() * (8 + entropy(counts))
+
+
+def bench(rounds: int, peers_dir: Path) -> Report:
+    codec = find_codec(cache_dir().expanduser() / "kernels")
+    report = Report("unweight", {"codec": codec.name, "rounds": rounds, "cores": core_count(), "timed_weights": TIMED})
+    for model, matrices in sources():
+        size = Size()
+        for matrix, times in matrices:
+            size.add(matrix, codec, times)
+        bound = size.bound / size.weights
+        report.add(f"disk_bits_per_weight_{model}", size.disk / size.weights, "bit", limit=bound)
+        report.add(f"memory_bits_per_weight_{model}", size.memory / size.weights, "bit", limit=bound)
+        report.add(f"disk_saved_{model}", 100 * (1 - size.disk / size.weights / 16), "%")
+        report.add(f"memory_saved_{model}", 100 * (1 - size.memory / size.weights / 16), "%")
+    for name, (dtype, width) in FORMATS.items():
+        numbers = gaussian(64 * BLOCK)
+        if width == 1:
+            numbers *= torch.finfo(dtype).max / numbers.abs().max()  # as those who quantise do
+        _other_format(report, name, numbers.to(dtype), width, codec)
+    _speed(report, codec, rounds, peers_dir)
+    return report
+
+
+def sources() -> Iterator[tuple[str, Iterator[tuple[Tensor, float]]]]:
+    """Models by name: their matrices in bf16, and how often each counts."""
+    for name in ("smollm2", "minilm"):
+        yield name, ((matrix, 1.0) for matrix in _checkpoint(resolve(name)))
+    yield "llama_8b_gaussian", _llama(gaussian)
+    yield "llama_8b_student", _llama(student)
+
+
+def gaussian(count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(count)) * SCALE
+
+
+def student(count: int) -> Tensor:
+    values = np.random.default_rng(count).standard_t(FREEDOM, count) * SCALE
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def as_bytes(tensor: Tensor) -> Bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _checkpoint(directory: Path) -> Iterator[Tensor]:
+    weights = Weights(Checkpoint.open(directory), torch.bfloat16)
+    for name, info in weights.checkpoint.tensors.items():
+        if len(info.shape) == 2 and info.dtype in ("BF16", "F32", "F16") and prod(info.shape) > BLOCK // 16:
+            yield weights.matrix(name, *info.shape)
+
+
+def _llama(draw: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, float]]:
+    for rows, columns, number in LLAMA_8B.values():
+        yield draw(SAMPLED * columns).view(SAMPLED, columns).bfloat16(), number * rows / SAMPLED
+
+
+def _other_format(report: Report, name: str, tensor: Tensor, width: int, codec: Codec) -> None:
+    elements = as_bytes(tensor)
+    counts = codec.count(elements, width)
+    coded, index = codec.encode(elements, width, Code.fit(counts))
+    bits = 8 * (len(coded) + len(index)) / tensor.numel()
+    report.add(f"disk_bits_per_weight_gaussian_{name}", bits, "bit", limit=8 * (width - 1) + entropy(counts))
+
+
+def _speed(report: Report, codec: Codec, rounds: int, peers_dir: Path) -> None:
+    """In bytes of bf16, whichever way they go."""
+    elements = as_bytes(gaussian(TIMED).bfloat16())
+    code = Code.fit(codec.count(elements, 2))
+    runs = [elements[at : at + 2 * RUN] for at in range(0, len(elements), 2 * RUN)]
+    coded = [codec.encode(run, 2, code) for run in runs]
+    outs = [np.empty_like(run) for run in runs]
+    pairs = list(zip(coded, outs, strict=True))
+
+    def decode(pair: tuple[tuple[Bytes, Bytes], Bytes], check: bool = True) -> None:
+        assert codec.decode(*pair[0], 2, code, pair[1], check=check) == -1
+
+    peers = {name: found for name in PEERS if (found := measured(name, elements.tobytes(), rounds, peers_dir))}
+    for threads, label in ((1, "1"), (core_count(), "all")):
+        with ThreadPoolExecutor(threads) as pool:
+            ours = {
+                "count": lambda: list(pool.map(lambda run: codec.count(run, 2), runs)),
+                "encode": lambda: list(pool.map(lambda run: codec.encode(run, 2, code), runs)),
+                "decode": lambda: list(pool.map(decode, pairs)),
+                "decode_unchecked": lambda: list(pool.map(lambda pair: decode(pair, False), pairs)),
+            }
+            for what, work in ours.items():
+                theirs = {name: found[what] for name, found in peers.items() if label == "1" and what in found}
+                rates = [len(elements) / seconds / 1e9 for seconds in _seconds(work, rounds)]
+                report.add(f"{what}_{label}", rates, "GB/s", peer=max(map(max, theirs.values()), default=None))
+                for name, figures in theirs.items():
+                    report.add(f"{what}_{label}/{name}", figures, "GB/s")
+    assert all(np.array_equal(out, run) for out, run in zip(outs, runs, strict=True))
+    ours_bits = 8 * sum(len(data) + len(index) for data, index in coded) / TIMED
+    report.add("bits", ours_bits, "bit", peer=min((found["bits"][0] for found in peers.values()), default=None))
+    for name, found in peers.items():
+        report.add(f"bits/{name}", found["bits"][0], "bit")
+
+
+def _seconds(work: Callable[[], object], rounds: int) -> list[float]:
+    """Of each round, once the system has spread the threads over the cores, which takes it a while."""
+    until = time.perf_counter() + WARM_SECONDS
+    times: list[float] = []
+    while len(times) < rounds:
+        began = time.perf_counter()
+        work()
+        if began >= until:
+            times.append(time.perf_counter() - began)
+    return times

@@ -1,0 +1,130 @@
+"""`emberline unweight WHAT`: weights in fewer bytes on disk, and back, with not one bit changed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from emberline.core.config import cache_dir
+from emberline.hub.progress import Progress
+from emberline.hub.source import ALIASES, resolve
+
+if TYPE_CHECKING:
+    from emberline.unweight.codec import Codec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    source = f"{', '.join(ALIASES)}, hf:org/name, a directory, a .gguf"
+    for name, help_ in (("pack", "make a packed copy of a model"), ("unpack", "make what was packed, byte for byte")):
+        sub = kinds.add_parser(name, help=help_, description=help_)
+        sub.add_argument("source", metavar="SRC", help=source if name == "pack" else "a packed model's directory")
+        sub.add_argument("target", metavar="DST", type=Path, help="a directory that does not exist yet")
+        _quiet(sub)
+    verify = kinds.add_parser("verify", help="hold a packed model against its hashes, or also against the original")
+    verify.add_argument("packed", metavar="DST", help="a packed model's directory")
+    verify.add_argument("source", metavar="SRC", nargs="?", help=f"the original, compared bit by bit: {source}")
+    _quiet(verify)
+    info = kinds.add_parser("info", help="what packing saved, tensor by tensor, beside what the entropy allows")
+    info.add_argument("packed", metavar="DST", help="a packed model's directory")
+    info.add_argument("--svg", type=Path, metavar="FILE", help="write the plot here")
+    info.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+
+
+def run(args: argparse.Namespace) -> int:
+    return {"pack": _pack, "unpack": _unpack, "verify": _verify, "info": _info}[args.what](args)
+
+
+def pack(source: Path, target: Path, progress: bool) -> str:
+    """What came of it, for people."""
+    from emberline.unweight import model
+
+    with _progress(f"pack {target.name}", source, progress) as (advance, codec):
+        began = time.perf_counter()
+        left_out = model.pack(source, target, codec, advance)
+        seconds = time.perf_counter() - began
+    for path in left_out:
+        print(f"left out: {path}", file=sys.stderr)
+    before, after = (sum(file.stat().st_size for file in model.weight_files(d)) for d in (source, target))
+    return f"{_size(before)} -> {_size(after)} ({1 - after / before:.1%} smaller), {seconds:.1f} s"
+
+
+def _pack(args: argparse.Namespace) -> int:
+    print(pack(resolve(args.source, progress=not args.quiet), args.target, not args.quiet))
+    return 0
+
+
+def _unpack(args: argparse.Namespace) -> int:
+    from emberline.unweight import model
+
+    source, began = resolve(args.source), time.perf_counter()
+    with _progress(f"unpack {args.target.name}", source, not args.quiet) as (advance, codec):
+        model.unpack(source, args.target, codec, advance)
+    size = sum(file.stat().st_size for file in model.weight_files(args.target))
+    print(f"{_size(size)}, {time.perf_counter() - began:.1f} s")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from emberline.unweight import model
+
+    packed, began = resolve(args.packed), time.perf_counter()
+    original = None if args.source is None else resolve(args.source, progress=not args.quiet)
+    with _progress("verify", packed, not args.quiet) as (advance, codec):
+        wrong = model.verify(packed, original, codec, advance)
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    against = "every tensor has its hash" if original is None else f"every tensor has its hash and equals {original}'s"
+    print(f"{len(wrong)} wrong" if wrong else f"{against}, {time.perf_counter() - began:.1f} s")
+    return 1 if wrong else 0
+
+
+def _info(args: argparse.Namespace) -> int:
+    from emberline.unweight import figures, model
+
+    packed = resolve(args.packed)
+    found = figures.figures(packed)
+    whole = figures.as_dict(found, sum(file.stat().st_size for file in model.weight_files(packed)))
+    total = whole["totals"]
+    print(figures.table(found))
+    print()
+    print(figures.plot(found))
+    print()
+    print(
+        f"{total['coded']} of {total['tensors']} tensors coded, in {total['bits']:.3f} bits a weight (bound "
+        f"{total['bound']:.3f}); {_size(total['bytes'])} -> {_size(total['packed_bytes'])}, {total['saved']:.1%} saved"
+    )
+    if args.svg is not None:
+        args.svg.write_text(figures.svg(found), "utf-8")
+    if args.json is not None:
+        args.json.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    return 0
+
+
+@contextmanager
+def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Callable[[int], None], Codec]]:
+    """What to tell of bytes done, which are those of the tensors as they are unpacked; and the codec to do it with."""
+    from emberline.hub.checkpoint import Checkpoint
+    from emberline.unweight.codec import find_codec
+
+    total = sum(info.logical_bytes for info in Checkpoint.open(directory).tensors.values())
+    codec = find_codec(cache_dir().expanduser() / "kernels")
+    shown = Progress(label, total, wanted)
+    try:
+        yield shown.add, codec
+    finally:
+        shown.close()
+
+
+def _quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,332 @@
+#include "unweight.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+
+#include "crc32.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace ember {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "elements and indices are little-endian");
+
+constexpr int kBlock = 65536, kStreams = 4, kSegment = kBlock / kStreams, kIndex = 12;  // format.py has the same
+constexpr int kBits = 11, kSymbols = 6;  // looked up at once: bits, and symbols found at most
+constexpr int kLookups = 5;              // in the 56 bits that are there after a refill
+constexpr int kSlack = 16;               // a store of 8 bytes may pass a segment's end
+static_assert(kLookups * kBits <= 56);
+
+template <int W>
+using Word = std::conditional_t<W == 1, uint8_t, std::conditional_t<W == 2, uint16_t, uint32_t>>;
+
+inline uint64_t load64(const uint8_t* p) {
+    uint64_t v;
+    std::memcpy(&v, p, 8);
+    return v;
+}
+
+// The 8 bits below an element's sign (in bf16 and float32: its exponent) are the symbol; the sign and the bits below make the
+// rest, cut into planes of bytes. An 8-bit element is all symbol.
+template <int W>
+void split(const void* elements, long count, uint8_t* symbols, uint8_t* planes, long stride) {
+    using T = Word<W>;
+    auto* from = static_cast<const T*>(elements);
+    if constexpr (W == 1) return void(std::memcpy(symbols, from, size_t(count)));
+    constexpr int below = 8 * W > 9 ? 8 * W - 9 : 0;
+    for (long i = 0; i < count; i++) {
+        symbols[i] = uint8_t(from[i] >> below);
+        T rest = T(from[i] >> (8 * W - 1) << below | (from[i] & ((1u << below) - 1)));
+        for (int p = 0; p < W - 1; p++) planes[p * stride + i] = uint8_t(rest >> 8 * p);
+    }
+}
+
+template <int W>
+void merge(const uint8_t* symbols, const uint8_t* planes, long stride, long count, void* elements) {
+    using T = Word<W>;
+    auto* to = static_cast<T*>(elements);
+    if constexpr (W == 1) return void(std::memcpy(to, symbols, size_t(count)));
+    constexpr int below = 8 * W > 9 ? 8 * W - 9 : 0;
+    long i = 0;
+#if defined(__aarch64__)
+    if constexpr (W == 2)
+        for (; i + 16 <= count; i += 16) {
+            uint8x16_t symbol = vld1q_u8(symbols + i), rest = vld1q_u8(planes + i);
+            uint8x16_t high = vsriq_n_u8(rest, symbol, 1), low = vsliq_n_u8(rest, symbol, 7);
+            vst1q_u8(reinterpret_cast<uint8_t*>(to + i), vzip1q_u8(low, high));
+            vst1q_u8(reinterpret_cast<uint8_t*>(to + i + 8), vzip2q_u8(low, high));
+        }
+#endif
+    for (; i < count; i++) {
+        T rest = 0;
+        for (int p = 0; p < W - 1; p++) rest = T(rest | T(planes[p * stride + i]) << 8 * p);
+        to[i] = T(T(rest >> below) << (8 * W - 1) | T(symbols[i]) << below | (rest & ((1u << below) - 1)));
+    }
+}
+
+// Codes are canonical: by length, then by symbol. The first bit of a code is the lowest of what is stored. Calls
+// each(symbol, code, length).
+template <class F>
+void for_codes(const uint8_t* lengths, const F& each) {
+    for (uint32_t length = 1, code = 0; length <= kBits; length++, code <<= 1)
+        for (int symbol = 0; symbol < 256; symbol++)
+            if (lengths[symbol] == length) {
+                uint32_t first_lowest = 0;
+                for (uint32_t bit = 0; bit < length; bit++) first_lowest |= (code >> bit & 1) << (length - 1 - bit);
+                each(symbol, first_lowest, length);
+                code++;
+            }
+}
+
+struct Encoder {
+    uint32_t codes[256] = {};  // code | length << 16
+
+    explicit Encoder(const uint8_t* lengths) {
+        for_codes(lengths, [&](int symbol, uint32_t code, uint32_t length) { codes[symbol] = code | length << 16; });
+    }
+};
+
+struct Decoder {
+    const uint8_t* lengths;
+    uint64_t table[1 << kBits];  // bits taken | the symbols in them << 8 | how many << 56
+
+    explicit Decoder(const uint8_t* of) : lengths(of) {
+        uint8_t first[1 << kBits] = {};  // symbol that these bits begin with
+        for_codes(lengths, [&](int symbol, uint32_t code, uint32_t length) {
+            // The one code that is not complete has one symbol, of one bit: the other bit means it too.
+            uint32_t step = length == 1 && std::count(lengths, lengths + 256, 0) == 255 ? 1 : 1u << length;
+            for (uint32_t i = code; i < 1 << kBits; i += step) first[i] = uint8_t(symbol);
+        });
+        for (uint32_t i = 0; i < 1 << kBits; i++) {
+            uint64_t taken = 0, found = 0, number = 0;
+            for (; number < kSymbols; number++) {
+                uint8_t symbol = first[i >> taken];
+                if (taken + lengths[symbol] > kBits) break;
+                found |= uint64_t(symbol) << 8 * number;
+                taken += lengths[symbol];
+            }
+            table[i] = taken | found << 8 | number << 56;
+        }
+    }
+};
+
+template <int W>
+void count_symbols(const void* elements, long count, uint64_t* counts) {
+    uint8_t symbols[4096], planes[3 * 4096];
+    uint32_t lanes[4][256] = {};  // neighbours are often equal: each lane has its own counters
+    for (long at = 0; at < count; at += 4096) {
+        int n = int(std::min(4096L, count - at)), i = 0;
+        split<W>(static_cast<const uint8_t*>(elements) + at * W, n, symbols, planes, 4096);
+        for (; i + 4 <= n; i += 4)
+            for (int l = 0; l < 4; l++) lanes[l][symbols[i + l]]++;
+        for (; i < n; i++) lanes[0][symbols[i]]++;
+    }
+    for (int s = 0; s < 256; s++)
+        for (auto& lane : lanes) counts[s] += lane[s];
+}
+
+uint8_t* encode_stream(const uint8_t* symbols, long count, const Encoder& encoder, uint8_t* to) {
+    uint64_t bits = 0;
+    int held = 0;
+    auto put = [&](uint8_t symbol) {
+        uint32_t code = encoder.codes[symbol];
+        bits |= uint64_t(code & 0xFFFF) << held;
+        held += int(code >> 16);
+    };
+    auto flush = [&] {
+        std::memcpy(to, &bits, 8);
+        to += held / 8;
+        bits >>= held / 8 * 8;
+        held %= 8;
+    };
+    long i = 0;
+    for (; i + kLookups <= count; i += kLookups, flush())
+        for (int l = 0; l < kLookups; l++) put(symbols[i + l]);
+    for (; i < count; i++) put(symbols[i]), flush();
+    if (held) *to++ = uint8_t(bits);
+    return to;
+}
+
+struct Segment {
+    long begin, count;
+};
+
+inline Segment segment(long block, int s) {
+    long each = (block + kStreams - 1) / kStreams, begin = std::min(block, s * each);
+    return {begin, std::min(each, block - begin)};
+}
+
+template <int W>
+uint8_t* encode_block(const void* elements, long count, const Encoder& encoder, uint8_t* to, uint8_t* index) {
+    uint8_t symbols[kBlock], planes[(W - 1) * kBlock + 1];
+    split<W>(elements, count, symbols, planes, count);
+    uint8_t* begin = to;
+    for (int s = 0; s < kStreams; s++) {
+        Segment part = segment(count, s);
+        uint8_t* end = encode_stream(symbols + part.begin, part.count, encoder, to);
+        uint16_t length = uint16_t(end - to);
+        std::memcpy(index + 2 * s, &length, 2);
+        to = end;
+    }
+    std::memcpy(to, planes, size_t((W - 1) * count));
+    to += (W - 1) * count;
+    uint32_t crc = crc32(begin, to - begin);
+    std::memcpy(index + 8, &crc, 4);
+    return to;
+}
+
+// A stream being read. The lowest bits come next; the highest bit set marks how many have gone.
+struct Stream {
+    uint64_t bits;
+    const uint8_t* at;
+    uint8_t* out;
+
+    void start(const uint8_t* begin, const uint8_t* end, uint8_t* to) { at = begin, out = to, take(begin, end, 0); }
+
+    void look_up(const uint64_t* table) {
+        uint64_t entry = table[bits & ((1 << kBits) - 1)];
+        bits >>= entry & 63;
+        uint64_t found = entry >> 8;
+        std::memcpy(out, &found, 8);
+        out += entry >> 56;
+    }
+
+    // Needs 8 readable bytes at the new place.
+    void refill() {
+        int gone = std::countl_zero(bits);
+        at += gone / 8;
+        bits = (load64(at) | 1ull << 63) >> gone % 8;
+    }
+
+    void take(const uint8_t* from, const uint8_t* end, int gone) {
+        uint64_t word = 0;
+        std::memcpy(&word, from, size_t(std::clamp(long(end - from), 0L, 8L)));
+        bits = (word | 1ull << 63) >> gone;
+    }
+
+    // Anywhere; bits beyond the end are zeros.
+    bool refill_near(const uint8_t* end) {
+        int gone = std::countl_zero(bits);
+        at += gone / 8;
+        if (at > end) return false;
+        take(at, end, gone % 8);
+        return true;
+    }
+
+    long position(const uint8_t* begin) const { return (at - begin) * 8 + std::countl_zero(bits); }
+};
+
+// All streams side by side, as long as nobody can run out of input or room.
+void decode_together(Stream (&streams)[kStreams], uint8_t* const (&ends)[kStreams], const uint8_t* end, const uint64_t* table) {
+    Stream a = streams[0], b = streams[1], c = streams[2], d = streams[3];
+    for (;;) {
+        long room = std::min({ends[0] - a.out, ends[1] - b.out, ends[2] - c.out, ends[3] - d.out}) / (kLookups * kSymbols);
+        long input = (end - 8 - std::max({a.at, b.at, c.at, d.at})) / 8;
+        long rounds = std::min(room, input);
+        if (rounds <= 0) break;
+        do {
+#pragma GCC unroll 8
+            for (int i = 0; i < kLookups; i++) a.look_up(table), b.look_up(table), c.look_up(table), d.look_up(table);
+            a.refill(), b.refill(), c.refill(), d.refill();
+        } while (--rounds);
+    }
+    streams[0] = a, streams[1] = b, streams[2] = c, streams[3] = d;
+}
+
+bool decode_rest(Stream& stream, const uint8_t* end, uint8_t* last, const Decoder& decoder) {
+    while (last - stream.out >= kLookups * kSymbols) {
+        for (int i = 0; i < kLookups; i++) stream.look_up(decoder.table);
+        if (!stream.refill_near(end)) return false;
+    }
+    while (stream.out < last) {
+        uint8_t symbol = uint8_t(decoder.table[stream.bits & ((1 << kBits) - 1)] >> 8);
+        *stream.out++ = symbol;
+        stream.bits >>= decoder.lengths[symbol];
+        if (!stream.refill_near(end)) return false;
+    }
+    return true;
+}
+
+template <int W>
+bool decode_block(const uint8_t* coded, long size, const uint16_t* sizes, long count, const Decoder& decoder,
+                  uint8_t* elements) {
+    uint8_t symbols[kStreams][kSegment + kSlack];
+    Stream streams[kStreams];
+    uint8_t* ends[kStreams];
+    const uint8_t *begins[kStreams], *end = coded + size, *at = coded;
+    for (int s = 0; s < kStreams; at += sizes[s++]) {
+        begins[s] = at;
+        ends[s] = symbols[s] + segment(count, s).count;
+        streams[s].start(at, end, symbols[s]);
+    }
+    decode_together(streams, ends, end, decoder.table);
+    for (int s = 0; s < kStreams; s++) {
+        if (!decode_rest(streams[s], end, ends[s], decoder)) return false;
+        if ((streams[s].position(begins[s]) + 7) / 8 != sizes[s]) return false;
+        Segment part = segment(count, s);
+        merge<W>(symbols[s], at + part.begin, count, part.count, elements + part.begin * W);
+    }
+    return true;
+}
+
+template <int W>
+long decode(const uint8_t* coded, long size, const uint8_t* index, long count, const Decoder& decoder, bool check,
+            uint8_t* elements) {
+    for (long block = 0; count > 0; block++, index += kIndex) {
+        uint16_t sizes[kStreams];
+        uint32_t crc;
+        std::memcpy(sizes, index, sizeof sizes);
+        std::memcpy(&crc, index + 8, 4);
+        long here = std::min<long>(kBlock, count), bytes = (W - 1) * here;
+        for (uint16_t stream : sizes) bytes += stream;
+        if (bytes > size || (check && crc32(coded, bytes) != crc)) return block;
+        if (!decode_block<W>(coded, bytes, sizes, here, decoder, elements)) return block;
+        coded += bytes, size -= bytes, elements += here * W, count -= here;
+    }
+    return -1;
+}
+
+template <int W>
+long encode(const void* elements, long count, const Encoder& encoder, uint8_t* coded, uint8_t* index) {
+    auto* from = static_cast<const uint8_t*>(elements);
+    uint8_t* to = coded;
+    for (; count > 0; from += kBlock * W, count -= kBlock, index += kIndex)
+        to = encode_block<W>(from, std::min<long>(kBlock, count), encoder, to, index);
+    return to - coded;
+}
+
+// Calls body.template operator()<W>().
+template <class F>
+auto with_width(int width, const F& body) {
+    return width == 1 ? body.template operator()<1>() : width == 2 ? body.template operator()<2>() : body.template operator()<4>();
+}
+
+}  // namespace
+}  // namespace ember
+
+using namespace ember;
+
+void ember_unweight_count(const void* elements, long count, int width, uint64_t* counts) {
+    with_width(width, [&]<int W>() { count_symbols<W>(elements, count, counts); });
+}
+
+long ember_unweight_encode(const void* elements, long count, int width, const uint8_t* lengths, uint8_t* coded, uint8_t* index) {
+    Encoder encoder(lengths);
+    return with_width(width, [&]<int W>() { return encode<W>(elements, count, encoder, coded, index); });
+}
+
+long ember_unweight_decode(const uint8_t* coded, long size, const uint8_t* index, long count, int width, const uint8_t* lengths,
+                           int check, void* elements) {
+    Decoder decoder(lengths);
+    auto* to = static_cast<uint8_t*>(elements);
+    return with_width(width, [&]<int W>() { return decode<W>(coded, size, index, count, decoder, check, to); });
+}
+
+uint32_t ember_crc32(const void* data, long size, uint32_t before) {
+    return crc32(static_cast<const uint8_t*>(data), size, before);
+}

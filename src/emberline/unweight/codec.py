@@ -1,0 +1,85 @@
+"""Codec: elements to coded blocks and back. Native where the library could be built, numpy otherwise; their bytes are
+equal. Calls hold no lock of the interpreter while they work, and any number of threads may make them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.kernels.cpu.build import BuildError, build
+from emberline.kernels.cpu.library import load
+from emberline.unweight.code import Code
+from emberline.unweight.format import INDEX, Bytes, blocks_of, most_coded
+
+
+class Codec(Protocol):
+    name: str
+
+    def count(self, elements: Bytes, width: int) -> NDArray[np.uint64]:
+        """How often each symbol occurs."""
+
+    def encode(self, elements: Bytes, width: int, code: Code) -> tuple[Bytes, Bytes]:
+        """Blocks, the last of which may be shorter, and their entries of the index."""
+
+    def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
+        """Into `out`, which holds whole blocks and perhaps a shorter one. -1, or the first block that is damaged."""
+
+    def crc32(self, data: Bytes) -> int: ...
+
+
+class NativeCodec:
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def count(self, elements: Bytes, width: int) -> NDArray[np.uint64]:
+        counts = np.zeros(256, np.uint64)
+        self._library.ember_unweight_count(_at(elements), len(elements) // width, width, _at(counts))
+        return counts
+
+    def encode(self, elements: Bytes, width: int, code: Code) -> tuple[Bytes, Bytes]:
+        count = len(elements) // width
+        coded, index = np.empty(most_coded(count, width), np.uint8), np.empty(INDEX * blocks_of(count), np.uint8)
+        size = self._library.ember_unweight_encode(
+            _at(elements), count, width, _at(code.lengths), _at(coded), _at(index)
+        )  # fmt: skip
+        assert size <= len(coded)
+        return coded[:size], index
+
+    def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
+        count = len(out) // width
+        assert len(index) == INDEX * blocks_of(count) and out.flags.writeable
+        return int(
+            self._library.ember_unweight_decode(
+                _at(coded), len(coded), _at(index), count, width, _at(code.lengths), check, _at(out)
+            )
+        )
+
+    def crc32(self, data: Bytes) -> int:
+        return int(self._library.ember_crc32(_at(data), len(data), 0))
+
+
+def codec_of(library: ctypes.CDLL | None) -> Codec:
+    if library is None:
+        from emberline.unweight.plain import PlainCodec
+
+        return PlainCodec()
+    return NativeCodec(library)
+
+
+def find_codec(cache: Path) -> Codec:
+    """`cache`: where the native library is, or is to be built."""
+    try:
+        return codec_of(load(build(cache)))
+    except (BuildError, OSError):
+        return codec_of(None)
+
+
+def _at(array: NDArray[np.generic]) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data

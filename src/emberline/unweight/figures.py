@@ -1,0 +1,151 @@
+"""Figures: what packing saved, tensor by tensor, beside what the entropy allows; as a table, a plot and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from math import ceil, floor, prod
+from pathlib import Path
+from typing import Any
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.checkpoint import Checkpoint
+from emberline.unweight.description import Description
+
+COLUMNS, ROWS = 64, 16  # of the plot as text
+WIDTH, HEIGHT, EDGE = 640, 420, 56  # of the SVG
+INK, FAINT, MARK = "#212529", "#868e96", "#d9480f"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+    packed_bytes: int
+    bound: float | None  # bits an element: the entropy of its symbols, and its other bits. None: not coded
+
+    @property
+    def bits(self) -> float:
+        return 8 * self.packed_bytes / max(1, self.count)
+
+    @property
+    def saved(self) -> float:
+        return 1 - self.packed_bytes / max(1, self.bytes)
+
+
+def figures(directory: Path) -> list[Figure]:
+    found = []
+    for name, info in Checkpoint.open(directory).tensors.items():
+        if info.packed is None:
+            raise ModelFileError(f"{info.file} is not packed", hint="emberline unweight pack")
+        described = Description.of(info)
+        bound = described.bound if described.code is not None else None
+        size = info.logical_bytes
+        found.append(Figure(name, info.dtype, info.shape, prod(info.shape), size, info.nbytes, bound))
+    return found
+
+
+def as_dict(found: Sequence[Figure], files: int) -> dict[str, Any]:
+    rows = [asdict(f) | {"bits": round(f.bits, 4), "saved": round(f.saved, 5)} for f in found]
+    return {"totals": totals(found, files), "tensors": rows}
+
+
+def totals(found: Sequence[Figure], files: int) -> dict[str, Any]:
+    """`files`: bytes of the weight files, headers included."""
+    plain, packed = sum(f.bytes for f in found), sum(f.packed_bytes for f in found)
+    coded = [f for f in found if f.bound is not None]
+    count = max(1, sum(f.count for f in coded))
+    return {
+        "tensors": len(found),
+        "coded": len(coded),
+        "bytes": plain,
+        "packed_bytes": packed,
+        "file_bytes": files,
+        "saved": round(1 - packed / max(1, plain), 5),
+        "bits": round(sum(f.bits * f.count for f in coded) / count, 4),  # an element of those coded
+        "bound": round(sum((f.bound or 0) * f.count for f in coded) / count, 4),
+    }
+
+
+def table(found: Sequence[Figure]) -> str:
+    head = ("tensor", "dtype", "shape", "bits", "bound", "saved")
+    rows = [head, *(_row(f) for f in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    left = 3  # columns of text; the others are numbers
+    return "\n".join(
+        "  ".join(
+            cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _row(f: Figure) -> tuple[str, ...]:
+    shape = " x ".join(map(str, f.shape)) or "scalar"
+    bound = "raw" if f.bound is None else f"{f.bound:.3f}"
+    return f.name, f.dtype, shape, f"{f.bits:.3f}", bound, f"{f.saved:.1%}"
+
+
+def plot(found: Sequence[Figure]) -> str:
+    """Bits of each coded tensor against its bound. On the line of dots they would be equal; `o` is one, `O` several."""
+    points, low, high = _points(found)
+    if not points:
+        return "nothing is coded"
+    grid = [[" "] * COLUMNS for _ in range(ROWS)]
+
+    def column(x: float) -> int:
+        return min(COLUMNS - 1, int((x - low) / (high - low) * COLUMNS))
+
+    def row(y: float) -> int:
+        return ROWS - 1 - min(ROWS - 1, int((y - low) / (high - low) * ROWS))
+
+    for i in range(COLUMNS):
+        grid[row(low + (i + 0.5) / COLUMNS * (high - low))][i] = "·"
+    for x, y, _ in points:
+        cell = grid[row(y)][column(x)]
+        grid[row(y)][column(x)] = "O" if cell in "oO" else "o"
+    labels = [f"{high:6.2f}", *[" " * 6] * (ROWS - 2), f"{low:6.2f}"]
+    lines = [f"{label} │{''.join(cells)}" for label, cells in zip(labels, grid, strict=True)]
+    scale = f"{low:.2f}" + f"{high:.2f}".rjust(COLUMNS - len(f"{low:.2f}"))
+    return "\n".join(["bits a weight", *lines, f"{' ' * 7}└{'─' * COLUMNS}", " " * 8 + scale + "  bound"])
+
+
+def svg(found: Sequence[Figure]) -> str:
+    points, low, high = _points(found)
+
+    def x(value: float) -> float:
+        return EDGE + (value - low) / (high - low) * (WIDTH - 2 * EDGE)
+
+    def y(value: float) -> float:
+        return HEIGHT - EDGE - (value - low) / (high - low) * (HEIGHT - 2 * EDGE)
+
+    parts = [
+        f'<path d="M{x(low):.1f} {y(low):.1f}L{x(high):.1f} {y(high):.1f}" stroke="{FAINT}" stroke-dasharray="3 3"/>'
+    ]
+    for tick in (low, (low + high) / 2, high):
+        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - EDGE + 20}" text-anchor="middle">{tick:.2f}</text>')
+        parts.append(f'<text x="{EDGE - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.2f}</text>')
+    for bound, bits, name in points:
+        label = f"<title>{escape(name)}: {bits:.3f} bits, bound {bound:.3f}</title>"
+        parts.append(
+            f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{MARK}" fill-opacity=".5">{label}</circle>'
+        )
+    parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 14}" text-anchor="middle">bound: entropy and raw bits</text>')
+    parts.append(f'<text x="14" y="{EDGE - 24}">bits a weight on disk; on the line they would be equal</text>')
+    style = f"text{{font:12px system-ui,sans-serif;fill:{INK}}}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"><style>{style}</style>'
+        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _points(found: Sequence[Figure]) -> tuple[list[tuple[float, float, str]], float, float]:
+    """Bound, bits and name of each; and quarters of a bit around them all."""
+    points = [(f.bound, f.bits, f.name) for f in found if f.bound is not None]
+    ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]
+    low = floor(4 * min(ends)) / 4
+    return points, low, max(ceil(4 * max(ends)) / 4, low + 0.25)

@@ -1,0 +1,162 @@
+"""A model directory packed, unpacked and compared. The result appears whole or not at all; files that are not weights
+are copied byte for byte."""
+
+from __future__ import annotations
+
+import fcntl
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from emberline.core.config import core_count
+from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
+from emberline.hub.checkpoint import Checkpoint
+from emberline.unweight.codec import Codec
+from emberline.unweight.file import ModelFile
+from emberline.unweight.pack import Advance, pack_file
+from emberline.unweight.unpack import checked_chunks, unpack_file
+
+OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".pkl"}
+
+
+def pack(source: Path, target: Path, codec: Codec, advance: Advance) -> list[Path]:
+    """What was left out: weights in files that are not the checkpoint's."""
+    files = weight_files(source)
+    with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
+        for file in files:
+            pack_file(file, work / file.name, codec, pool, advance)
+        return _copy_others(source, work)
+
+
+def unpack(source: Path, target: Path, codec: Codec, advance: Advance) -> None:
+    files = weight_files(source)
+    with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
+        for file in files:
+            unpack_file(file, work / file.name, codec, pool, advance)
+        _copy_others(source, work)
+
+
+def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) -> list[str]:
+    """What is wrong: nothing, if each tensor has the bytes that were packed and they are `original`'s."""
+    wrong: list[str] = []
+    sources = {} if original is None else _tensors_of(original, codec)
+    with ThreadPoolExecutor(core_count()) as pool:
+        for name, file in _tensors_of(packed, codec).items():
+            try:
+                if original is not None and name not in sources:
+                    raise ModelFileError(f"tensor {name!r} is not in {original}")
+                _verify_tensor(name, file, sources.pop(name, None), pool, advance)
+            except ModelFileError as e:
+                wrong.append(str(e))
+    wrong += [f"tensor {name!r} of {original} is missing" for name in sources]
+    return wrong if original is None else wrong + _differing_others(original, packed)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    return sorted({info.file for info in Checkpoint.open(directory).tensors.values()})
+
+
+def _tensors_of(directory: Path, codec: Codec) -> dict[str, ModelFile]:
+    files = [ModelFile(path, codec) for path in weight_files(directory)]
+    return {name: file for file in files for name in file.tensors}
+
+
+def _verify_tensor(
+    name: str, file: ModelFile, source: ModelFile | None, pool: ThreadPoolExecutor, advance: Advance
+) -> None:
+    info = file.tensors[name]
+    if info.packed is None:
+        raise ModelFileError(f"{file.path} is not packed")
+    expected = None
+    if source is not None:
+        original = source.tensors[name]
+        if original.packed is not None:
+            raise ModelFileError(f"{source.path} is packed too", hint="compare with the model as it was")
+        if (original.dtype, original.shape) != (info.dtype, info.shape):
+            raise ModelFileError(f"tensor {name!r} has another dtype or shape than in {source.path}")
+        expected = source.stored(original)
+    at = 0
+    for chunk in checked_chunks(file, name, pool):
+        if expected is not None and not np.array_equal(chunk, expected[at : at + len(chunk)]):
+            raise ModelFileError(f"tensor {name!r} in {file.path} is not that of the original")
+        at += len(chunk)
+        advance(len(chunk))
+
+
+@contextmanager
+def _appearing(target: Path, source: Path) -> Iterator[Path]:
+    """A directory beside `target` that becomes it, if all goes well. What a killed process left there is removed."""
+    if target.exists() or target.is_symlink():
+        raise InvalidRequest(f"{target} exists already", hint="remove it, or choose another name")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise InvalidRequest(f"{target} lies in {source}, which is to be copied")
+    work = target.with_name(target.name + ".partial")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with _locked(work) as handle:
+            _remove(work.iterdir())
+            try:
+                yield work
+                os.fsync(handle)
+                work.rename(target)
+            except BaseException:
+                shutil.rmtree(work, ignore_errors=True)
+                raise
+    except OSError as e:
+        raise ModelError(f"cannot write {e.filename or work}: {e.strerror or e}") from e
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[int]:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise InvalidRequest(f"another process is writing {directory}") from e
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _remove(paths: Iterator[Path]) -> None:
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _others(directory: Path) -> Iterator[Path]:
+    """Files that are no weights, and those that are but not the checkpoint's."""
+    weights = set(weight_files(directory))
+    for folder, folders, files in os.walk(directory, followlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (path for name in files if not name.startswith(".") and (path := Path(folder) / name) not in weights)
+
+
+def _copy_others(source: Path, work: Path) -> list[Path]:
+    left_out = []
+    for path in _others(source):
+        if path.suffix in OTHER_WEIGHTS:
+            left_out.append(path)
+            continue
+        to = work / path.relative_to(source)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+    return left_out
+
+
+def _differing_others(original: Path, packed: Path) -> list[str]:
+    pairs = [(path, packed / path.relative_to(original)) for path in _others(original)]
+    return [
+        f"{copy} is not {path}"
+        for path, copy in pairs
+        if path.suffix not in OTHER_WEIGHTS and not (copy.is_file() and filecmp.cmp(path, copy, shallow=False))
+    ]

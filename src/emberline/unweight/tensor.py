@@ -1,0 +1,121 @@
+"""CodedTensor: a tensor of a packed file. Any run of its blocks decodes alone, from any thread, into memory of the
+caller's; the file may come in pieces, since the index at its beginning says where each block lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.tensorfile import TensorInfo
+from emberline.unweight.code import Code
+from emberline.unweight.codec import Codec
+from emberline.unweight.description import Description
+from emberline.unweight.format import ALIGN, BLOCK, INDEX, WIDTHS, Bytes, blocks_of
+from emberline.unweight.order import in_order
+
+RUN = 32  # blocks that a thread decodes at a time
+
+
+@dataclass(frozen=True)
+class CodedTensor:
+    name: str
+    info: TensorInfo
+    code: Code
+    width: int  # bytes of an element
+    count: int  # of elements
+    index: Bytes  # INDEX bytes a block
+    starts: NDArray[np.int64]  # of each block, counted from the tensor's first byte in the file; and the end
+    codec: Codec
+
+    @staticmethod
+    def open(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> CodedTensor:
+        """`stored`: its bytes in the file, or the first `index_bytes` of them."""
+        description = Description.of(info)
+        assert description.code is not None
+        width, count = WIDTHS[info.dtype], description.count
+        size = index_bytes(info)
+        index = np.array(stored[:size])
+        if len(index) < size or codec.crc32(index) != description.crc32:
+            raise _damaged(name, info, "its index")
+        entries = index.reshape(-1, INDEX)
+        sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK
+        sizes[-1:] -= (width - 1) * (BLOCK * blocks_of(count) - count)
+        starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        if -(-int(starts[-1]) // ALIGN) * ALIGN != info.nbytes:
+            raise _damaged(name, info, "its size")
+        return CodedTensor(name, info, description.code, width, count, index, starts, codec)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.starts) - 1
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """The bytes that the blocks [first, last) have when decoded."""
+        return first * BLOCK * self.width, min(last * BLOCK, self.count) * self.width
+
+    def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
+        """`coded`: bytes [starts[first], starts[last]) of the tensor in the file. `check`: by the blocks' CRC-32."""
+        begin, end = self.span(first, last)
+        assert len(coded) == self.starts[last] - self.starts[first] and len(out) == end - begin
+        index = self.index[first * INDEX : last * INDEX]
+        bad = self.codec.decode(coded, index, self.width, self.code, out, check=check)
+        if bad >= 0:
+            raise _damaged(self.name, self.info, f"block {first + bad}")
+
+    def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
+        runs = [(at, min(at + RUN, self.blocks)) for at in range(0, self.blocks, RUN)]
+
+        def work(run: tuple[int, int]) -> None:
+            begin, end = self.span(*run)
+            self.decode(stored[self.starts[run[0]] : self.starts[run[1]]], *run, out[begin:end])
+
+        for _ in pool.map(work, runs):
+            pass
+
+    def chunks(self, stored: Bytes, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+        """All its bytes in order, with a few runs of blocks in memory."""
+
+        def work(first: int) -> Bytes:
+            last = min(first + RUN, self.blocks)
+            begin, end = self.span(first, last)
+            out = np.empty(end - begin, np.uint8)
+            self.decode(stored[self.starts[first] : self.starts[last]], first, last, out)
+            return out
+
+        return in_order(pool, work, range(0, self.blocks, RUN))
+
+    def read(self, fetch: Callable[[int, int], Bytes], begin: int, end: int) -> Bytes:
+        """Bytes [begin, end) of the decoded tensor; `fetch(b, e)` brings such bytes of it as the file has it."""
+        if begin == end:
+            return np.empty(0, np.uint8)
+        step = BLOCK * self.width
+        first, last = begin // step, -(-end // step)
+        start, stop = self.span(first, last)
+        out = np.empty(stop - start, np.uint8)
+        self.decode(fetch(int(self.starts[first]), int(self.starts[last])), first, last, out)
+        return out[begin - start : end - start]
+
+
+def index_bytes(info: TensorInfo) -> int:
+    return INDEX * blocks_of(info.logical_bytes // WIDTHS[info.dtype])
+
+
+def is_coded(info: TensorInfo) -> bool:
+    return info.packed is not None and info.packed.get("codec") != "raw"
+
+
+def check_raw(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> None:
+    """A tensor that a packed file holds as it was."""
+    if codec.crc32(stored) != Description.of(info).crc32:
+        raise _damaged(name, info, "its bytes")
+
+
+def _damaged(name: str, info: TensorInfo, what: str) -> ModelFileError:
+    return ModelFileError(
+        f"tensor {name!r} in {info.file} is damaged: {what}", hint="download the file again, or pack the model again"
+    )

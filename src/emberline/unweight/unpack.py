@@ -1,0 +1,52 @@
+"""unpack_file: a packed file becomes what it was, byte for byte; every tensor is held against its hash on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.tensorfile import Header, TensorInfo, stored_tensors
+from emberline.unweight.codec import Codec
+from emberline.unweight.description import Description
+from emberline.unweight.file import ModelFile
+from emberline.unweight.format import Bytes
+from emberline.unweight.pack import Advance
+
+
+def unpack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecutor, advance: Advance) -> None:
+    file = ModelFile(source, codec)
+    text = file.header.metadata.get("source")
+    if not file.header.packed or not isinstance(text, str):
+        raise ModelFileError(f"{source} is not packed")
+    data = 8 + len(text.encode())
+    size = data + sum(info.logical_bytes for info in file.tensors.values())
+    before = stored_tensors(source, Header.parse(text.encode(), source, size))
+    if {name: _kind(info) for name, info in before.items()} != {name: _kind(t) for name, t in file.tensors.items()}:
+        raise ModelFileError(f"{source} has other tensors than the file it was made from")
+    with target.open("xb") as out:
+        out.write((data - 8).to_bytes(8, "little") + text.encode())
+        for name, info in before.items():
+            out.seek(info.offset)
+            for chunk in checked_chunks(file, name, pool):
+                out.write(chunk.data)
+                advance(len(chunk))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def checked_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    """The tensor's bytes; after the last, an error if they are not those that were packed."""
+    info, digest = file.tensors[name], hashlib.sha256()
+    for chunk in file.chunks(name, pool):
+        digest.update(chunk.data)
+        yield chunk
+    if info.packed is not None and digest.hexdigest() != Description.of(info).sha256:
+        raise ModelFileError(f"tensor {name!r} in {info.file} is not the one that was packed: its SHA-256 differs")
+
+
+def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
+    return info.dtype, info.shape

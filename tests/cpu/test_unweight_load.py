@@ -1,0 +1,111 @@
+"""Packed models on a CPU: the same identity, the same weights, the same tokens; damage is a typed error."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline import LLM, SamplingParams
+from emberline.cli.__main__ import main
+from emberline.core.config import cache_dir
+from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.source import resolve
+from emberline.kernels import ops
+from emberline.models.loader import load
+from emberline.models.weights import Weights
+from emberline.unweight import model
+from emberline.unweight.codec import find_codec
+from emberline.unweight.tensor import is_coded
+
+CODEC = find_codec(cache_dir().expanduser() / "kernels")
+LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=200, num_attention_heads=12)
+PROMPT = "The history of the city begins"
+
+
+def packed(source: Path, target: Path) -> Path:
+    model.pack(source, target, CODEC, lambda _: None)
+    assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
+    return target
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native"),
+    [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True), (torch.float32, True)],
+    ids=str,
+)
+def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
+    source = tiny.write(tmp_path / "plain", LARGER, dtype=dtype, shards=2)
+    target = packed(source, tmp_path / "packed")
+    ops.start(native=native, cache=cache_dir().expanduser() / "kernels")
+    try:
+        assert load(source).fingerprint == load(target).fingerprint
+        plain, ours = Weights(Checkpoint.open(source)), Weights(Checkpoint.open(target))
+        for name, info in plain.checkpoint.tensors.items():
+            take = (name, *info.shape)
+            a = plain.vector(*take) if len(info.shape) == 1 else plain.matrix(*take)
+            b = ours.vector(*take) if len(info.shape) == 1 else ours.matrix(*take)
+            assert torch.equal(a, b) and a.dtype == b.dtype, name
+        ours.finish("")
+        assert plain.taken_bytes == ours.taken_bytes
+    finally:
+        ops.start(cache=cache_dir().expanduser() / "kernels")
+
+
+def test_another_models_identity_differs(tmp_path: Path) -> None:
+    one = packed(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
+    two = packed(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
+    assert load(one).fingerprint != load(two).fingerprint
+
+
+def test_a_copy_of_the_embedding_is_found_in_packed_files(tmp_path: Path) -> None:
+    config = {**LARGER, "tie_word_embeddings": True}
+    tensors = tiny.tensors(config, dtype=torch.bfloat16)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    load(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str) -> None:
+    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+    info = Checkpoint.open(target).info(name)
+    with info.file.open("r+b") as file:
+        file.seek(info.offset + info.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(info.offset + info.nbytes // 2)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ModelFileError, match=name):
+        load(target)
+
+
+def test_a_file_cut_short_is_a_typed_error(tmp_path: Path) -> None:
+    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+    whole = (target / "model.safetensors").read_bytes()
+    for cut in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        (target / "model.safetensors").write_bytes(whole[:cut])
+        with pytest.raises(ModelFileError):
+            load(target)
+
+
+def test_another_device_refuses_what_it_would_misread(tmp_path: Path) -> None:
+    weights = Weights(Checkpoint.open(packed(tiny.write(tmp_path / "m", LARGER), tmp_path / "packed")))
+    weights.device = torch.device("cuda")
+    with pytest.raises(UnsupportedModel, match="packed"):
+        weights.matrix("lm_head.weight", 301, 96)
+
+
+def test_smollm2_says_the_same_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["unweight", "pack", "smollm2", str(tmp_path / "packed"), "--quiet"]) == 0
+    params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+    said = [
+        LLM(where, kv_memory=1 << 27).generate([PROMPT], params, progress=False)[0].tokens
+        for where in (resolve("smollm2"), tmp_path / "packed")
+    ]
+    assert len(said[0]) == 50 and said[0] == said[1]
+    assert main(["doctor", "--model", str(tmp_path / "packed")]) in (0, 1)
+    assert "179 MB of weights" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "packed")

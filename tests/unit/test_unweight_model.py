@@ -1,0 +1,318 @@
+"""Packed models: unpacked they are what they were; damage anywhere is an error; killed work leaves nothing behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import unweight_models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from emberline.cli.__main__ import main
+from emberline.core.config import cache_dir
+from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError
+from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.tensorfile import read_tensors
+from emberline.unweight import model
+from emberline.unweight.codec import find_codec
+from emberline.unweight.file import ModelFile
+from emberline.unweight.tensor import CodedTensor, index_bytes, is_coded
+from emberline.unweight.unpack import checked_chunks
+
+CODEC = find_codec(cache_dir().expanduser() / "kernels")
+KINDS = {"embed", "odd", "wide", "half", "eight"}  # what gains
+
+
+def nothing(_: int) -> None:
+    pass
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    """As a loader gets them: checked by CRC-32, not by hash."""
+    file = ModelFile(path, CODEC)
+    with ThreadPoolExecutor(1) as pool:
+        return {name: b"".join(chunk.tobytes() for chunk in file.chunks(name, pool)) for name in file.tensors}
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    model.pack(unweight_models.write(tmp_path / "plain"), tmp_path / "packed", CODEC, nothing)
+    return tmp_path / "packed"
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_unpacking_gives_the_same_files(tmp_path: Path, shards: int) -> None:
+    source = unweight_models.write(tmp_path / "plain", shards=shards)
+    done: list[int] = []
+    model.pack(source, tmp_path / "packed", CODEC, done.append)
+    assert sum(done) == sum(info.nbytes for info in Checkpoint.open(source).tensors.values())
+    assert model.verify(tmp_path / "packed", source, CODEC, nothing) == []
+    model.unpack(tmp_path / "packed", tmp_path / "again", CODEC, nothing)
+    assert contents(tmp_path / "again") == contents(source)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None:
+    plain, ours = Checkpoint.open(packed.parent / "plain"), Checkpoint.open(packed)
+    assert {n: (t.dtype, t.shape) for n, t in ours.tensors.items()} == {
+        n: (t.dtype, t.shape) for n, t in plain.tensors.items()
+    }
+    assert {name for name, info in ours.tensors.items() if is_coded(info)} == KINDS
+    assert all(ours.info(name).nbytes < plain.info(name).nbytes for name in KINDS)
+
+
+def test_other_readers_see_bytes_and_no_weights(packed: Path) -> None:
+    """A coded tensor has one dimension and is of bytes, which no matrix is: nobody can take it for the weights."""
+    with safe_open(packed / "model.safetensors", "np") as file:
+        assert file.metadata()["format"] == "unweight"
+        for name in KINDS:
+            stored = file.get_tensor(name)
+            assert stored.dtype == np.uint8 and stored.ndim == 1
+        assert file.get_tensor("ids").tolist() == list(range(7))
+        assert file.get_tensor("scale") == np.float32(1.5)
+
+
+def test_tensors_lie_where_their_elements_want_to(packed: Path) -> None:
+    sizes = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8}
+    for info in read_tensors(packed / "model.safetensors").values():
+        assert info.offset % (64 if is_coded(info) else sizes[info.dtype]) == 0
+
+
+def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
+    source = unweight_models.write(tmp_path / "plain", rows=2000)  # four blocks
+    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    info = Checkpoint.open(tmp_path / "packed").info("embed")
+    data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
+    tensor = CodedTensor.open("embed", info, data[: index_bytes(info)], CODEC)
+    assert tensor.blocks == 4 and tensor.starts[-1] <= info.nbytes
+    whole = np.frombuffer(tensors(source / "model.safetensors")["embed"], np.uint8)
+    for block in (2, 0, 3, 1):
+        begin, end = tensor.span(block, block + 1)
+        out = np.empty(end - begin, np.uint8)
+        tensor.decode(data[tensor.starts[block] : tensor.starts[block + 1]].copy(), block, block + 1, out)
+        assert np.array_equal(out, whole[begin:end])
+    for begin, end in ((0, 0), (0, 1), (131_071, 131_073), (262_140, 400_000), (len(whole) - 5, len(whole))):
+        assert np.array_equal(tensor.read(lambda a, b: data[a:b], begin, end), whole[begin:end])
+
+
+def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
+    """What a loader gets of the damaged file; None for a typed error, which another dtype or shape than the config's is
+    to every loader. Anything else raised fails the test."""
+    to.write_bytes(data)
+    try:
+        kinds = {name: (info.dtype, info.shape) for name, info in read_tensors(to).items()}
+        if kinds != {name: (info.dtype, info.shape) for name, info in read_tensors(plain).items()}:
+            return None
+        return tensors(to)
+    except ModelError:
+        return None
+
+
+def test_every_byte_of_a_file_counts(tmp_path: Path) -> None:
+    source = unweight_models.write(tmp_path / "plain", rows=32)
+    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    plain, whole = source / "model.safetensors", (tmp_path / "packed" / "model.safetensors").read_bytes()
+    right, unnoticed = tensors(plain), 0
+    for at in [*range(400), *range(400, len(whole), 37)]:
+        bad = bytearray(whole)
+        bad[at] ^= 1 << at % 8
+        found = corrupted(plain, tmp_path / "bad.safetensors", bytes(bad))
+        assert found is None or found == right, at
+        unnoticed += found is not None
+    assert unnoticed < 64  # only bytes that fill up a coded tensor's last 64
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_torn_and_altered_files_never_give_other_weights(packed: Path, data: st.DataObject) -> None:
+    plain, whole = packed.parent / "plain" / "model.safetensors", (packed / "model.safetensors").read_bytes()
+    right = tensors(plain)
+    bad = bytearray(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
+    for _ in range(data.draw(st.integers(0, 5))):
+        if bad:
+            at = data.draw(st.integers(0, len(bad) - 1))
+            bad[at : at + data.draw(st.integers(1, 9))] = data.draw(st.binary(max_size=9))
+    found = corrupted(plain, packed.parent / "bad.safetensors", bytes(bad))
+    assert found is None or found == right
+
+
+def rewritten(path: Path, change: dict[str, object]) -> None:
+    """As someone would who means harm: the header's own hash is right again."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    metadata = header["__metadata__"]
+    said = json.loads(metadata["tensors"])
+    said["embed"] |= change
+    metadata["tensors"], metadata["check"] = json.dumps(said), "0" * 64
+    text = json.dumps(header).encode()
+    text += b" " * (length - len(text))
+    check = hashlib.sha256(text).hexdigest()
+    path.write_bytes(data[:8] + text.replace(b"0" * 64, check.encode(), 1) + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": "zip"}, {"codec": "raw"}, {"codec": None}, {"dtype": "I16"}, {"dtype": "F32"}, {"dtype": "X"},
+        {"dtype": "F16", "shape": [128, 96]}, {"shape": [97, 128]}, {"shape": [1 << 40, 1 << 40]}, {"shape": [-96, -1]},
+        {"shape": "96"}, {"shape": [96.0, 128]}, {"first": 255}, {"lengths": "1"}, {"lengths": "11"}, {"lengths": None},
+        {"crc32": "x"}, {"crc32": 1}, {"sha256": "0" * 64}, {"sha256": None},
+    ],
+)  # fmt: skip
+def test_lies_about_a_tensor_are_typed_errors(packed: Path, change: dict[str, object]) -> None:
+    """With a header whose hash is right: nothing crashes, and what the hash of the tensor denies is refused."""
+    path = packed / "model.safetensors"
+    rewritten(path, {})
+    assert model.verify(packed, packed.parent / "plain", CODEC, nothing) == []
+    rewritten(path, change)
+    if change == {"dtype": "F16", "shape": [128, 96]}:  # the same bytes under another name: only the original tells
+        assert model.verify(packed, None, CODEC, nothing) == []
+        assert len(model.verify(packed, packed.parent / "plain", CODEC, nothing)) == 1
+        with pytest.raises(ModelFileError):
+            model.unpack(packed, packed.parent / "again", CODEC, nothing)
+        return
+    with pytest.raises(ModelError), ThreadPoolExecutor(1) as pool:
+        file = ModelFile(path, CODEC)
+        list(checked_chunks(file, "embed", pool))
+
+
+def test_verify_names_what_is_wrong(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    info = Checkpoint.open(packed).info("odd")
+    with info.file.open("r+b") as file:
+        file.seek(info.offset + 1000)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
+    assert main(["unweight", "verify", str(packed), "--quiet"]) == 1
+    said = capsys.readouterr()
+    assert "'odd'" in said.err and "block 0" in said.err and said.out == "1 wrong\n"
+    (packed / "config.json").write_text("{}")
+    assert main(["unweight", "verify", str(packed), str(packed.parent / "plain"), "--quiet"]) == 1
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_verify_tells_models_apart(packed: Path, tmp_path: Path) -> None:
+    other = unweight_models.write(tmp_path / "other", seed=1)
+    assert len(model.verify(packed, other, CODEC, nothing)) >= len(KINDS)
+
+
+def test_what_is_not_packed_and_what_is_already(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="packed already"):
+        model.pack(packed, tmp_path / "twice", CODEC, nothing)
+    with pytest.raises(ModelFileError, match="not packed"):
+        model.unpack(tmp_path / "plain", tmp_path / "again", CODEC, nothing)
+    assert model.verify(tmp_path / "plain", None, CODEC, nothing)
+    with pytest.raises(InvalidRequest, match="exists"):
+        model.pack(tmp_path / "plain", packed, CODEC, nothing)
+    with pytest.raises(InvalidRequest, match="lies in"):
+        model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, nothing)
+    with pytest.raises(ModelError, match="cannot write"):
+        model.pack(tmp_path / "plain", packed / "config.json" / "x", CODEC, nothing)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
+
+
+def test_other_weights_are_left_out_and_named(tmp_path: Path) -> None:
+    source = unweight_models.write(tmp_path / "plain")
+    (source / "pytorch_model.bin").write_bytes(b"pickle")
+    (source / ".cache").mkdir()
+    (source / ".cache" / "x").write_text("")
+    assert model.pack(source, tmp_path / "packed", CODEC, nothing) == [source / "pytorch_model.bin"]
+    assert not (tmp_path / "packed" / "pytorch_model.bin").exists() and not (tmp_path / "packed" / ".cache").exists()
+
+
+def test_the_commands_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, packed, again = unweight_models.write(tmp_path / "m"), tmp_path / "packed", tmp_path / "again"
+    assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
+    assert "smaller" in capsys.readouterr().out
+    assert main(["unweight", "verify", str(packed), str(source)]) == 0
+    said = capsys.readouterr()
+    assert "every tensor" in said.out and "100%" in said.err
+    figures, plot = tmp_path / "f.json", tmp_path / "f.svg"
+    assert main(["unweight", "info", str(packed), "--json", str(figures), "--svg", str(plot)]) == 0
+    assert "embed" in capsys.readouterr().out and plot.read_text().startswith("<svg")
+    read = json.loads(figures.read_text())
+    rows = {row["name"]: row for row in read["tensors"]}
+    assert read["totals"]["coded"] == len(KINDS)
+    assert 10 < rows["embed"]["bound"] < rows["embed"]["bits"] < 11.5 and rows["noise"]["bound"] is None
+    assert main(["unweight", "unpack", str(packed), str(again), "--quiet"]) == 0
+    assert contents(again) == contents(source)
+    assert main(["unweight", "info", str(source)]) == 1 and "not packed" in capsys.readouterr().err
+
+
+def test_pull_packs_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = unweight_models.write(tmp_path / "m")
+    kernels = cache_dir().expanduser() / "kernels"
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(kernels, tmp_path / "cache" / "kernels")
+    places = []
+    for _ in range(2):  # the second finds it there
+        assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
+        places.append(Path(capsys.readouterr().out.strip()))
+    assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
+    assert model.verify(places[0], source, CODEC, nothing) == []
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from emberline.unweight import model
+from emberline.unweight.codec import codec_of
+
+def advance(n):
+    print("some", flush=True)
+    time.sleep(60)
+
+model.pack(Path(sys.argv[1]), Path(sys.argv[2]), codec_of(None), advance)
+"""
+
+
+def test_killed_in_the_middle_nothing_appears_and_a_second_run_succeeds(tmp_path: Path) -> None:
+    source, target = unweight_models.write(tmp_path / "m"), tmp_path / "packed"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(source), str(target)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "some\n"
+    with pytest.raises(InvalidRequest, match="another process"):
+        model.pack(source, target, CODEC, nothing)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.stdout.close()
+    assert not target.exists() and (tmp_path / "packed.partial" / "model.safetensors").exists()
+    model.pack(source, target, CODEC, nothing)
+    assert model.verify(target, source, CODEC, nothing) == []
+    assert not (tmp_path / "packed.partial").exists()
+
+
+def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise KeyboardInterrupt
+
+    source = unweight_models.write(tmp_path / "m")
+    with pytest.raises(KeyboardInterrupt):
+        model.pack(source, tmp_path / "packed", CODEC, fail)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_version_to_come_is_refused_by_name(packed: Path) -> None:
+    path = packed / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"version":"1"', b'"version":"2"', 1))
+    with pytest.raises(EmberlineError, match="version '2'"):
+        Checkpoint.open(packed)
