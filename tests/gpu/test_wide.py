@@ -1,8 +1,10 @@
-"""The linear layer for dozens of rows against exact sums, and against itself: same bits in any batch and launch."""
+"""The linear layer for up to 256 rows against exact sums, and against itself: same bits in any batch and launch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,12 +13,23 @@ from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
 from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight, interleave
-from emberline.kernels.cuda.wide import Plan, choose, linear, planned, supports
+from emberline.kernels.cuda.wide import (
+    COLUMNS,
+    LARGE,
+    PLAIN,
+    SHARES,
+    Plan,
+    choose,
+    columns_of,
+    linear,
+    planned,
+    supports,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (33, 40, 48, 63, 64, 65, 100, 128)
+ROWS = (33, 40, 48, 63, 64, 65, 100, 128, 129, 200, 256)
 # (k, n): the layers of Llama 3.1 8B, narrower; of Qwen and SmolLM2; one unit of k; more tiles than CTAs; ragged tails
 SHAPES = [(4096, 6144), (4096, 4096), (14336, 1024), (896, 1152), (576, 960), (1536, 576), (64, 64), (320, 192)]
 SHAPES += [(192, 40000), (960, 2624)]
@@ -31,6 +44,12 @@ def run(x: Tensor, w: Weight, *, dtype: torch.dtype = BF16, plan: Plan | None = 
     return linear(x, w, out=poisoned(len(x), w.n, dtype=dtype), plan=plan, pdl=pdl)
 
 
+def tiles(columns: int) -> Iterator[tuple[int, int]]:
+    """Groups, and how many CTAs share x."""
+    groups = [groups for groups, wide in PLAIN if wide == columns]
+    return product(groups, SHARES if columns == LARGE else (1,))
+
+
 @pytest.mark.parametrize("k,n", SHAPES)
 @pytest.mark.parametrize("m", ROWS)
 def test_store(m: int, k: int, n: int) -> None:
@@ -43,7 +62,7 @@ def test_store(m: int, k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-@pytest.mark.parametrize("m", (33, 63, 64, 100, 128))
+@pytest.mark.parametrize("m", (33, 63, 64, 100, 128, 129, 200, 256))
 def test_bias_and_residual(m: int, k: int, n: int) -> None:
     """Each is one more float32 addition before the one rounding."""
     x, w, bias, residual = random(m, k), weight(n, k), random(n, dtype=F32), random(m, n)
@@ -61,7 +80,7 @@ def test_bias_and_residual(m: int, k: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("k,half", [(4096, 1024), (4096, 4096), (576, 1536), (128, 32), (1024, 96), (192, 20000)])
-@pytest.mark.parametrize("m", (33, 48, 64, 65, 128))
+@pytest.mark.parametrize("m", (33, 48, 64, 65, 128, 129, 200, 256))
 def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
@@ -79,7 +98,7 @@ def test_gated(m: int, k: int, half: int) -> None:
 
 
 @pytest.mark.parametrize("k,n", SHAPES)
-@pytest.mark.parametrize("most", (64, 128))
+@pytest.mark.parametrize("most", COLUMNS)
 def test_a_row_is_the_same_in_any_batch(most: int, k: int, n: int) -> None:
     x, w = random(most, k), weight(n, k)
     whole = run(x, w, dtype=F32)
@@ -91,19 +110,19 @@ def test_a_row_is_the_same_in_any_batch(most: int, k: int, n: int) -> None:
     assert torch.equal(run(x[order], w, dtype=F32), whole[order])
 
 
-@pytest.mark.parametrize("m", (37, 61, 90, 128))
+@pytest.mark.parametrize("m", (37, 61, 90, 128, 129, 200, 256))
 @pytest.mark.parametrize("split", (1, 2, 3, 4))
 def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
     """For a split of k, which is the only part of a plan that a result depends on."""
-    n, k, columns = 1600, 1344, 64 if m <= 64 else 128
+    n, k, columns = 1600, 1344, columns_of(m)
     x, w, residual = random(m, k), weight(n, k), random(m, n)
     exact = x.double() @ w.data.double().T
-    expected = run(x, w, dtype=F32, plan=planned(1, columns, n, k, split))
+    expected = run(x, w, dtype=F32, plan=planned(next(tiles(columns))[0], columns, n, k, split))
     assert_close(expected, torch.mm(x, w.data.T, out_dtype=F32), exact)
-    for groups in (1, 2, 3, 4):
+    for groups, share in tiles(columns):
         for ctas in (2, 5, 132) if split == 1 else (132,):
-            deep = planned(groups, columns, n, k, split, ctas=ctas)
-            for stages in {2, 3, deep.stages}:
+            deep = planned(groups, columns, n, k, split, share=share, ctas=ctas)
+            for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
                 plan = replace(deep, stages=stages)
                 if plan.shared > SHARED_LIMIT:
                     continue
@@ -114,19 +133,19 @@ def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
 
 
 @pytest.mark.parametrize("split", (1, 2, 3, 4))
-@pytest.mark.parametrize("columns", (64, 128))
+@pytest.mark.parametrize("columns", COLUMNS)
 def test_gated_with_every_plan(columns: int, split: int) -> None:
     n, k = 1600, 1344
     x, w = random(columns - 3, k), weight(n, k)
-    for groups in (1, 2, 3, 4):
-        plan = planned(groups, columns, n, k, split)
+    for groups, share in tiles(columns):
+        plan = planned(groups, columns, n, k, split, share=share)
         parts = run(x, w, plan=plan).view(len(x), n // 32, 2, 16)
         expected = (F.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(len(x), n // 2)
         ours = linear(x, w, out=poisoned(len(x), n // 2), gated=True, plan=plan)
         assert torch.equal(ours, expected), plan
 
 
-@pytest.mark.parametrize("m", (33, 64, 128))
+@pytest.mark.parametrize("m", (33, 64, 128, 200))
 def test_rows_of_x_apart(m: int) -> None:
     """x may be some columns of a wider tensor."""
     w = weight(512, 1024)
@@ -134,7 +153,7 @@ def test_rows_of_x_apart(m: int) -> None:
     assert torch.equal(run(broad[:, 1024:2048], w), run(broad[:, 1024:2048].contiguous(), w))
 
 
-@pytest.mark.parametrize("m", (48, 100))
+@pytest.mark.parametrize("m", (48, 100, 200))
 def test_a_bad_row_stays_alone(m: int) -> None:
     x, w = random(m, 1024), weight(576, 1024)
     clean = run(x, w)
@@ -157,7 +176,7 @@ def layers(x: Tensor, weights: list[tuple[Weight, ...]], head: Weight, *, pdl: b
     return linear(hidden, head, out=poisoned(m, head.n, dtype=F32), pdl=pdl)
 
 
-@pytest.mark.parametrize("m", (33, 64, 100, 128))
+@pytest.mark.parametrize("m", (33, 64, 100, 128, 129, 200, 256))
 def test_a_graph_with_early_launches(m: int) -> None:
     weights = [(weight(6144, 4096), weight(4096, 4096), weight(8192, 4096), weight(4096, 4096)) for _ in range(4)]
     head, x = weight(38464, 4096), random(m, 4096, scale=0.5)
@@ -173,15 +192,15 @@ def test_a_graph_with_early_launches(m: int) -> None:
         assert torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize("m,n,k", [(32, 64, 64), (129, 64, 64), (64, 96, 64), (64, 64, 96), (64, 0, 64)])
+@pytest.mark.parametrize("m,n,k", [(32, 64, 64), (257, 64, 64), (64, 96, 64), (64, 64, 96), (64, 0, 64)])
 def test_what_is_not_supported(m: int, n: int, k: int) -> None:
-    assert not supports(m, n, k)
+    assert not supports(m, n, k) and not supports(m, n, k, packed=True)
     with pytest.raises(AssertionError):
         linear(random(m, k), Weight(random(n, k)), out=poisoned(m, n))
 
 
 def test_the_choice_fits() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256)]:
-        for columns in (64, 128):
+        for columns in COLUMNS:
             plan = choose(columns, n, k)
             assert plan.shared <= SHARED_LIMIT and plan.stages > 0 and plan.split <= k // 64

@@ -1,7 +1,7 @@
 """The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
 
 While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
-rows, `wide` up to 128 where it is faster; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
+rows, `wide` up to 256 where it is faster; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
 bits for them; cuBLAS gets them unpacked, a part at a time. Every kernel of ours may start before the one before it in
 the stream has ended.
 """
@@ -187,7 +187,7 @@ def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
         return None
     if skinny.supports(m, w.n, w.k):
         return skinny.linear
-    return wide.linear if wide.supports(m, w.n, w.k) else None
+    return wide.linear if wide.supports(m, w.n, w.k, packed=w.layout is Layout.UW12) else None
 
 
 def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:

@@ -1,14 +1,16 @@
 """plan: how the keys of rows that decode one token each are shared out over the GPU. Made on the host for every step.
 
 A row's keys are cut at multiples of TILE into parts of equal size, give or take a tile, of at most `chunk` tiles. The
-chunk is a power of two picked from the tiles of all rows together, so that there are a few parts for each
-multiprocessor. So where a row is cut depends on its own length, the window and the chunk; other rows change it only by
-moving the total past a power of two. A row that is cut elsewhere may differ in its last bits.
+chunk is the one, of a few around a CTA's share of all tiles, with which the device should be done first: small parts
+share the work evenly, but each costs something, and those of a row must be merged. So where a row is cut depends on its
+own length, the window and the chunk. A row that is cut elsewhere may differ in its last bits.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +18,11 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int32]
 
 TILE = 64
-PARTS = 2  # for a multiprocessor, at least, where there are keys enough: it holds two CTAs
+PARTS = 2  # at a time on a multiprocessor: it holds two CTAs
+SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # of a chunk: 1 2 3 4 6 8 12 ..
+BELOW, ABOVE = 4, 2  # of these, how many below a share and how many from there on are looked at
+FEW_ROUNDS = 3
+EACH, CUT = 1.5, 1.0  # what a part costs besides its tiles, and more if it is one of several, in tiles
 HEAD = 4  # ints before the items, which are read 16 bytes at a time
 
 
@@ -48,9 +54,9 @@ class WorkList:
 
 
 def capacity(rows: int, kv_heads: int, sms: int) -> int:
-    """Items that `rows` rows of any lengths never exceed: one each, and what the chunk cuts off beyond. The chunk is
-    more than half of total * kv_heads / (PARTS * sms), so whole chunks are fewer than 2 * PARTS * sms / kv_heads."""
-    return rows + -(-2 * PARTS * sms // kv_heads)
+    """Items that `rows` rows of any lengths never exceed: one each, and what the chunk cuts off beyond. Four sizes
+    below a share of total * kv_heads / (PARTS * sms) is at least a quarter of it, less one."""
+    return rows + -(-5 * PARTS * sms // kv_heads)
 
 
 def ints(rows: int, capacity: int) -> int:
@@ -66,12 +72,12 @@ def plan(
     end = np.asarray(lengths, np.int32)
     low = np.maximum(end - window, 0) if window else np.zeros_like(end)
     tiles = (end + (TILE - 1)) // TILE - low // TILE
-    shift = _shift(int(tiles.sum()) * kv_heads, sms)
-    parts = (tiles + ((1 << shift) - 1)) >> shift
+    size = _chunk(tiles, kv_heads, PARTS * sms)
+    parts = -(-tiles // SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
         assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"
-        shift += 1
-        parts = (tiles + ((1 << shift) - 1)) >> shift
+        size += 1
+        parts = -(-tiles // SIZES[size])
     made = WorkList(np.zeros(ints(len(end), capacity), np.int32) if data is None else data, len(end), capacity)
     assert len(made.data) == ints(len(end), capacity)
     made.data[:HEAD] = count, 0, 0, 0
@@ -82,9 +88,25 @@ def plan(
     return made
 
 
-def _shift(units: int, sms: int) -> int:
-    """The chunk, as the power of two: the greatest of which PARTS times the multiprocessors fit into `units`, or 1."""
-    return max(0, (units // (PARTS * sms)).bit_length() - 1)
+def _chunk(tiles: Ints, kv_heads: int, slots: int) -> int:
+    """Which of SIZES. Parts are handed out to `slots`, the longest first, so a few rounds take what their number says,
+    and many what their sum says."""
+    total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
+    share = bisect_left(SIZES, total / slots)
+
+    def cost(size: int) -> float:
+        chunk = SIZES[size]
+        parts = -(-tiles // chunk)
+        units = int(parts.sum()) * kv_heads
+        rounds, part = units / slots, min(chunk, longest)
+        work = total + EACH * units
+        if longest > chunk:
+            work += CUT * int(parts[parts > 1].sum()) * kv_heads
+        if rounds <= FEW_ROUNDS:
+            return max(ceil(rounds) * work / max(1, units), part + EACH)
+        return work / slots + part / 4
+
+    return min(range(max(0, share - BELOW), share + ABOVE), key=cost)
 
 
 def _whole(made: WorkList, count: int, low: Ints, end: Ints, tiles: Ints) -> None:

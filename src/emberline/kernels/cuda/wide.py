@@ -1,31 +1,58 @@
-"""linear: y = x w^T for 33 to 128 rows of x, where reading the weights is still most of the time. `wide.cu` says how.
+"""linear: y = x w^T for 33 to 256 rows of x, where reading the weights is still most of the time, or not much less than
+the products. `wide.cu` says how.
 
 A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m up to 64,
-and for every m beyond.
+up to 128, and beyond. Nor does it depend on whether the weights are packed, for the same split of k.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from emberline.kernels.cuda.driver import Kernel, Module, tensor_map
+from emberline.kernels.cuda.driver import Argument, Kernel, Module, tensor_map
 from emberline.kernels.cuda.linear import EPILOGUES, SHARED_LIMIT, SMS, UNIT, Weight, epilogue_of
+from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed
 
 FILE = "wide.cu"
-LEAST_ROWS, MOST_ROWS = 33, 128
+LEAST_ROWS, MOST_ROWS = 33, 256
 GROUPS = (1, 2, 3, 4)  # warpgroups, 64 rows of w each
-COLUMNS = (64, 128)  # rows of x
-CLUSTERS = {1: SMS, 2: 66, 3: 40, 4: 30}  # how many clusters of a size an H200 runs at once; of 3: at least
+COLUMNS = (64, 128, 256)  # rows of x
+LARGE = 256  # of them: tiles whose sums leave registers for two groups, and whose x CTAs may share
+LARGE_GROUPS, SHARES = 2, (1, 2)
+SPLITS = (1, 2, 3, 4)
+# Packed weights, by tile: how many sets of registers they may be decoded to. Two where a thread has enough of them;
+# with one set and groups * columns <= 128, two CTAs may share a multiprocessor.
+SETS = {
+    (1, 64): (1, 2),
+    (2, 64): (1, 2),
+    (3, 64): (1,),
+    (4, 64): (1,),
+    (1, 128): (1, 2),
+    (2, 128): (1, 2),
+    (3, 128): (1,),
+    (LARGE_GROUPS, LARGE): (1, 2),
+}
+SHARED_LIMITS = {1: SHARED_LIMIT, 2: 113 << 10}  # of a CTA, by how many share a multiprocessor
+CLUSTERS = {1: SMS, 2: 66, 3: 40, 4: 30, 6: 18, 8: 15}  # of a size an H200 runs so many at once; of 3 and 6 at least
 # What bounds a plan, in bytes a microsecond: memory, what the L2 hands out, and what a multiprocessor takes in. Then
 # what the parts of k cost in a cluster: to meet, in microseconds, and to hand sums over, in bytes a microsecond.
 MEMORY_RATE, L2_RATE, SM_RATE = 4.39e6, 7.8e6, 0.1e6
 MEETING, HANDING_RATE = 0.7, 0.06e6
-MEASURED = {  # columns, n, k: groups and split, where a sweep on an H200 knew better than the estimate
+# Of packed weights, in microseconds: from one unit of a warp to the next, at best; the products of a group's unit with
+# 64 rows of x.
+DECODING, MULTIPLYING = 0.2, 0.073
+# Of large tiles, in microseconds: the products of a group's step, as gemm.cu has them; what a tile takes besides; and
+# what the L2 hands out while they run. And cuBLAS for as many rows: FLOP a microsecond, what a call takes besides.
+LARGE_MULTIPLYING, LARGE_FINISH, LARGE_L2_RATE = 0.36, 1.5, 6.0e6
+CUBLAS_RATE, CUBLAS_CALL = 7.0e8, 6.0
+# columns, n, k: groups and split, and of large tiles how many share x, where a sweep on an H200 knew better than the
+# estimate. An empty row: cuBLAS is faster. Large tiles of plain weights that are not named here should beat it.
+MEASURED: dict[tuple[int, int, int], tuple[int, ...]] = {
     (128, 6144, 4096): (1, 1),
     (64, 4096, 4096): (1, 2),
     (128, 4096, 4096): (1, 2),
@@ -35,45 +62,106 @@ MEASURED = {  # columns, n, k: groups and split, where a sweep on an H200 knew b
     (128, 4096, 14336): (1, 2),
     (64, 128256, 4096): (2, 1),
     (128, 128256, 4096): (2, 1),
+    (256, 6144, 4096): (),
+    (256, 4096, 4096): (),
+    (256, 28672, 4096): (2, 1, 2),
+    (256, 4096, 14336): (),
+    (256, 128256, 4096): (),
+}
+# columns, n, k: groups, split, sets, CTAs on a multiprocessor, and how many share x, for packed weights
+MEASURED_PACKED: dict[tuple[int, int, int], tuple[int, ...]] = {
+    (64, 6144, 4096): (2, 4, 1, 2),
+    (128, 6144, 4096): (1, 2, 1, 2),
+    (64, 4096, 4096): (1, 3, 1, 2),
+    (128, 4096, 4096): (1, 2, 2, 1),
+    (64, 28672, 4096): (2, 1, 1, 2),
+    (128, 28672, 4096): (2, 1, 1, 1),
+    (64, 4096, 14336): (2, 7, 1, 2),
+    (128, 4096, 14336): (3, 5, 1, 1),
+    (64, 128256, 4096): (4, 1, 1, 1),
+    (128, 128256, 4096): (3, 1, 1, 1),
+    (256, 6144, 4096): (2, 2, 2, 1, 1),
+    (256, 4096, 4096): (2, 3, 2, 1, 1),
+    (256, 28672, 4096): (2, 1, 2, 1, 2),
+    (256, 4096, 14336): (2, 3, 2, 1, 1),
+    (256, 128256, 4096): (2, 1, 2, 1, 1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k."""
+    """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k. `sets`: of
+    registers that packed weights are decoded to; 0: they are not packed. `share`: CTAs that share tiles of x."""
 
     groups: int
     columns: int
     stages: int
     split: int
     grid: int
+    sets: int = 0
+    share: int = 1
+
+    @property
+    def cluster(self) -> int:
+        return self.split * self.share
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.groups + (128 if self.columns == LARGE else 32)
 
     @property
     def variant(self) -> str:
-        return f"wide<{self.groups}, {self.columns}>"
+        tile = f"{self.groups}, {self.columns}"
+        return f"wide_packed<{tile}, {self.sets}>" if self.sets else f"wide<{tile}>"
 
     @property
     def slot(self) -> int:
-        return 128 * (64 * self.groups + self.columns)
+        return 128 * self.columns + self.groups * (4 * UNIT_BYTES if self.sets else 128 * 64)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of a slot that its own CTA asks for."""
+        return self.slot - 128 * self.columns * (self.share - 1) // self.share
 
     @property
     def shared(self) -> int:
-        """The ring and its barriers, or the partial sums that take their place; and what it takes to align them."""
+        """The ring, its barriers, and what it takes to align them."""
+        return 1024 + self.stages * (self.slot + 16)
+
+    @property
+    def least_stages(self) -> int:
+        """Partial sums take the ring's place, but not that of its barriers: a warp's last arrival may come after the
+        CTAs have met."""
         fragments = -(-4 * self.groups // self.split) * self.split
-        partial = 64 * self.columns * fragments if self.split > 1 else 0
-        return 1024 + max(self.stages * (self.slot + 16), partial)
+        return -(-64 * self.columns * fragments // self.slot) if self.split > 1 else 1
 
 
-VARIANTS = tuple(Plan(groups, columns, 1, 1, 1).variant for groups, columns in product(GROUPS, COLUMNS))
+PLAIN = [*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE)]
+TILES = [(tile, (0,)) for tile in PLAIN] + list(SETS.items())
+VARIANTS = tuple(Plan(*tile, 1, 1, 1, sets).variant for tile, ways in TILES for sets in ways)
 
 
-def supports(m: int, n: int, k: int) -> bool:
+def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
+    """Whether it can be done, and should: for more than 128 rows and plain weights, cuBLAS may be faster. It would have
+    packed ones unpacked first, which takes as long again."""
+    return fits(m, n, k) and (m <= COLUMNS[-2] or packed or beats_cublas(n, k))
+
+
+def fits(m: int, n: int, k: int) -> bool:
     return LEAST_ROWS <= m <= MOST_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % UNIT == 0
+
+
+@cache
+def beats_cublas(n: int, k: int) -> bool:
+    """With large tiles of plain weights."""
+    if (LARGE, n, k) in MEASURED:
+        return bool(MEASURED[LARGE, n, k])
+    return estimate(choose(LARGE, n, k), n, k) < 2 * LARGE * n * k / CUBLAS_RATE + CUBLAS_CALL
 
 
 def linear(
     x: Tensor,
-    w: Weight,
+    w: Weight | Packed,
     *,
     out: Tensor,
     bias: Tensor | None = None,
@@ -84,62 +172,102 @@ def linear(
 ) -> Tensor:
     """As `cuda.linear.linear`."""
     m, k = x.shape
-    assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
+    assert fits(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(epilogue_of(out, residual, gated))
-    plan = plan or choose(COLUMNS[m > COLUMNS[0]], w.n, k)
-    assert plan.columns >= m and plan.split <= k // UNIT
+    plan = plan or choose(columns_of(m), w.n, k, packed=isinstance(w, Packed))
+    assert plan.columns >= m and plan.split <= k // UNIT and bool(plan.sets) is isinstance(w, Packed)
     assert plan.stages > 1 or k <= UNIT * plan.split, "a slot is given back when the next one's products are issued"
-    assert plan.split == 1 or plan.grid == plan.split * -(-w.n // (64 * plan.groups)), "a cluster has one tile"
+    assert plan.stages >= plan.least_stages
+    teams = -(-w.n // (64 * plan.groups * plan.share))
+    assert plan.split == 1 or plan.grid == plan.cluster * teams, "a cluster has one tile, or one of each that shares x"
+    assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE)
     _kernel(plan.variant)(
         (plan.grid, 1, 1),
-        32 * (4 * plan.groups + 1),
+        plan.threads,
         (
-            w.map(4 * plan.groups, paired=gated),
-            tensor_map(x, (plan.columns, UNIT)),
+            *_weights(w, plan, gated),
+            tensor_map(x, (plan.columns // plan.share, UNIT)),
             *(out, residual, bias, w.n, k, m),
-            *(plan.stages, plan.split, epilogue, int(pdl)),
+            *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
         ),
         pdl=pdl,
-        cluster=plan.split,
+        cluster=plan.cluster,
         shared=plan.shared,
     )
     return out
 
 
+def columns_of(m: int) -> int:
+    return next(columns for columns in COLUMNS if columns >= m)
+
+
 @cache
-def choose(columns: int, n: int, k: int) -> Plan:
+def choose(columns: int, n: int, k: int, *, packed: bool = False) -> Plan:
     """The plan that should take the least time. It must not depend on more: the split is part of what a result is."""
-    if (columns, n, k) in MEASURED:
-        groups, split = MEASURED[columns, n, k]
-        return planned(groups, columns, n, k, split)
-    plans = [planned(groups, columns, n, k, split) for groups, split in product(GROUPS, CLUSTERS)]
-    fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.split * CLUSTERS[plan.split]]
+    if packed and (columns, n, k) in MEASURED_PACKED:
+        groups, split, sets, beside, share = (*MEASURED_PACKED[columns, n, k], 1)[:5]
+        ctas, limit = beside * SMS, SHARED_LIMITS[beside]
+        return planned(groups, columns, n, k, split, sets=sets, share=share, ctas=ctas, shared=limit)
+    if not packed and (row := MEASURED.get((columns, n, k))):
+        groups, split, share = (*row, 1)[:3]
+        return planned(groups, columns, n, k, split, share=share)
+    ways = [(groups, max(counts)) for (groups, wide), counts in SETS.items() if wide == columns]
+    if not packed:
+        ways = [(groups, 0) for groups, wide in PLAIN if wide == columns]
+    tiles = product(ways, SPLITS, SHARES if columns == LARGE else (1,))
+    plans = [planned(groups, columns, n, k, split, sets=sets, share=share) for (groups, sets), split, share in tiles]
+    fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * CLUSTERS[plan.cluster]]
     return min((plan for plan in fitting if plan.split <= k // UNIT), key=lambda plan: estimate(plan, n, k))
 
 
-def planned(groups: int, columns: int, n: int, k: int, split: int = 1, *, ctas: int = SMS) -> Plan:
-    """With as deep a ring as memory holds. CTAs that go from tile to tile get about as many each; a cluster has one."""
-    tiles = -(-n // (64 * groups))
-    waves = -(-tiles // ctas) if split == 1 else 1
-    bare = Plan(groups, columns, 1, split, split * -(-tiles // waves))
+def planned(
+    groups: int,
+    columns: int,
+    n: int,
+    k: int,
+    split: int = 1,
+    *,
+    sets: int = 0,
+    share: int = 1,
+    ctas: int = SMS,
+    shared: int = SHARED_LIMIT,
+) -> Plan:
+    """With as deep a ring as memory holds. CTAs that go from tile to tile get about as many each; where k is split, a
+    CTA has one."""
+    teams = -(-n // (64 * groups * share))  # of tiles that share x
+    waves = -(-teams // (ctas // share)) if split == 1 else 1
+    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), sets, share)
     most = waves * -(-k // (UNIT * split))  # steps of a CTA: more stages are never used
-    return Plan(groups, columns, min(most, (SHARED_LIMIT - 1024) // (bare.slot + 16)), split, bare.grid)
+    return replace(bare, stages=max(bare.least_stages, min(most, (shared - 1024) // (bare.slot + 16))))
 
 
 def estimate(plan: Plan, n: int, k: int) -> float:
     """Microseconds. What does not bound still gets in the way: a tenth of it is counted."""
     tiles, units = -(-n // (64 * plan.groups)), k // UNIT
     waves = -(-tiles * plan.split // plan.grid)
-    limits = (
-        2 * n * k / MEMORY_RATE,
-        tiles * units * plan.slot / L2_RATE,
-        waves * -(-units // plan.split) * plan.slot / SM_RATE,
-    )
+    steps = waves * -(-units // plan.split)  # of a CTA
+    limits = [
+        (1.5 if plan.sets else 2) * n * k / MEMORY_RATE,
+        tiles * units * plan.fetched / (LARGE_L2_RATE if plan.columns == LARGE else L2_RATE),
+        steps * plan.slot / SM_RATE,
+    ]
     handed = 4 * 64 * plan.groups * plan.columns * (plan.split - 1) / plan.split
-    return max(limits) + sum(limits) / 10 + (MEETING + handed / HANDING_RATE if plan.split > 1 else 0.0)
+    parted = MEETING + handed / HANDING_RATE if plan.split > 1 else 0.0
+    if plan.columns == LARGE:
+        return max(*limits, steps * plan.groups * LARGE_MULTIPLYING) + waves * LARGE_FINISH + parted
+    if plan.sets:
+        limits.append(steps * max(DECODING, plan.groups * plan.columns / 64 * MULTIPLYING))
+    return max(limits) + sum(limits) / 10 + parted
+
+
+def _weights(w: Weight | Packed, plan: Plan, gated: bool) -> tuple[Argument, ...]:
+    """As the kernel of the plan takes them."""
+    if isinstance(w, Packed):
+        return w.planes, w.headers, w.stride
+    return (w.map(4 * plan.groups, paired=gated),)
 
 
 @cache

@@ -1,0 +1,174 @@
+"""Plans for packed weights with 64, 128 and 256 rows and for plain ones with 256, measured: a JSON line each, then the
+best of each shape as it goes into `wide.MEASURED_PACKED` and `wide.MEASURED`.
+`python -m emberline.bench.gpu.wide_sweep [--seconds S]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import product
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from emberline.bench.gpu.linear import SHAPES
+from emberline.bench.gpu.timing import copies_for, replay
+from emberline.kernels.cuda import nvrtc, wide
+from emberline.kernels.cuda.driver import CACHE, DriverError
+from emberline.kernels.cuda.linear import SMS, Weight
+from emberline.kernels.cuda.uw12 import Packed, pack
+from emberline.kernels.tiles import GATED_ROWS
+from emberline.kernels.triton import activation
+
+JOBS = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and whether weights are packed
+SPLITS = range(1, 9)
+MOST_CTAS = 8  # of a cluster
+SECONDS = 70.0
+MOST_PLANS = 30  # of a shape and its rows: the likely ones first
+GENERATED = 8192  # rows of random weights at once
+FREEDOM = 5  # of Student's t: tails like those of trained weights, so that there are as many escapes
+
+
+Source = Weight | Packed
+
+
+def sweep(seconds: float = SECONDS) -> None:
+    """Each shape gets a fair share of what is left of the time; cuBLAS and our plain kernel run beside it."""
+    end = time.monotonic() + seconds
+    compile_all()
+    best: dict[bool, dict[tuple[int, int, int], tuple[int, ...]]] = {True: {}, False: {}}
+    shapes = list(SHAPES.items())
+    for i, (name, (k, n)) in enumerate(shapes):
+        until = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
+        plain, made = weights(n, k)
+        for j, (m, packed) in enumerate(JOBS):
+            share = (until - time.monotonic()) / (len(JOBS) - j)
+            found = sweep_shape(name, plain, made if packed else plain, m, time.monotonic() + share)
+            best[packed][m, n, k] = found
+        del plain, made
+        torch.cuda.empty_cache()
+    print(json.dumps({"seconds": round(seconds - end + time.monotonic(), 1)}))
+    print("MEASURED_PACKED =", best[True])
+    print("MEASURED =", best[False], flush=True)
+
+
+def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int, until: float) -> tuple[int, ...]:
+    n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], Packed)
+    x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    told = {"shape": name, "m": m, "packed": packed}
+    cublas = replay([_bound(F.linear, x, weight.data) for weight in plain])
+    ours = replay([_bound(wide.linear, x, weight, out=out) for weight in plain])
+    read = swept[0].nbytes if isinstance(swept[0], Packed) else swept[0].data.nbytes
+    _tell(told, cublas=cublas, plain=ours, limit=read / wide.MEMORY_RATE)
+    rule, known = wide.choose(m, n, k, packed=packed), plans(m, n, k, packed=packed)
+    tried: dict[wide.Plan, float] = {}
+    for plan in dict.fromkeys([rule, *known]):
+        if time.monotonic() > until and tried:
+            break
+        try:
+            tried[plan] = replay([_bound(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5)
+            _tell(told, plan=asdict(plan), us=tried[plan])
+        except DriverError as refused:  # clusters of this size may not fit
+            _tell(told, plan=asdict(plan), refused=str(refused))
+    best = min((plan for plan in tried if plan in known), key=lambda plan: tried[plan])
+    took = replay([_bound(wide.linear, x, weight, out=out, plan=best) for weight in swept])
+    alone = replay([_bound(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
+    _tell(told, best=asdict(best), us=took, without_pdl=alone, rule=tried.get(rule), over_cublas=cublas / took)
+    beaten = m < wide.LARGE or with_ends(told, plain, swept, x, best) > 1
+    return known[best] if packed or beaten else ()
+
+
+def with_ends(
+    told: dict[str, object], plain: list[Weight], swept: Sequence[Source], x: Tensor, plan: wide.Plan
+) -> float:
+    """With what a model has follow the product, beside cuBLAS and the kernels that do it there: how much faster."""
+    m, n, name = len(x), plain[0].n, told["shape"]
+    kind = torch.float32 if name == "lm_head" else torch.bfloat16
+    out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)
+    options: dict[str, object] = {"gated": name == "gate_up", "residual": out if name in ("o", "down") else None}
+
+    def theirs(weight: Tensor) -> Tensor:
+        if name == "gate_up":
+            return activation.silu_mul(F.linear(x, weight), out, GATED_ROWS, pdl=True)
+        if name == "lm_head":
+            return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        return F.linear(x, weight) if name == "qkv" else out.addmm_(x, weight.t())
+
+    ours = replay([_bound(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
+    cublas = replay([_bound(theirs, weight.data) for weight in plain])
+    _tell(told, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
+    return cublas / ours
+
+
+def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, tuple[int, ...]]:
+    """And how the table writes them, the likely ones first."""
+    made = {}
+    shares = wide.SHARES if columns == wide.LARGE else (1,)
+    for (groups, sets, beside), split, share in product(_tiles(columns, packed), SPLITS, shares):
+        if split > k // 64 or split * share > MOST_CTAS:
+            continue
+        limit, ctas = wide.SHARED_LIMITS[beside], beside * SMS
+        plan = wide.planned(groups, columns, n, k, split, sets=sets, share=share, ctas=ctas, shared=limit)
+        if plan.grid <= ctas and plan.stages > 1 and plan.shared <= limit:
+            row = (groups, split, sets, beside, share) if packed else (groups, split, share)
+            made[plan] = row if columns == wide.LARGE else row[:-1]
+    return dict(sorted(made.items(), key=lambda item: wide.estimate(item[0], n, k))[:MOST_PLANS])
+
+
+def _tiles(columns: int, packed: bool) -> Iterator[tuple[int, int, int]]:
+    """Groups, sets of registers, and CTAs on a multiprocessor."""
+    if not packed:
+        yield from ((groups, 0, 1) for groups, wide_ in wide.PLAIN if wide_ == columns)
+        return
+    for (groups, wide_), counts in wide.SETS.items():
+        for sets in counts if wide_ == columns else ():
+            yield groups, sets, 1
+            if sets == 1 and groups * columns <= 128:
+                yield groups, sets, 2
+
+
+def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:
+    """As many copies as it takes to find none in the cache."""
+    data = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
+    for rows in data.split(GENERATED):
+        spread = torch.zeros(rows.shape, device="cuda")
+        for _ in range(FREEDOM):
+            spread += torch.randn_like(spread).square_() / FREEDOM
+        rows.copy_(0.02 * torch.randn_like(spread) / spread.sqrt_())
+    packed = pack(data)
+    assert packed is not None
+    plain = [Weight(data)] + [Weight(data.clone()) for _ in range(1, copies_for(data.nbytes))]
+    count = copies_for(packed.nbytes)
+    copies = [Packed(packed.planes.clone(), packed.headers.clone(), n, k) for _ in range(1, count)]
+    return plain, [packed, *copies]
+
+
+def compile_all() -> None:
+    """All variants at once, on as many cores as there are: the compiler lets go of Python meanwhile."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda variant: nvrtc.compile(wide.FILE, [variant], cache=CACHE.expanduser()), wide.VARIANTS))
+
+
+def _bound(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
+    return lambda: function(*arguments, **options)
+
+
+def _tell(told: dict[str, object], **more: object) -> None:
+    rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in more.items()}
+    print(json.dumps(told | rounded), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="to stop after")
+    sweep(parser.parse_args().seconds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+// The tiles of wide.cu, their products, and what becomes of the sums: the way to memory. After common.cuh, products.cuh
+// and uw12.cuh.
+//
+// Fragments. Warp i of the CTA has 16 rows of a tile of w: lane l holds in d[4 j + 2 r + e] row l / 4 + 8 r and column
+// 8 j + 2 (l % 4) + e. Four j at once are a `quad`: 32 columns.
+#pragma once
+
+enum Epilogue { STORE, STORE_F32, ADD, GATED };
+
+// A large tile's 128 sums a thread take more registers than a launch has for each: those who fetch leave theirs to
+// those who compute, which goes by whole warpgroups. And CTAs may stand below each other and share x.
+constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
+constexpr int threads_of(int groups, int columns) { return 128 * groups + (columns == 256 ? 128 : 32); }
+
+// SETS: of registers that packed weights are decoded to.
+template <int GROUPS_, int WIDTH, bool PACKED_, int SETS_ = 1> struct Shape {
+  static constexpr bool PACKED = PACKED_;
+  static constexpr int SETS = SETS_;
+  static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
+  static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
+  static constexpr bool LARGE = COLUMNS == 256;
+  static constexpr u32 GROUP_BYTES = PACKED ? 4 * UNIT_BYTES : 8192;
+  static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
+};
+
+// CTAs of a cluster that share their tiles of x: how many, which of them this one is, and the first one's rank.
+struct Sharing {
+  int ctas, mine, first;
+  DEVICE bool some() const { return ctas > 1; }
+};
+
+struct Ring {
+  u32 slots, full, empty;
+  int stages;
+  Sharing sharing;
+  int stage = 0;
+  u32 parity = 0;
+  DEVICE void advance() { if (++stage == stages) stage = 0, parity ^= 1; }
+  // By a warp that no longer reads the slot. All who write to it must know; nothing need be made visible to them.
+  template <class S> DEVICE void give_back(int slot, int lane) const {
+    const u32 barrier = empty + 8 * slot;
+    if (!S::LARGE) {
+      if (lane == 0) barrier_arrive(barrier);
+    } else if (lane < sharing.ctas) {
+      asm volatile("{ .reg .b32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
+                   "mbarrier.arrive.shared::cluster.b64 _, [far]; }"
+                   ::"r"(barrier), "r"(sharing.first + lane) : "memory");
+    }
+  }
+};
+
+// As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
+// registers that a warpgroup takes over from another. Nor in one with a call, as a division is one.
+template <class S> DEVICE void wait_for(u32 barrier, u32 parity) {
+  if constexpr (S::LARGE) {
+#pragma unroll 1
+    for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
+      if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
+  } else {
+    barrier_wait(barrier, parity);
+  }
+}
+
+// -- warpgroup products -----------------------------------------------------------------------------------------------
+
+
+// Rows of 64 k for wgmma: address and offset from 8 rows to the next 8 in units of 16 bytes, 128-byte swizzle. The next
+// 16 k are 32 bytes on.
+DEVICE u64 matrix(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
+
+// d = w x^T, or more of it, over 16 k.
+DEVICE void multiply_group(float (&d)[32], u64 w, u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0; }"
+      : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(more));
+}
+DEVICE void multiply_group(float (&d)[64], u64 w, u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(w), "l"(x), "r"(more));
+}
+DEVICE void multiply_group(float (&d)[128], u64 w, u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, %128, %129, p, 1, 1, 0, 0; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(more));
+}
+// The same with w in registers: 16 rows a warp.
+DEVICE void multiply_group(float (&d)[32], const u32 (&w)[4], u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+}
+DEVICE void multiply_group(float (&d)[64], const u32 (&w)[4], u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+}
+DEVICE void multiply_group(float (&d)[128], const u32 (&w)[4], u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %133, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, "
+      "0; }"
+      : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
+      : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+}
+
+// -- outputs ----------------------------------------------------------------------------------------------------------
+
+// Of an 8x8 matrix lane l holds row l / 4, columns 2 (l % 4) and the next; then the same of its transpose.
+DEVICE u32 transposed(u32 pair) {
+  u32 other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
+}
+// x[i] of lane q of four becomes x[q] of lane i.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const auto swap = [](bool first, u32& a, u32& b, int distance) {
+    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
+    (first ? a : b) = other;
+  };
+  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
+  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
+}
+// Past the L1: a CTA that started early may find there what was read before the last kernel wrote.
+DEVICE void load_fresh(u32 (&x)[4], const bf16* at) {
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(at) : "memory");
+}
+
+// x / (1 + exp(-x)), as a division would round it. Both sides are quartered, as the inverse of more than 2^126 is zero:
+// infinity's only.
+DEVICE float silu(float x) {
+  const float below = fminf(__fmaf_rn(expf(-x), .25f, .25f), 0x1.fffffep127f), above = x * .25f;
+  float share;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(share) : "f"(below));
+  const float near = above * share;
+  return __fmaf_rn(__fmaf_rn(-below, near, above), share, near);
+}
+// As torch does it in bf16: gate and up are rounded, then silu, then the product.
+template <class S> DEVICE float gated(float gate, float up) {
+  gate = to_float(to_bf16(gate));
+  const float part = S::LARGE ? silu(gate) : gate / (1.f + expf(-gate));
+  return to_float(to_bf16(part)) * to_float(to_bf16(up));
+}
+
+// Where a fragment of a tile goes, a quad at a time. Lanes trade what they have until each has 8 neighbours of a row.
+template <class S, Epilogue END_> struct Outputs {
+  static constexpr Epilogue END = END_;
+  void* out;
+  const bf16* residual;
+  const float* bias;
+  int n, m;
+  u32 added[2][4];  // of the residual, as stored
+
+  // A fragment's first row of w. Gated: the tile's groups of 32 rows are 16 gates and their 16 ups; fragments of the
+  // first half of the tile have 8 gates and their 8 ups each, those of the second half the other 8 of each. Packed: two
+  // neighbours have them, once warps have traded.
+  static DEVICE int row(int tile, int fragment) {
+    if (END != GATED) return S::ROWS * tile + 16 * fragment;
+    if (S::PACKED) return S::ROWS * tile + 32 * (fragment / 2) + 8 * (fragment % 2);
+    return S::ROWS * tile + 32 * (fragment % (S::WARPS / 2)) + 8 * (fragment / (S::WARPS / 2));
+  }
+  // What lane l stores of columns 32 quad + 16 pair ..: row of x, and the first of 8 outputs.
+  DEVICE i64 place(int row, int column, int lane) const { return i64(column) * n + row + 8 * (lane % 2); }
+  static DEVICE int column(int quad, int pair, int lane) { return 32 * quad + 16 * pair + lane % 4 / 2 * 8 + lane / 4; }
+
+  DEVICE void ask(int row, int quad, int lane) {
+#pragma unroll
+    for (int pair = 0; pair < 2 && END == ADD; pair++) {
+      const int column = this->column(quad, pair, lane);
+      added[pair][0] = added[pair][1] = added[pair][2] = added[pair][3] = 0;
+      if (column < m && row < n) load_fresh(added[pair], residual + place(row, column, lane));
+    }
+  }
+  DEVICE void finish(float (&c)[16], int row, int quad, int lane) {
+    if (row >= n || 32 * quad >= m) return;  // of the whole warp
+    if (bias) {
+      const float shift[2] = {bias[row + lane / 4], bias[row + lane / 4 + (END == GATED ? 16 : 8)]};
+#pragma unroll
+      for (int i = 0; i < 16; i++) c[i] += shift[i / 2 % 2];
+    }
+    if (END == STORE_F32) store_floats(c, row, quad, lane);
+    else if (END == GATED) store_gated(c, row, quad, lane);
+    else store(c, row, quad, lane);
+  }
+  DEVICE void store(float (&c)[16], int row, int quad, int lane) {
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      u32 x[4];
+      if (END == ADD) transpose_quad(added[pair]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        float &low_c = c[8 * pair + 2 * i], &high_c = c[8 * pair + 2 * i + 1];
+        if (END == ADD) {
+          const u32 more = transposed(added[pair][i]);
+          low_c += low(more), high_c += high(more);
+        }
+        x[i] = transposed(pack(low_c, high_c));
+      }
+      transpose_quad(x);
+      const int column = this->column(quad, pair, lane);
+      bf16* const to = static_cast<bf16*>(out) + place(row, column, lane);
+      if (column < m) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+  DEVICE void store_gated(float (&c)[16], int row, int quad, int lane) {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      x[i] = transposed(pack(gated<S>(c[4 * i], c[4 * i + 2]), gated<S>(c[4 * i + 1], c[4 * i + 3])));
+    transpose_quad(x);
+    const int column = 32 * quad + lane % 4 * 8 + lane / 4;
+    bf16* const to = static_cast<bf16*>(out) + i64(column) * (n / 2) + row / 32 * 16 + row % 32;
+    if (column < m) *reinterpret_cast<uint4*>(to) = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+  // Floats cross as their halves.
+  DEVICE void store_floats(float (&c)[16], int row, int quad, int lane) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const u32 a = __float_as_uint(c[2 * i]), b = __float_as_uint(c[2 * i + 1]);
+      const u32 lows = transposed(__byte_perm(a, b, 0x5410)), highs = transposed(__byte_perm(a, b, 0x7632));
+      const int column = 32 * quad + i / 2 * 8 + lane / 4;
+      u32* const to = static_cast<u32*>(out) + i64(column) * n + row + i % 2 * 8 + lane % 4 * 2;
+      const uint2 both = make_uint2(__byte_perm(lows, highs, 0x5410), __byte_perm(lows, highs, 0x7632));
+      if (column < m) *reinterpret_cast<uint2*>(to) = both;
+    }
+  }
+};
+
+// -- clusters, and the parts of k -------------------------------------------------------------------------------------
+
+// All threads of the cluster; what they wrote to each other's shared memory is there after.
+DEVICE void meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same in two steps, once barriers are set, which is all that need be there after.
+DEVICE void be_seen() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void see_all() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// To the same place in each CTA that shares it; each is told by its own barrier.
+DEVICE void copy_to_all(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy, Sharing sharing) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;"
+      ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(u16(((1 << sharing.ctas) - 1) << sharing.first)),
+        "l"(policy) : "memory");
+}
+DEVICE void push(u32 to, u32 cta, float a, float b, float c, float d) {
+  asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
+               "st.shared::cluster.v4.f32 [far], {%2, %3, %4, %5}; }"
+               ::"r"(to), "r"(cta), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+DEVICE void push(u32 to, u32 cta, float a, float b) {
+  asm volatile("{ .reg .u32 far;\n mapa.shared::cluster.u32 far, %0, %1;\n"
+               "st.shared::cluster.v2.f32 [far], {%2, %3}; }" ::"r"(to), "r"(cta), "f"(a), "f"(b) : "memory");
+}
+
+struct Part {
+  int index, split;
+  u32 memory;  // where the rings were: [fragment / split][part][block] of 512 bytes
+  Sharing sharing;
+  DEVICE u32 owner(int fragment) const { return fragment % split * sharing.ctas + sharing.mine; }
+  DEVICE u32 place(int fragment, int part, int blocks, int block, int lane) const {
+    return memory + ((fragment / split * split + part) * blocks + block) * 512 + lane * 16;
+  }
+};
+
+// To each fragment's CTA, what this warp has of it. Packed and gated: gates or ups, half of each of two fragments.
+template <class S, Epilogue END>
+DEVICE void push_fragments(const float (&d)[S::COLUMNS / 2], Part part, int warp, int lane) {
+#pragma unroll
+  for (int j = 0; j < S::BLOCKS; j++) {
+    if (S::PACKED && END == GATED) {
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const int fragment = warp / 2 * 2 + r;
+        push(part.place(fragment, part.index, S::BLOCKS, j, lane) + 8 * (warp % 2), part.owner(fragment),
+             d[4 * j + 2 * r], d[4 * j + 2 * r + 1]);
+      }
+    } else {
+      push(part.place(warp, part.index, S::BLOCKS, j, lane), part.owner(warp), d[4 * j], d[4 * j + 1], d[4 * j + 2],
+           d[4 * j + 3]);
+    }
+  }
+}
+
+// Fragment f goes to the CTA of part f % split, whose warps divide the quads of its fragments among them.
+template <class S, Epilogue END>
+DEVICE void finish_together(const float (&d)[S::COLUMNS / 2], Outputs<S, END> outputs, Part part, int tile, int warp,
+                            int lane) {
+  meet();  // nobody uses a ring any more
+  push_fragments<S, END>(d, part, warp, lane);
+  const int fragments = (S::WARPS - part.index + part.split - 1) / part.split;
+  const auto fragment = [&](int item) { return item / S::QUADS * part.split + part.index; };
+  if (warp < fragments * S::QUADS) outputs.ask(outputs.row(tile, fragment(warp)), warp % S::QUADS, lane);
+  meet();
+#pragma unroll 1
+  for (int item = warp; item < fragments * S::QUADS; item += S::WARPS) {
+    const int quad = item % S::QUADS, row = outputs.row(tile, fragment(item));
+    if (item != warp) outputs.ask(row, quad, lane);
+    float c[16] = {};
+#pragma unroll 1
+    for (int from = 0; from < part.split; from++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const uint4 more = load_shared_16(part.place(fragment(item), from, S::BLOCKS, 4 * quad + i, lane));
+        c[4 * i] += __uint_as_float(more.x), c[4 * i + 1] += __uint_as_float(more.y);
+        c[4 * i + 2] += __uint_as_float(more.z), c[4 * i + 3] += __uint_as_float(more.w);
+      }
+    outputs.finish(c, row, quad, lane);
+  }
+}
+
+template <class S, Epilogue END>
+DEVICE void finish_alone(const float (&d)[S::COLUMNS / 2], Outputs<S, END> outputs, int tile, int warp, int lane) {
+  const int row = outputs.row(tile, warp);
+#pragma unroll
+  for (int quad = 0; quad < S::QUADS; quad++) {
+    float c[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) c[i] = d[16 * quad + i];
+    outputs.ask(row, quad, lane);
+    outputs.finish(c, row, quad, lane);
+  }
+}
+
+// -- packed gates and ups ---------------------------------------------------------------------------------------------
+
+DEVICE void store_shared_16(u32 at, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               ::"r"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+DEVICE void two_warps_meet(int pair) { asm volatile("bar.sync %0, 64;" ::"r"(1 + pair) : "memory"); }
+
+// A warp has 16 gates, the next one the 16 ups that belong to them: the first finishes 8 of each, the second the rest.
+// What they trade is rounded already, and goes through their units in a slot that both have read. Three quads have room
+// there, so a warp that writes the fourth knows that the first was taken.
+template <class S>
+DEVICE void trade(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, u32 units, int tile, int warp,
+                  int lane) {
+  const int row = S::ROWS * tile + 16 * warp, odd = warp % 2;
+  const u32 mine = units + UNIT_BYTES * warp + 16 * lane, theirs = units + UNIT_BYTES * (warp ^ 1) + 16 * lane;
+  if (row >= outputs.n) return;
+  const float* const bias = outputs.bias;
+  const float shift[2] = {bias ? bias[row + lane / 4] : 0.f, bias ? bias[row + lane / 4 + 8] : 0.f};
+  outputs.bias = nullptr;  // added before they trade
+#pragma unroll
+  for (int quad = 0; quad < S::QUADS; quad++) {
+    if (32 * quad >= outputs.m) return;
+    u32 kept[4], sent[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      float c[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) c[j] = bias ? d[16 * quad + 4 * i + j] + shift[j / 2] : d[16 * quad + 4 * i + j];
+      const u32 first = pack(c[0], c[1]), second = pack(c[2], c[3]);
+      kept[i] = odd ? second : first, sent[i] = odd ? first : second;
+    }
+    store_shared_16(mine + 512 * (quad % 3), sent);
+    two_warps_meet(warp / 2);
+    const uint4 got = load_shared_16(theirs + 512 * (quad % 3));
+    const u32 others[4] = {got.x, got.y, got.z, got.w};
+    float c[16];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 gates = odd ? others[i] : kept[i], ups = odd ? kept[i] : others[i];
+      c[4 * i] = low(gates), c[4 * i + 1] = high(gates), c[4 * i + 2] = low(ups), c[4 * i + 3] = high(ups);
+    }
+    outputs.finish(c, outputs.row(tile, warp), quad, lane);
+  }
+}
+template <class S>
+DEVICE void finish_in_pairs(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, const Ring& ring, int last,
+                            int tile, int warp, int lane) {
+  trade(d, outputs, ring.slots + last * S::SLOT + S::X_BYTES, tile, warp, lane);
+  shared_writes_are_done();
+  __syncwarp();
+  ring.give_back<S>(last, lane);
+}

@@ -1,0 +1,233 @@
+"""Packed weights in the linear layer for up to 256 rows: the same bits as plain ones, with every plan and epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from linear_cases import poisoned, random
+from torch import Tensor
+
+from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
+from emberline.kernels.cuda.uw12 import Packed, lists_at, pack
+from emberline.kernels.cuda.wide import (
+    COLUMNS,
+    LARGE,
+    SETS,
+    SHARES,
+    Plan,
+    choose,
+    columns_of,
+    linear,
+    planned,
+    supports,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BF16, F32 = torch.bfloat16, torch.float32
+ROWS = (33, 64, 65, 100, 128, 129, 200, 256)
+# (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units a part
+SHAPES = [(4096, 6144), (14336, 1024), (896, 1152), (64, 64), (320, 192), (192, 40000), (960, 2624)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def usual(n: int, k: int) -> Tensor:
+    """A few escapes: the smallest weights of a row."""
+    return random(n, k, scale=k**-0.5)
+
+
+def none(n: int, k: int) -> Tensor:
+    return (random(n, k).sign() * (1 + torch.rand(n, k, device="cuda")) * k**-0.5).to(BF16)
+
+
+def many(n: int, k: int) -> Tensor:
+    """Of some rows most of the first and the last weights, and a few of the others."""
+    w = usual(n, k).float()
+    rows = torch.arange(n, device="cuda")[:, None] % 37 % 16 == 5
+    columns = torch.arange(k, device="cuda")
+    sizes = 2 ** (120 * torch.rand(n, k, device="cuda") - 60)
+    return torch.where(rows & ((columns < 512) | (columns >= k - 100)), w.sign() * sizes, w).to(BF16)
+
+
+KINDS = (usual, none, many)
+
+
+def both(data: Tensor) -> tuple[Weight, Packed]:
+    packed = pack(data.contiguous(), most_bits=64.0)
+    assert packed is not None
+    return Weight(data), packed
+
+
+def plain(plan: Plan, n: int, k: int) -> Plan:
+    """The plan for plain weights that must give the same bits."""
+    return planned(plan.groups, plan.columns, n, k, plan.split)
+
+
+def tiles(m: int, split: int) -> Iterator[tuple[int, int, int]]:
+    """Groups, sets of registers, and how many CTAs share x: a cluster has no more than 8."""
+    wide = columns_of(m)
+    for (groups, _), ways in ((tile, ways) for tile, ways in SETS.items() if tile[1] == wide):
+        shares = [share for share in (SHARES if wide == LARGE else (1,)) if split * share <= 8]
+        yield from ((groups, sets, share) for sets, share in product(ways, shares))
+
+
+def test_the_cases_are_what_they_say() -> None:
+    for n, k in ((192, 320), (64, 4096)):
+        strides = {kind: both(kind(n, k))[1].stride - lists_at(k) for kind in KINDS}
+        assert strides[none] == 0 and strides[many] > 1000
+        assert 0 < strides[usual] < 1000 or k < 1000
+
+
+@pytest.mark.parametrize("k,n", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
+    w, packed = both(kind(n, k))
+    for m in ROWS:
+        x, plan = random(m, k), choose(columns_of(m), n, k, packed=True)
+        for dtype in (F32, BF16):
+            expected = linear(x, w, out=poisoned(m, n, dtype=dtype), plan=plain(plan, n, k), pdl=False)
+            assert expected.isfinite().all()
+            assert torch.equal(linear(x, packed, out=poisoned(m, n, dtype=dtype), pdl=False), expected), plan
+
+
+@pytest.mark.parametrize("split", (1, 2, 3, 4, 5))
+@pytest.mark.parametrize("kind", (usual, many))
+@pytest.mark.parametrize("m", (37, 61, 90, 128, 129, 200, 256))
+def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> None:
+    n, k = 1600, 1344
+    w, packed = both(kind(n, k))
+    x, residual = random(m, k), random(m, n)
+    same = planned(next(tiles(m, split))[0], columns_of(m), n, k, split)
+    expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=same, pdl=False)
+    for (groups, sets, share), ctas in product(tiles(m, split), (2, 5, 132) if split == 1 else (132,)):
+        deep = planned(groups, columns_of(m), n, k, split, sets=sets, share=share, ctas=ctas)
+        for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
+            plan = replace(deep, stages=stages)
+            assert plan.shared <= SHARED_LIMIT
+            for pdl in (False, True):
+                assert torch.equal(linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=pdl), expected), plan
+            added = linear(x, packed, out=poisoned(m, n), residual=residual, plan=plan)
+            assert torch.equal(added, (residual.float() + expected).to(BF16)), plan
+
+
+@pytest.mark.parametrize("split", (1, 2, 3, 4))
+@pytest.mark.parametrize("m", ROWS)
+def test_every_epilogue(m: int, split: int) -> None:
+    n, k = 1600, 960
+    w, packed = both(many(n, k).mul_(0.5))
+    x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
+    for groups, sets, share in tiles(m, split):
+        plan = planned(groups, columns_of(m), n, k, split, sets=sets, share=share)
+        same = plain(plan, n, k)
+        for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
+            if more is not None and dtype is F32:
+                continue
+            outs = poisoned(2, m, n, dtype=dtype)
+            linear(x, w, out=outs[0], bias=shift, residual=more, plan=same, pdl=False)
+            linear(x, packed, out=outs[1], bias=shift, residual=more, plan=plan, pdl=False)
+            assert torch.equal(outs[0], outs[1]), plan
+        in_place = residual.clone()
+        linear(x, packed, out=in_place, residual=in_place, plan=plan, pdl=False)
+        assert torch.equal(in_place, linear(x, w, out=poisoned(m, n), residual=residual, plan=same, pdl=False))
+
+
+@pytest.mark.parametrize("split", (1, 2, 3, 4))
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n,k", [(1600, 960), (192, 64), (8384, 128)])
+def test_gated(n: int, k: int, m: int, split: int) -> None:
+    """Equal to the plain kernel's, and to its parts: the product, then torch's silu and multiplication."""
+    w, packed = both(usual(n, k) * 2)
+    x, bias = random(m, k), random(n, dtype=F32)
+    for (groups, sets, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
+        plan = planned(groups, columns_of(m), n, k, split, sets=sets, share=share, ctas=ctas)
+        for shift in (None, bias):
+            ours = linear(x, packed, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plan, pdl=False)
+            same = linear(x, w, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plain(plan, n, k), pdl=False)
+            assert torch.equal(ours, same), plan
+            y = linear(x, packed, out=poisoned(m, n), bias=shift, plan=plan, pdl=False).view(m, n // 32, 2, 16)
+            assert torch.equal(ours, (F.silu(y[:, :, 0]) * y[:, :, 1]).reshape(m, n // 2)), plan
+
+
+@pytest.mark.parametrize("m", (40, 128, 200))
+def test_weights_that_are_no_numbers(m: int) -> None:
+    """Compared as bits: Inf, NaN, denormals and zeros of both signs are weights like others."""
+    n, k = 192, 320
+    data = usual(n, k)
+    odd = torch.tensor([0x7F80, 0x7FC1, 0x0001, 0x007F, 0x0000, 0x7F7F], device="cuda", dtype=torch.int16)
+    odd = torch.cat((odd, odd | -0x8000))
+    places = torch.randperm(n * k, device="cuda")[: 4 * len(odd)]
+    data.view(torch.int16).view(-1)[places] = odd.repeat(4)
+    w, packed = both(data)
+    x = random(m, k)
+    for split in (1, 2):
+        plan = planned(next(tiles(m, split))[0], columns_of(m), n, k, split, sets=1)
+        expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=plain(plan, n, k), pdl=False)
+        ours = linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=False)
+        assert not expected.isfinite().all()
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("most", COLUMNS)
+def test_a_row_is_the_same_in_any_batch(most: int) -> None:
+    n, k = 2624, 960
+    _, packed = both(usual(n, k))
+    x = random(most, k)
+    whole = linear(x, packed, out=poisoned(most, n, dtype=F32))
+    for m in (row for row in ROWS if most // 2 < row <= most):
+        assert torch.equal(linear(x[:m], packed, out=poisoned(m, n, dtype=F32)), whole[:m]), m
+        assert torch.equal(linear(x[-m:], packed, out=poisoned(m, n, dtype=F32)), whole[-m:]), m
+
+
+def layers(x: Tensor, weights: list[tuple[Packed, ...]], head: Packed, *, pdl: bool) -> Tensor:
+    """As a decoder's linears follow one another: each reads what the one before wrote, and one adds in place."""
+    m = len(x)
+    hidden = x.clone()
+    for qkv, o, gate_up, down in weights:
+        mixed = linear(hidden, qkv, out=poisoned(m, qkv.n), pdl=pdl)
+        linear(mixed[:, : o.k], o, out=hidden, residual=hidden, pdl=pdl)
+        active = linear(hidden, gate_up, out=poisoned(m, gate_up.n // 2), gated=True, pdl=pdl)
+        linear(active, down, out=hidden, residual=hidden, pdl=pdl)
+    return linear(hidden, head, out=poisoned(m, head.n, dtype=F32), pdl=pdl)
+
+
+@pytest.mark.parametrize("m", (33, 64, 100, 128, 129, 200, 256))
+def test_a_graph_with_early_launches(m: int) -> None:
+    sizes = ((6144, 4096), (4096, 4096), (8192, 4096), (4096, 4096))
+    weights = [tuple(both(usual(n, k))[1] for n, k in sizes) for _ in range(4)]
+    head, x = both(usual(38464, 4096))[1], random(m, 4096, scale=0.5)
+    expected = layers(x, weights, head, pdl=False)
+    assert expected.isfinite().all()
+    assert torch.equal(layers(x, weights, head, pdl=True), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layers(x, weights, head, pdl=True)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def test_a_plan_for_other_weights_is_refused() -> None:
+    w, packed = both(usual(128, 128))
+    x = random(64, 128)
+    for weights, sets in ((w, 1), (packed, 0)):
+        with pytest.raises(AssertionError):
+            linear(x, weights, out=poisoned(64, 128), plan=planned(1, 64, 128, 128, sets=sets))
+
+
+def test_the_choice_fits() -> None:
+    for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256), (28672, 8192)]:
+        for wide in COLUMNS:
+            plan = choose(wide, n, k, packed=True)
+            assert supports(wide, n, k, packed=True)
+            assert plan.sets in SETS[plan.groups, wide]
+            assert plan.shared <= SHARED_LIMIT and plan.stages > 0 and plan.split <= k // 64
