@@ -11,12 +11,16 @@ import torch
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.core.config import EngineConfig
+from emberline.core.config import EngineConfig, cache_dir
 from emberline.core.errors import EmberlineError
 from emberline.engine import memory
 from emberline.engine.boot import Loaded, boot
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import Host
+from emberline.kernels import ops
+from emberline.models.config import ModelConfig
+from emberline.unweight import model as unweight
+from emberline.unweight.codec import find_codec
 
 MEMORY = 4 << 30
 OPTIONS = (
@@ -99,11 +103,61 @@ def test_the_first_matrix_is_as_wide_as_its_widest_part(
     booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, odd: int
 ) -> None:
     tensors = tiny.tensors(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
-    tensors[doctor.FIRST[odd]] = tensors[doctor.FIRST[odd]].float()
+    tensors[memory.FIRST[odd]] = tensors[memory.FIRST[odd]].float()
     directory = tiny.write_tensors(tmp_path / "mixed", tiny.CONFIGS["llama"], tensors)
     serve(directory, {})
     ask(capsys, directory, {})
     assert booted[0] == booted[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("files", ["plain", "packed"])
+@pytest.mark.parametrize("weights", ["auto", "plain", "packed"])
+def test_packed_weights(
+    booted: list[memory.MemoryPlan],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dtype: torch.dtype,
+    files: str,
+    weights: str,
+) -> None:
+    """In 12 bits where the files are packed or someone asks for it; never float32."""
+    config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
+    directory = tiny.write(tmp_path / "plain", config, dtype=dtype)
+    if files == "packed":
+        unweight.pack(directory, tmp_path / "packed", find_codec(cache_dir() / "kernels"), lambda _: None)
+        directory = tmp_path / "packed"
+    settled: list[int] = []
+
+    def settle(empty: ops.PackedWeight, values: torch.Tensor) -> int:
+        settled.append(memory.packed_bytes(empty.n, empty.k))
+        return settled[-1]
+
+    monkeypatch.setattr(ops, "settle", settle)
+    options: dict[str, object] = {"weights": weights}
+    if weights == "packed" and dtype is torch.float32:
+        with pytest.raises(EmberlineError, match="only bfloat16"):
+            serve(directory, options)
+        code, output = ask(capsys, directory, options)
+        assert code == 1 and "only bfloat16" in output
+        return
+    loaded = serve(directory, options)
+    code, output = ask(capsys, directory, options)
+    packed = dtype is torch.bfloat16 and (weights == "packed" or (weights == "auto" and files == "packed"))
+    assert code == 0 and booted[0] == booted[1]
+    assert bool(settled) is packed and ("bfloat16 packed" in output) is packed
+    assert loaded.weight_bytes == booted[0].weights
+    plan = memory.weight_bytes(ModelConfig.from_hf(config), dtype.itemsize, packed=packed)
+    assert booted[0].weights == plan
+
+
+def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = model(tmp_path, torch.bfloat16)
+    with pytest.raises(EmberlineError, match="read plain ones"):
+        boot(EngineConfig(model=str(directory), device="cpu", weights="packed"))
+    assert main(["doctor", "--model", str(directory), "--weights", "packed"]) == 1
+    assert "read plain ones" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

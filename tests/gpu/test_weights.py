@@ -1,4 +1,5 @@
-"""Weights on a GPU: every tensor in its place, buffers reused under copies, and memory that sleep really gives back."""
+"""Weights on a GPU: every tensor in its place, decoded or packed on the way, buffers reused under copies, and memory
+that sleep really gives back."""
 
 from __future__ import annotations
 
@@ -10,17 +11,44 @@ import tiny
 import torch
 from torch import Tensor
 
+from emberline.core.config import GPUConfig, cache_dir
 from emberline.core.errors import ModelFileError
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine import memory
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.cuda import uw12
+from emberline.kernels.packed import Layout, PackedWeight
+from emberline.models import carrier, coded
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
 from emberline.models.device_weights import DeviceWeights
+from emberline.models.loader import IGNORABLE
 from emberline.models.pinned import host_bytes, pin, unpin
 from emberline.models.reader import Reader, files_of
-from emberline.models.sleep import sleep
+from emberline.models.sleep import every, sleep
 from emberline.models.weights import Weights
+from emberline.unweight import model as unweight
+from emberline.unweight.codec import find_codec
+from emberline.unweight.format import BLOCK
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 WIDE = {**tiny.CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1424, "vocab_size": 4099, "head_dim": 64}
+
+
+EVEN = {**WIDE, "intermediate_size": 1408, "vocab_size": 4096}  # all can be packed
+READS = ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "ring": 4, "ahead": 0}, {})
+
+
+def packed(source: Path, target: Path) -> Path:
+    unweight.pack(source, target, find_codec(cache_dir() / "kernels"), lambda _: None)
+    return target
+
+
+def interleaved(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.view(2, -1, 16, gate_up.shape[1])
+    return torch.stack([gate, up], dim=1).reshape(gate_up.shape)
 
 
 def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -60,7 +88,7 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
     checkpoint = Checkpoint.open(tiny.write(tmp_path, WIDE, dtype=file, shards=3, seed=7))
     plain = Weights(checkpoint, dtype)
     expected = taken(plain, WIDE)
-    for options in ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "ring": 4, "ahead": 0}, {}):
+    for options in READS:
         placed = DeviceWeights(checkpoint, dtype, "cuda", Reader.start(files_of(checkpoint), **options))
         found = taken(placed, WIDE)
         placed.finish("")
@@ -71,10 +99,96 @@ def test_same_values_as_from_mapped_files(file: torch.dtype, dtype: torch.dtype 
         for name, tensor in found.items():
             wanted = expected[name]
             if name.endswith("gate_up"):
-                gate, up = wanted.view(2, -1, 16, WIDE["hidden_size"])
-                wanted = torch.stack([gate, up], dim=1).reshape(wanted.shape)
+                wanted = interleaved(wanted)
             assert tensor.is_cuda and tensor.is_contiguous() and tensor.dtype == wanted.dtype
             assert torch.equal(tensor.cpu(), wanted), name
+
+
+@pytest.mark.parametrize("run", [2 * BLOCK, coded.RUN])
+@pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])
+def test_packed_files(file: torch.dtype, run: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny.write(tmp_path / "plain", WIDE, dtype=file, shards=3, seed=8)
+    checkpoint = Checkpoint.open(packed(source, tmp_path / "packed"))
+    expected = taken(Weights(Checkpoint.open(source)), WIDE)
+    monkeypatch.setattr(coded, "RUN", run)
+    monkeypatch.setattr(carrier, "RUN", max(run, 4 * BLOCK))
+    for options in READS:
+        placed = DeviceWeights(checkpoint, None, "cuda", Reader.start(files_of(checkpoint), **options))
+        found = taken(placed, WIDE)
+        placed.finish("")
+        assert placed.times is not None and placed.times.decoded_bytes > 0
+        for name, tensor in found.items():
+            wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+            assert tensor.dtype == wanted.dtype and torch.equal(tensor.cpu(), wanted), name
+
+
+def test_a_damaged_block(tmp_path: Path) -> None:
+    """Another load works after it."""
+    directory = packed(tiny.write(tmp_path / "plain", WIDE, dtype=torch.bfloat16), tmp_path / "packed")
+    info = Checkpoint.open(directory).info("lm_head.weight")
+    for damaged in (True, False):
+        data = bytearray(info.file.read_bytes())
+        data[info.offset + info.nbytes // 2] ^= 1
+        info.file.write_bytes(data)
+        placed = DeviceWeights(Checkpoint.open(directory), None, "cuda")
+        taken(placed, WIDE)
+        if damaged:
+            with pytest.raises(ModelFileError, match="lm_head"):
+                placed.finish("")
+        else:
+            placed.finish("")
+
+
+@pytest.mark.parametrize("files", ["plain", "packed"])
+def test_weights_kept_in_12_bits(files: str, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "plain", EVEN, dtype=torch.bfloat16, shards=3, seed=9)
+    packed(tmp_path / "plain", tmp_path / "packed")
+    checkpoint = Checkpoint.open(tmp_path / files)
+    config = ModelConfig.from_hf(checkpoint.config)
+    expected = taken(Weights(Checkpoint.open(tmp_path / "plain")), EVEN)
+    for options in READS:
+        placed = DeviceWeights(checkpoint, None, "cuda", Reader.start(files_of(checkpoint), **options), packed=True)
+        decoder = Decoder.load(config, placed, 64, "")
+        placed.finish(IGNORABLE)
+        assert placed.taken_bytes <= memory.weight_bytes(config, 2, packed=True)
+        assert all(weight.layout is Layout.UW12 for weight in every(PackedWeight, decoder))
+        for i, layer in enumerate(decoder.layers):
+            at, attention, ffn = f"model.layers.{i}", layer.attention, layer.ffn
+            assert torch.equal(unpacked(attention.qkv.weight), expected[f"{at}.qkv"])
+            assert torch.equal(unpacked(attention.o.weight), expected[f"{at}.o"])
+            assert torch.equal(unpacked(ffn.gate_up), interleaved(expected[f"{at}.gate_up"]))  # type: ignore[attr-defined]
+            assert torch.equal(unpacked(ffn.down.weight), expected[f"{at}.down"])  # type: ignore[attr-defined]
+        assert torch.equal(unpacked(decoder.head.weight), expected["head"])
+        assert isinstance(decoder.embedding, PackedWeight)
+        assert torch.equal(unpacked(decoder.embedding), expected["embedding"])
+
+
+def unpacked(weight: PackedWeight) -> Tensor:
+    assert isinstance(weight.handle, uw12.Packed)
+    return uw12.unpack(weight.handle, torch.empty(weight.n, weight.k, dtype=torch.bfloat16, device="cuda")).cpu()
+
+
+def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
+    """Packed files, kept packed and not, beside plain ones."""
+    from emberline.engine.gpu.boot import boot_from
+
+    tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
+    packed(tmp_path / "plain", tmp_path / "packed")
+    said: dict[tuple[str, str], list[int]] = {}
+    for files, weights in (("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed")):
+        settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
+        booted = boot_from(tmp_path / files, settings)
+        engine, tokens = booted.engine, list[int]()
+        kept = [weight.layout is Layout.UW12 for weight in every(PackedWeight, booted.runner.model)]
+        assert all(kept) if (files, weights) in (("packed", "auto"), ("plain", "packed")) else not any(kept)
+        engine.add(Submission("r", list(range(3, 23)), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
+        while not engine.idle:
+            for output in engine.step():
+                assert output.error is None
+                tokens += output.tokens
+        said[files, weights] = tokens
+        del booted, engine
+    assert len({tuple(tokens) for tokens in said.values()}) == 1 and len(said["plain", "auto"]) == 20
 
 
 def test_a_file_cut_while_it_is_loaded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from llama_8b import LLAMA_8B
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.engine.memory import kv_token_bytes, plan
+from emberline.engine.memory import FIRST, kv_token_bytes, plan
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
 from emberline.models.config import ModelConfig
@@ -29,7 +29,7 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     data = os.urandom(6 * DTYPE_BYTES[dtype])
-    write_tensors(directory / "model.safetensors", {doctor.FIRST[0]: (dtype, (2, 3))}, [data])
+    write_tensors(directory / "model.safetensors", {FIRST[0]: (dtype, (2, 3))}, [data])
     return directory
 
 

@@ -25,7 +25,6 @@ MARKS = {True: "ok", None: "--", False: "!!"}
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
 SERVED = (9, 0)  # our kernels use what came with Hopper, in the form that only it has
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
-FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", type=size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
+    parser.add_argument("--weights", default=gpu.weights, choices=["auto", "plain", "packed"], help="in a GPU's memory")
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument("--kv-memory", type=size, help="bytes of keys and values, e.g. 2G (default: all that fit)")
     parser.add_argument("--block-size", type=count, default=gpu.block_size, help="tokens of a KV block")
@@ -186,28 +186,33 @@ def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
     yield Finding("model", f"{name}: {config.model_type}, {config.layers} layers, context {config.max_context}")
     yield Finding("  files", f"{sum(t.nbytes for t in checkpoint.tensors.values()) / 1e6:.0f} MB of weights")
     total = args.gpu_memory or (gpu.memory if gpu is not None and gpu.capability == SERVED else None)
-    dtype = _dtype(checkpoint) if args.dtype == "auto" else args.dtype
     try:
-        yield from _memory(args, config, total, dtype)
+        yield from _memory(args, checkpoint, config, total)
     except EmberlineError as e:
         yield Finding("  kv cache" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
-def _memory(args: argparse.Namespace, config: ModelConfig, total: int | None, dtype: str) -> Iterator[Finding]:
-    """Where a GPU's memory would go: by the function that the engine itself plans with."""
+def _memory(
+    args: argparse.Namespace, checkpoint: Checkpoint, config: ModelConfig, total: int | None
+) -> Iterator[Finding]:
+    """Where a GPU's memory would go: by the functions that the engine itself plans with."""
     from emberline.engine import memory
 
-    names = ("kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context")
+    names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context")
     settings = GPUConfig(**{name: getattr(args, name) for name in names})
+    dtype = memory.weight_dtype(checkpoint, args.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)
     token = memory.kv_token_bytes(config, memory.DTYPE_BYTES[kv_dtype])
     full = f"{token * context / 1e6:.0f} MB a context of {context}"
     yield Finding("  kv cache", f"{token / 1e3:.1f} kB a token, {full} ({kv_dtype})")
     if total is None:
+        memory.refuse_packed(settings.weights)
         return
-    plan = memory.plan_for(config, settings, total, dtype)
+    packed = memory.packs(checkpoint, settings, dtype)
+    plan = memory.plan_for(config, settings, total, dtype, packed=packed)
+    weights = f"{dtype} {'packed' if packed else 'plain'}"
     batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens a step"
-    yield Finding("gpu memory", f"{_gib(total)}: {dtype}, keys and values {kv_dtype}, {batch}, context {context}")
+    yield Finding("gpu memory", f"{_gib(total)}: {weights}, keys and values {kv_dtype}, {batch}, context {context}")
     for name, part in plan.rows():
         tokens = f": {plan.kv_tokens} tokens, {plan.kv_tokens / context:.1f} full contexts"
         yield Finding(f"  {name}", f"{_gib(part):>10}{tokens if name == 'kv cache' else ''}")
@@ -215,12 +220,6 @@ def _memory(args: argparse.Namespace, config: ModelConfig, total: int | None, dt
         hint = "raise --kv-memory" if args.kv_memory else "lower --max-batch-tokens or --max-running"
         hint += ", or --kv-dtype float8"
         yield Finding("  context", f"cut to {plan.kv_tokens} tokens: no more keys and values fit", None, hint)
-
-
-def _dtype(checkpoint: Checkpoint) -> str:
-    """As the engine takes it from the first matrix: the widest of its parts. No kernel reads float16: it widens."""
-    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
-    return "float32" if found & {"F32", "F16"} else "bfloat16"
 
 
 def _gib(amount: int) -> str:

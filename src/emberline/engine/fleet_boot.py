@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from emberline.engine.gpu.boot import Booted
     from emberline.models.reader import Reader
 
-FIRST = "model.layers.0.self_attn.q_proj.weight"
 FOR_KV = 0.5  # of what weights leave in a CPU's memory, at most
 
 
@@ -60,14 +59,16 @@ class Weighed:
     config: ModelConfig
     dtype: str
     weight_bytes: int
+    packed: bool  # whether a GPU keeps them in 12 bits
 
     @staticmethod
     def of(config: EngineConfig) -> Weighed:
         checkpoint = Checkpoint.open(Path(config.model))
         model = ModelConfig.from_hf(checkpoint.config)
-        narrow = FIRST in checkpoint.tensors and checkpoint.info(FIRST).dtype == "BF16"
-        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if narrow else "float32"
-        return Weighed(model, dtype, memory.weight_bytes(model, memory.DTYPE_BYTES[dtype]))
+        dtype = memory.weight_dtype(checkpoint, config.dtype)
+        packed = on_gpu(config) and memory.packs(checkpoint, gpu_settings(config), dtype)
+        size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed)
+        return Weighed(model, dtype, size, packed)
 
 
 def boot_fleet(
@@ -113,7 +114,10 @@ def taking_turns(
     settings = {name: gpu_settings(config) for name, config in configs.items()}
 
     def plans() -> dict[str, memory.MemoryPlan]:
-        return {name: memory.plan_for(w.config, settings[name], total, w.dtype) for name, w in weighed.items()}
+        return {
+            name: memory.plan_for(w.config, settings[name], total, w.dtype, packed=w.packed)
+            for name, w in weighed.items()
+        }
 
     planned, space = plans(), room(total)
     if all(s.kv_memory is None for s in settings.values()):

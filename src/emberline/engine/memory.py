@@ -11,6 +11,7 @@ from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS
 from emberline.engine.scheduler import MOST_SCORED
+from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
 FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
@@ -21,9 +22,11 @@ LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
 LEAST_BLOCKS = 2
 F32 = 4
-PACKED_BITS = 12.25  # of a packed weight, at most: 12, and what its rows have in front
+PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are written out once more
+PACKED_GRAIN, PACKED_BLOCK = 64, 16  # what rows and columns are multiples of, or stay plain; rows with one header
 UNPACKED = 2 * 28_672 * 4096  # bytes that packed weights are unpacked to at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
+FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,32 @@ def plan_for(
     )
 
 
+def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
+    """As the engine takes it from the first matrix: the widest of its parts. No kernel reads float16: it widens."""
+    if asked != "auto":
+        return asked
+    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
+    return "float32" if found & {"F32", "F16"} else "bfloat16"
+
+
+def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
+    """Whether weights of this dtype are kept in 12 bits."""
+    if settings.weights == "packed" and dtype != "bfloat16":
+        hint = "serve it with --dtype bfloat16, or --weights plain"
+        raise InvalidRequest(
+            f"weights is packed; only bfloat16 can be, and these are {dtype}", param="weights", hint=hint
+        )
+    coded = any(tensor.packed is not None for tensor in checkpoint.tensors.values())
+    return settings.weights == "packed" or (settings.weights == "auto" and coded and dtype == "bfloat16")
+
+
+def refuse_packed(weights: str) -> None:
+    """For an engine on a CPU."""
+    if weights == "packed":
+        hint = "files that are packed are served with --weights auto"
+        raise InvalidRequest("weights is packed; the kernels of a CPU read plain ones", param="weights", hint=hint)
+
+
 def kv_dtype(settings: GPUConfig, dtype: str) -> str:
     """Of keys and values, by name."""
     name = dtype if settings.kv_dtype == "auto" else settings.kv_dtype
@@ -124,7 +153,7 @@ def plan(
 ) -> MemoryPlan:
     """`kv_tokens`: so many and no more; by default as many as fit."""
     fixed = {
-        "weights": weight_bytes(config, PACKED_BITS / 8 if packed else dtype_bytes),
+        "weights": weight_bytes(config, dtype_bytes, packed=packed),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": _scratch(config, block_size, max_running, max_context) + packed * UNPACKED,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
@@ -148,15 +177,24 @@ def plan(
     )
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: float) -> int:
-    """Matrices in the dtype they are used in; norms and biases in float32."""
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = config.hidden * (q + 2 * kv) + q * config.hidden + 3 * config.hidden * config.ffn
-    vectors = 2 * config.hidden + 2 * config.head_dim * config.qk_norm
-    vectors += (q + 2 * kv) * config.qkv_bias + config.hidden * config.o_bias
-    vectors += (2 * config.ffn + config.hidden) * config.mlp_bias
-    tables = config.vocab * config.hidden * (1 if config.tie_embeddings else 2)
-    return int(dtype_bytes * (config.layers * matrices + tables)) + F32 * (config.layers * vectors + config.hidden)
+def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False) -> int:
+    """Matrices in the dtype they are used in, or packed; norms and biases in float32."""
+    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = [(q + 2 * kv, hidden), (hidden, q), (2 * config.ffn, hidden), (hidden, config.ffn)]
+    matrices = config.layers * layer + [(config.vocab, hidden)] * (1 if config.tie_embeddings else 2)
+    vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
+    vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
+    vectors += (2 * config.ffn + hidden) * config.mlp_bias
+    size = sum(packed_bytes(n, k) if packed else dtype_bytes * n * k for n, k in matrices)
+    return size + F32 * (config.layers * vectors + hidden)
+
+
+def packed_bytes(n: int, k: int) -> int:
+    """Of a matrix, at most, if its weights are spread like those of trained ones; kernels/cuda/uw12.py packs it."""
+    if n % PACKED_GRAIN or k % PACKED_GRAIN:
+        return DTYPE_BYTES["bfloat16"] * n * k
+    header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, places, and what rounds them and the list up
+    return int(n * k * PACKED_BITS / 8) + n // PACKED_BLOCK * header
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:

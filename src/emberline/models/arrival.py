@@ -1,4 +1,4 @@
-"""Arrival: bytes of a file on their way to a tensor on the device. Pending: a matrix that is made of several."""
+"""Arrival: a tensor of a file on its way to the device. Pending: a matrix that is made of several."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels.tiles import GATED_ROWS
 from emberline.models.reader import Piece
 
@@ -65,27 +66,30 @@ class Part:
 class Arrival:
     """Bytes [start, end) of a file on their way to `place`, which holds as many elements, in the same order."""
 
-    def __init__(self, name: str, file: Path, start: int, end: int, dtype: torch.dtype, place: Tensor | Part) -> None:
+    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part) -> None:
         self.name = name
-        self.file = file
-        self.start = start
-        self.end = end
-        self.left = end - start
+        self.file = info.file
+        self.start = info.offset
+        self.end = info.offset + info.nbytes
+        self.size = self.left = info.logical_bytes  # on the device: what is coded in the file grows
         self._to = place
         self._dtype = dtype
         self._place: Tensor | None = None  # known when the first bytes come
         self._landing: Tensor | None = None  # uint8, flat: the place itself, or a staged copy
 
+    def see(self, at: int, part: Tensor) -> None:
+        """Bytes of the file, on the host, before they land: `at` counts from the tensor's first."""
+
     def land(self, at: int, source: Tensor) -> None:
-        """`at`: the offset in the file of source's first byte."""
+        """`at`: which byte of the tensor source's first is."""
         if self._place is None or self._landing is None:
             self._place = self._to if isinstance(self._to, Tensor) else self._to.whole.place(self._to.index)
             self._landing = (
-                torch.empty(self.end - self.start, dtype=torch.uint8, device=self._place.device)
+                torch.empty(self.size, dtype=torch.uint8, device=self._place.device)
                 if self._place.dtype != self._dtype or not self._place.is_contiguous()
                 else self._place.view(-1).view(torch.uint8)
             )
-        self._landing[at - self.start : at - self.start + len(source)].copy_(source, non_blocking=True)
+        self._landing[at : at + len(source)].copy_(source, non_blocking=True)
         self.left -= len(source)
         if self.left == 0:
             self._finish(self._place, self._landing)
@@ -116,7 +120,14 @@ class Places:
         return [arrival for arrival in found[first:last] if arrival.end > piece.offset]
 
 
+def overlap(piece: Piece, arrival: Arrival, memory: Tensor) -> tuple[int, Tensor]:
+    """The part of a piece that is the arrival's, and where in the arrival it begins. `memory` holds the piece."""
+    start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
+    return start - arrival.start, memory[start - piece.offset : end - piece.offset]
+
+
 def land(piece: Piece, arrivals: Sequence[Arrival], memory: Tensor) -> None:
     for arrival in arrivals:
-        start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
-        arrival.land(start, memory[start - piece.offset : end - piece.offset])
+        at, part = overlap(piece, arrival, memory)
+        arrival.see(at, part)
+        arrival.land(at, part)

@@ -4,8 +4,8 @@ A tensor asked for is allocated on the device in its final shape and stays empty
 once, in order, and copies each piece's bytes to the places they belong to. Where bytes cannot land as they are (another
 dtype, rows that are mixed with another matrix's), they land in a staged copy and a copy on the device does the rest.
 
-Weights that are to be kept packed get their memory when their first bytes come and are packed when the last have: there
-are never more than a few plain matrices.
+Tensors of packed files are decoded on the way. Weights that are to be kept packed on the device get their memory when
+their first bytes come and are packed when the last have: there are never more than a few plain matrices.
 """
 
 from __future__ import annotations
@@ -18,28 +18,34 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelFileError
+from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
 from emberline.models.arrival import Arrival, Part, Pending, Places, split_stack
 from emberline.models.carrier import Carrier
+from emberline.models.coded import CheckedArrival, CodedArrival
 from emberline.models.reader import Reader, ReadStats, files_of
 from emberline.models.weights import DTYPES, Weights
+from emberline.unweight.tensor import is_coded
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     read: ReadStats
     wait_seconds: float  # `finish` stood waiting for the disk
-    copy_seconds: float  # `finish` was copying: pinning included
+    copy_seconds: float  # `finish` was copying: pinning and decoding included
     pin_seconds: float
     unread_bytes: int  # when `finish` began
+    decoded_bytes: int = 0
+    decode_seconds: float = 0.0  # of all threads together
 
     def __str__(self) -> str:
+        decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} s of threads"
         return (
             f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.rate:.2f} GB/s, "
             f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
-            f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s); "
+            f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s){decoded * bool(self.decoded_bytes)}; "
             f"{self.unread_bytes / 1e9:.2f} GB were still unread at first"
         )
 
@@ -131,8 +137,21 @@ class DeviceWeights(Weights):
         info = self.checkpoint.info(name)
         self._left.remove(name)
         self.taken_bytes += place.nbytes if isinstance(place, Tensor) else 0
-        end = info.offset + info.nbytes
-        self._arrivals.append(Arrival(name, info.file, info.offset, end, DTYPES[info.dtype], place))
+        self._arrivals.append(self._arrival(name, info, place))
+
+    def _arrival(self, name: str, info: TensorInfo, place: Tensor | Part) -> Arrival:
+        if info.packed is None:
+            return Arrival(name, info, DTYPES[info.dtype], place)
+        kind = CodedArrival if is_coded(info) else CheckedArrival
+        return kind(name, info, DTYPES[info.dtype], place, self._codec)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        try:
+            super()._check(name, shape)
+        except UnsupportedModel:
+            info = self.checkpoint.info(name)
+            if not is_coded(info) or info.dtype not in DTYPES:  # what others cannot decode, we can
+                raise
 
     def _fill(self, reader: Reader) -> LoadTimes:
         places = Places(self._arrivals)
@@ -142,17 +161,16 @@ class DeviceWeights(Weights):
         with Carrier(reader, self.device) as carrier:
             while True:
                 began = time.perf_counter()
-                if not reader.ready():
-                    carrier.flush()  # the ring may be waiting for what is still being copied
-                flushed = time.perf_counter()
+                carrier.wait()
+                waiting = time.perf_counter()
                 piece = reader.take()
                 taken = time.perf_counter()
                 if piece is None:
                     carrier.flush()
                 else:
                     carrier.carry(piece, places.of(piece))
-                copied += flushed - began + time.perf_counter() - taken
-                waited += taken - flushed
+                copied += waiting - began + time.perf_counter() - taken
+                waited += taken - waiting
                 if piece is None:
                     break
         missing = [arrival for arrival in self._arrivals if arrival.left]
@@ -160,4 +178,12 @@ class DeviceWeights(Weights):
             raise ModelFileError(
                 f"{missing[0].file} does not hold all of tensor {missing[0].name!r}", hint="download the file again"
             )
-        return LoadTimes(reader.stats, waited, copied, carrier.pin_seconds, max(0, unread))
+        return LoadTimes(
+            reader.stats,
+            waited,
+            copied,
+            carrier.pin_seconds,
+            max(0, unread),
+            carrier.decoded_bytes,
+            carrier.decode_seconds,
+        )

@@ -224,7 +224,7 @@ def _chain(report: Report) -> None:
     names = ("qkv", "o", "gate_up", "down")
     layers = [[Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
     head = Weight(_weight(128256, 4096))
-    packed_layers, packed_head = [_packed(layer) for layer in layers], _packed([head])[0]
+    packed_layers, packed_head = [[_pack(w) for w in layer] for layer in layers], _pack(head)
     sizes = [
         (sum(one.nbytes for layer in every for one in layer) * LAYERS // DISTINCT + last.nbytes) / BYTES_PER_US / 1e3
         for every, last in (([[w.data for w in layer] for layer in layers], head.data), (packed_layers, packed_head))
@@ -278,9 +278,14 @@ def _weights(n: int, k: int) -> list[Weight]:
 
 def _packed(weights: Sequence[Weight]) -> list[Packed]:
     """As many, all of the first: a plan is made for headers of one size."""
-    made = pack(weights[0].data)
-    assert made is not None, "none of these is refused"
+    made = _pack(weights[0])
     return [replace(made, planes=made.planes.clone(), headers=made.headers.clone()) for _ in weights]
+
+
+def _pack(weight: Weight) -> Packed:
+    made = pack(weight.data)
+    assert made is not None, "none of these is refused"
+    return made
 
 
 def _weight(n: int, k: int) -> Tensor:

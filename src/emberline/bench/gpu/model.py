@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
@@ -12,11 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emberline.core.config import cache_dir, core_count
 from emberline.hub.checkpoint import INDEX
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
+from emberline.unweight.codec import find_codec
+from emberline.unweight.pack import pack_file
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -150,6 +154,25 @@ def write_checkpoint(
     total = 2 * sum(prod(shape) for part in parts for shape in part.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (directory / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
+
+
+def pack_checkpoint(source: Path, target: Path) -> str:
+    """A packed copy of one of those, and by which codec. Its files side by side: hashing and writing one is a thread's
+    work, however many code it."""
+    codec, index = find_codec(cache_dir() / "kernels"), json.loads((source / INDEX).read_text("utf-8"))
+    target.mkdir(parents=True, exist_ok=True)
+    (target / INDEX).unlink(missing_ok=True)
+    files = sorted(set(index["weight_map"].values()))
+    with ThreadPoolExecutor(core_count()) as coders, ThreadPoolExecutor(len(files)) as pool:
+
+        def pack(name: str) -> None:
+            (target / name).unlink(missing_ok=True)
+            pack_file(source / name, target / name, codec, coders, lambda _: None)
+
+        list(pool.map(pack, files))
+    for name in ("config.json", INDEX):
+        shutil.copyfile(source / name, target / name)
+    return codec.name
 
 
 def write_config(directory: Path, hf: Mapping[str, Any] = LLAMA_8B) -> None:

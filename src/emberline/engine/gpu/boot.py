@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.config import GPUConfig, SchedulerConfig, cache_dir
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, Work
@@ -25,6 +26,7 @@ from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import RowMaker
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import Decoder
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 
+log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
@@ -90,7 +93,7 @@ def boot_gpu(
     ready = time.perf_counter()
     seconds = {"plan": made - began, "runner": ready - made, **_fill(weights, runner)}
     filled = time.perf_counter()
-    if weights.packed and weights.taken_bytes > plan.weights:
+    if weights.packed and weights.taken_bytes > plan.weights + plan.spare // 2:
         taken = f"packed, the weights take {weights.taken_bytes} bytes"
         raise ModelError(f"{taken}; {plan.weights} were planned for", hint="serve it with --weights plain")
     # It reads a little of every tensor: not while the disk is busy.
@@ -123,11 +126,15 @@ def boot_from(
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.from_hf(checkpoint.config)
     context = memory.context(config, settings)
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    packed = memory.packs(checkpoint, settings, memory.weight_dtype(checkpoint, name))
     opened = time.perf_counter()
-    device = Cuda()
-    torch.cuda.synchronize(device.torch)
+    with ThreadPoolExecutor(1, "codec") as other:
+        codec = other.submit(_start_codec, checkpoint)
+        device = Cuda()
+        torch.cuda.synchronize(device.torch)
+    codec.result()
     there = time.perf_counter()
-    packed = settings.weights == "packed"
     weights = DeviceWeights(checkpoint, dtype, device.torch, reader, packed=packed)
     identity = partial(fingerprint, checkpoint, config, str(dtype), context)
     grammars = None if compiler is None else partial(compiler, directory, config)
@@ -139,22 +146,67 @@ def boot_from(
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
     """Waits for the weights; meanwhile everything a first request would have to load is loaded. How long each took."""
+    model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
+
+    def warm() -> float:
+        try:
+            runner.model = _stand_in(model) if late else model  # what is to be packed has no place before it has come
+            return warm_up(runner)
+        finally:
+            runner.model = model
+
     began = time.perf_counter()
     interval = sys.getswitchinterval()
     sys.setswitchinterval(TURNS)
     try:
         with ThreadPoolExecutor(1, "warm-up") as other:
-            warmed = None if weights.packed else other.submit(warm_up, runner)  # what is packed has no place before
+            warmed = other.submit(warm)
             weights.finish(IGNORABLE)
             loaded = time.perf_counter()
-            warm_seconds = warm_up(runner) if warmed is None else warmed.result()
+            warm_seconds = warmed.result()
+            if late:
+                torch.cuda.empty_cache()  # what stood in was as large as a layer and the head
     finally:
         sys.setswitchinterval(interval)
     times = weights.times if isinstance(weights, DeviceWeights) else None
     if times is None:
         return {"weights": loaded - began, "warm_up": warm_seconds}
     parts = {"disk_wait": times.wait_seconds, "copy": times.copy_seconds, "pin": times.pin_seconds}
-    return {"weights": loaded - began, **parts, "warm_up": warm_seconds}
+    decode = {"decode_threads": times.decode_seconds} if times.decoded_bytes else {}
+    return {"weights": loaded - began, **parts, **decode, "warm_up": warm_seconds}
+
+
+def _stand_in(model: Decoder) -> Decoder:
+    """The same kernels run for it, of weights that are zeros: one for all of a shape."""
+    device = model.layers[0].attention.cos_sin.device
+
+    @cache
+    def zeros(n: int, k: int, gated: bool) -> ops.PackedWeight:
+        weight = ops.empty_weight(n, k, torch.bfloat16, device, gated=gated)
+        ops.settle(weight, torch.zeros(n, k, dtype=torch.bfloat16, device=device))
+        return weight
+
+    parts = {name: _like(getattr(model, name), zeros) for name in ("embedding", "layers", "head")}
+    return replace(model, **parts)
+
+
+def _like(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
+    """No closure: one that knows itself would keep the zeros until the collector comes by, and nobody lets it."""
+    if isinstance(part, ops.PackedWeight):
+        return zeros(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
+    if isinstance(part, tuple):
+        return tuple(_like(one, zeros) for one in part)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    return replace(part, **{field.name: _like(getattr(part, field.name), zeros) for field in fields(part)})
+
+
+def _start_codec(checkpoint: Checkpoint) -> None:
+    """Packed files need it; it may have to be compiled."""
+    if any(tensor.packed is not None for tensor in checkpoint.tensors.values()):
+        backend = ops.start(threads=1, cache=cache_dir() / "kernels")
+        if backend.library is None:
+            log.warning("packed weights are decoded by numpy, which is slow: %s", backend.reason)
 
 
 def warm_up(runner: GPURunner) -> float:

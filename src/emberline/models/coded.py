@@ -1,0 +1,144 @@
+"""Tensors of packed files on their way to a device: coded ones in runs of whole blocks, as soon as these are there;
+others as they are, held against their CRC-32."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.core.errors import ModelFileError
+from emberline.hub.tensorfile import TensorInfo
+from emberline.models.arrival import Arrival, Part
+from emberline.unweight.codec import Codec
+from emberline.unweight.description import Description
+from emberline.unweight.format import BLOCK, Bytes
+from emberline.unweight.tensor import CodedTensor, index_bytes
+
+RUN = 8 << 20  # bytes that a thread decodes at a time: a call, and a copy to the device, each costs a little
+POLYNOMIAL = 0xEDB88320  # of CRC-32, like all such here: the highest bit is that of x^0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks [first, last) of a tensor, coded."""
+
+    arrival: CodedArrival
+    tensor: CodedTensor
+    first: int
+    last: int
+    coded: Bytes
+
+    def decode(self, out: Bytes) -> tuple[int, int]:
+        """Into the beginning of `out`; which bytes of the tensor they are."""
+        begin, end = self.tensor.span(self.first, self.last)
+        self.tensor.decode(self.coded, self.first, self.last, out[: end - begin])
+        return begin, end
+
+
+class CodedArrival(Arrival):
+    """Its bytes come in any order. Whole blocks are decoded from where they lie; of others, and of what comes before
+    the index that says where blocks lie, copies are kept: of a tensor's bytes once at most, and seldom of many."""
+
+    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, codec: Codec) -> None:
+        super().__init__(name, info, dtype, place)
+        self._info, self._codec = info, codec
+        self._lock = threading.Lock()
+        self._index = np.empty(index_bytes(info), np.uint8)
+        self._missing = len(self._index)  # bytes of it
+        self._tensor: CodedTensor | None = None
+        self._early: list[tuple[int, Bytes]] = []
+        self._torn: dict[int, tuple[Bytes, int]] = {}  # blocks of which so many bytes are missing
+
+    def cut(self, at: int, data: Bytes) -> list[Run]:
+        """What can be decoded now that these bytes are there, of which the first is the tensor's byte `at` in the file.
+        The runs may lie in `data`."""
+        with self._lock:
+            if self._tensor is None and not self._opened(at, data):
+                return []
+            parts, self._early = [*self._early, (at, data)], []
+            return [run for begin, part in parts for run in self._runs(begin, part)]
+
+    def _opened(self, at: int, data: Bytes) -> bool:
+        """Whether the index is whole now."""
+        part = data[: max(0, len(self._index) - at)]
+        self._index[at : at + len(part)] = part
+        self._missing -= len(part)
+        if self._missing:
+            self._early.append((at, data.copy()))
+            return False
+        self._tensor = CodedTensor.open(self.name, self._info, self._index, self._codec)
+        return True
+
+    def _runs(self, at: int, data: Bytes) -> Iterator[Run]:
+        assert self._tensor is not None
+        starts, step = self._tensor.starts, max(1, RUN // (BLOCK * self._tensor.width))
+        begin, end = max(at, int(starts[0])), min(at + len(data), int(starts[-1]))  # not the index, not the padding
+        if begin >= end:
+            return
+        first = int(np.searchsorted(starts, begin))  # the first block that begins here
+        last = int(np.searchsorted(starts, end, "right")) - 1  # the first that does not end here
+        if begin < starts[first]:
+            yield from self._join(first - 1, begin, data[begin - at : min(end, int(starts[first])) - at])
+        for block in range(first, last, step):
+            stop = min(block + step, last)
+            yield Run(self, self._tensor, block, stop, data[starts[block] - at : starts[stop] - at])
+        if first <= last and starts[last] < end:
+            yield from self._join(last, int(starts[last]), data[starts[last] - at : end - at])
+
+    def _join(self, block: int, at: int, part: Bytes) -> Iterator[Run]:
+        """A block that several pieces have a part of."""
+        assert self._tensor is not None
+        begin, end = (int(place) for place in self._tensor.starts[block : block + 2])
+        if block not in self._torn:
+            self._torn[block] = np.empty(end - begin, np.uint8), end - begin
+        whole, missing = self._torn.pop(block)
+        whole[at - begin : at - begin + len(part)] = part
+        if missing > len(part):
+            self._torn[block] = whole, missing - len(part)
+        else:
+            yield Run(self, self._tensor, block, block + 1, whole)
+
+
+class CheckedArrival(Arrival):
+    """A tensor that a packed file holds as it was."""
+
+    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, codec: Codec) -> None:
+        super().__init__(name, info, dtype, place)
+        self._crc32, self._codec = Description.of(info).crc32, codec
+        self._parts: list[tuple[int, int, int]] = []  # where, how many bytes, their CRC-32
+        self._unseen = self.size
+
+    def see(self, at: int, part: Tensor) -> None:
+        self._parts.append((at, len(part), self._codec.crc32(part.numpy())))
+        self._unseen -= len(part)
+        if self._unseen == 0 and joined_crc32(self._parts) != self._crc32:
+            hint = "download the file again, or pack the model again"
+            raise ModelFileError(f"tensor {self.name!r} in {self.file} is damaged: its bytes", hint=hint)
+
+
+def joined_crc32(parts: list[tuple[int, int, int]]) -> int:
+    """Of bytes whose parts (where, how many, CRC-32) are known: a part moves what is before it up by so many bits."""
+    return reduce(lambda crc, part: _times(_power(8 * part[1]), crc) ^ part[2], sorted(parts), 0)
+
+
+def _power(bits: int) -> int:
+    """x^bits"""
+    out, square = 1 << 31, 1 << 30
+    while bits:
+        out = _times(out, square) if bits & 1 else out
+        square, bits = _times(square, square), bits >> 1
+    return out
+
+
+def _times(a: int, b: int) -> int:
+    out = 0
+    for bit in range(31, -1, -1):
+        out ^= b if a >> bit & 1 else 0
+        b = b >> 1 ^ (POLYNOMIAL if b & 1 else 0)
+    return out

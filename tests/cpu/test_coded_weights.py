@@ -1,0 +1,481 @@
+"""Packed checkpoints onto a device, with the CPU as the device: every tensor as the CPU's loader has it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+from test_device_weights import SMALL, Late, both, by_child, interleaved, take_all
+from torch import Tensor
+
+from emberline.bench.gpu import cold
+from emberline.bench.gpu.model import write_checkpoint
+from emberline.bench.report import Report
+from emberline.core.config import EngineConfig, GPUConfig, cache_dir
+from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
+from emberline.engine import memory
+from emberline.engine.fleet_boot import Weighed, taking_turns
+from emberline.engine.gpu import boot
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.uw12_ref import reference_pack
+from emberline.models import carrier, coded
+from emberline.models.arrival import Arrival
+from emberline.models.coded import CheckedArrival, CodedArrival, joined_crc32
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.loader import IGNORABLE
+from emberline.models.reader import Reader, files_of
+from emberline.models.sleep import every
+from emberline.models.weights import Weights
+from emberline.unweight import model
+from emberline.unweight.codec import codec_of, find_codec
+from emberline.unweight.format import BLOCK, blocks_of
+from emberline.unweight.plain import PlainCodec
+from emberline.unweight.tensor import CodedTensor, is_coded
+
+CODEC = find_codec(cache_dir().expanduser() / "kernels")
+LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=208, num_attention_heads=12)
+TIED = {**LARGER, "tie_word_embeddings": True}
+MANY = tiny.config("llama", vocab_size=2500, hidden_size=128, intermediate_size=1040, num_hidden_layers=1)
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody fills reads as NaN, or as bytes of ones."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        made = empty(*size, **options)
+        return made.fill_(float("nan") if made.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    left = [t.name for t in threading.enumerate() if t.name.startswith(("reader", "mover", "codec", "warm-up"))]
+    assert not left
+
+
+def packed(source: Path, target: Path) -> Path:
+    model.pack(source, target, CODEC, lambda _: None)
+    assert any(is_coded(info) for info in Checkpoint.open(target).tensors.values())
+    return target
+
+
+def written(directory: Path, config: tiny.Config | str = LARGER, **options: Any) -> Path:
+    return packed(tiny.write(directory / "plain", config, **options), directory / "packed")
+
+
+def same_as_unpacked(directory: Path, dtype: torch.dtype | None = None, **options: Any) -> DeviceWeights:
+    """Beside the packed files as the CPU reads them, and beside those that were packed."""
+    _, placed = both(directory / "packed", dtype, **options)
+    checkpoint = Checkpoint.open(directory / "plain")
+    config = ModelConfig.from_hf(checkpoint.config)
+    expected = take_all(Weights(checkpoint, dtype), config)
+    again = DeviceWeights(Checkpoint.open(directory / "packed"), dtype, "cpu")
+    found = take_all(again, config)
+    again.finish(IGNORABLE)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, interleaved(expected[name]) if name.endswith("gate_up") else expected[name]), name
+    return placed
+
+
+@pytest.mark.parametrize("file", [torch.float32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float32, BF16], ids=str)
+def test_every_dtype_in_less_than_a_block(file: torch.dtype, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    written(tmp_path, dtype=file, shards=2)
+    placed = same_as_unpacked(tmp_path, dtype)
+    assert placed.times is not None and placed.times.decoded_bytes > 0 and placed.times.decode_seconds > 0
+    assert "decoded" in str(placed.times)
+
+
+@pytest.mark.parametrize("file", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("piece", [4096, 3 * 4096, 1 << 17, 1 << 20])
+def test_many_blocks_in_ragged_pieces(file: torch.dtype, piece: int, tmp_path: Path) -> None:
+    written(tmp_path, MANY, dtype=file)
+    info = Checkpoint.open(tmp_path / "packed").info(EMBEDDING)
+    assert blocks_of(info.logical_bytes // file.itemsize) > 4
+    same_as_unpacked(tmp_path, piece=piece, ring=2)
+
+
+def test_runs_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path, MANY, dtype=BF16)
+    for run in (1, 2 * BLOCK, 3 * 2 * BLOCK):  # whatever it says, a block at least
+        monkeypatch.setattr(coded, "RUN", run)
+        monkeypatch.setattr(carrier, "RUN", max(run, 2 * BLOCK))
+        same_as_unpacked(tmp_path, piece=1 << 20)
+
+
+@pytest.mark.parametrize("name", ["llama-tied-mha", "llama-biased", "qwen2", "qwen3"])
+def test_other_models(name: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 201, "hidden_size": 96, "intermediate_size": 208}
+    written(tmp_path, tiny.CONFIGS[name] | sizes, dtype=BF16, shards=3)
+    same_as_unpacked(tmp_path)
+
+
+def test_mixed_dtypes_and_tensors_that_stay_raw(tmp_path: Path) -> None:
+    tensors = tiny.tensors(LARGER, dtype=BF16)
+    noise = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << 16, (301, 96), np.uint16).view(np.int16))
+    tensors[HEAD] = torch.where(noise.view(BF16).isfinite(), noise.view(BF16), 1.0)
+    tensors = {n: t.float() if "k_proj" in n or "up_proj" in n else t for n, t in tensors.items()}
+    packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    assert not is_coded(Checkpoint.open(tmp_path / "packed").info(HEAD))
+    same_as_unpacked_stack(tmp_path)
+
+
+def same_as_unpacked_stack(directory: Path) -> None:
+    """The CPU's loader cannot stack several dtypes by itself; from plain files, a device's can."""
+    found = []
+    for name in ("plain", "packed"):
+        checkpoint = Checkpoint.open(directory / name)
+        placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+        found.append(take_all(placed, ModelConfig.from_hf(checkpoint.config)))
+        placed.finish(IGNORABLE)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_head_that_repeats_the_embedding(tmp_path: Path) -> None:
+    tensors = tiny.tensors(TIED, dtype=BF16)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    directory = packed(tiny.write_tensors(tmp_path / "plain", TIED, tensors), tmp_path / "packed")
+    placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
+    assert placed.drop_copy(HEAD, EMBEDDING, 301, 96) and not placed.has(HEAD)
+    config = ModelConfig.from_hf(placed.checkpoint.config)
+    found = take_all(placed, config)
+    placed.finish(IGNORABLE)
+    assert torch.equal(found["embedding"], tensors[EMBEDDING])
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.3])
+def test_copies_that_end_late(chance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is decoded into is not used again while the device reads it."""
+    written(tmp_path, MANY, dtype=BF16, shards=2)
+    monkeypatch.setattr(coded, "RUN", 2 * BLOCK)
+    monkeypatch.setattr(carrier, "RUN", 2 * BLOCK)
+    monkeypatch.setattr(carrier, "ROOMS", 3)
+    stream = Late(monkeypatch, chance)
+    for start, ring, ahead in ((Reader.start, 1, 0), (Reader.start, 3, 1 << 18), (by_child, 3, 0)):
+        both(tmp_path / "packed", start=start, ring=ring, ahead=ahead, piece=1 << 16)
+        assert not stream.pinned and not stream._queue
+        assert 1 <= stream.most_pinned <= ring + carrier.SLOTS + carrier.ROOMS
+        stream.most_pinned = 0
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    written(tmp_path, dtype=BF16)
+    ops.start(native=False)
+    try:
+        assert isinstance(codec_of(ops.describe().library), PlainCodec)
+        same_as_unpacked(tmp_path)
+    finally:
+        ops.start(cache=cache_dir().expanduser() / "kernels")
+
+
+def arrivals(directory: Path) -> tuple[CodedArrival, Tensor, bytes]:
+    info = Checkpoint.open(directory / "packed").info(EMBEDDING)
+    place = torch.empty(info.shape, dtype=BF16)
+    stored = info.file.read_bytes()[info.offset : info.offset + info.nbytes]
+    return CodedArrival(EMBEDDING, info, BF16, place, CODEC), place, stored
+
+
+def test_bytes_in_any_order(tmp_path: Path) -> None:
+    """The index last, too; each block is decoded once."""
+    written(tmp_path, MANY, dtype=BF16)
+    expected = tiny.tensors(MANY, dtype=BF16)[EMBEDDING]
+    made = random.Random(1)
+    for trial in range(30):
+        arrival, place, stored = arrivals(tmp_path)
+        cuts = sorted(made.sample(range(1, len(stored)), made.choice([0, 1, 5, 60])))
+        if trial % 3 == 0:  # between blocks
+            whole = CodedTensor.open(EMBEDDING, arrival._info, np.frombuffer(stored, np.uint8), CODEC)
+            cuts = sorted({*cuts, *made.sample(whole.starts.tolist(), 3)})
+        parts = [(a, stored[a:b]) for a, b in zip([0, *cuts], [*cuts, len(stored)], strict=True)]
+        made.shuffle(parts)
+        out, blocks = np.empty(coded.RUN, np.uint8), []
+        for at, part in parts:
+            memory = np.frombuffer(part, np.uint8).copy()
+            for run in arrival.cut(at, memory):
+                begin, end = run.decode(out)
+                arrival.land(begin, torch.from_numpy(out[: end - begin]))
+                blocks += range(run.first, run.last)
+            memory[:] = 255  # what is kept is a copy
+        assert sorted(blocks) == list(range(blocks_of(place.numel()))) and arrival.left == 0
+        assert torch.equal(place, expected) and not arrival._torn and not arrival._early
+
+
+def test_crc32_of_parts() -> None:
+    made = random.Random(2)
+    for size in (1, 2, 5, 1000, 70_001):
+        data = made.randbytes(size)
+        cuts = sorted(made.sample(range(1, size), min(size - 1, made.choice([0, 1, 7]))))
+        parts = [(a, b - a, zlib.crc32(data[a:b])) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+        made.shuffle(parts)
+        assert joined_crc32(parts) == zlib.crc32(data)
+        assert joined_crc32([(at, length, crc ^ 1) for at, length, crc in parts]) != zlib.crc32(data)
+
+
+def flip(directory: Path, name: str, where: Callable[[int], int]) -> None:
+    info = Checkpoint.open(directory).info(name)
+    data = bytearray(info.file.read_bytes())
+    data[info.offset + where(info.nbytes)] ^= 1
+    info.file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, NORM, "model.layers.0.mlp.gate_proj.weight"])
+@pytest.mark.parametrize(
+    "where", [lambda n: 0, lambda n: 9, lambda n: n // 2, lambda n: n - 70], ids=["0", "9", "/", "-"]
+)
+def test_damage_is_the_error_that_the_cpu_has(name: str, where: Callable[[int], int], tmp_path: Path) -> None:
+    directory = written(tmp_path, MANY, dtype=BF16)
+    flip(directory, name, where)
+    checkpoint = Checkpoint.open(directory)
+    config, said = ModelConfig.from_hf(checkpoint.config), []
+    device = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    for source in (Weights(checkpoint), device):
+        with pytest.raises(ModelFileError, match=name) as refused:
+            take_all(source, config)
+            source.finish(IGNORABLE)
+        said.append((str(refused.value), refused.value.hint))
+    assert said[0] == said[1] and "is damaged" in said[0][0]
+
+
+def test_pages_are_unpinned_after_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = written(tmp_path, MANY, dtype=BF16)
+    flip(directory, EMBEDDING, lambda n: n // 2)
+    stream = Late(monkeypatch, 0.5)
+    checkpoint = Checkpoint.open(directory)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    with pytest.raises(ModelFileError, match="block"):
+        placed.finish(IGNORABLE)
+    assert stream.most_pinned and not stream.pinned
+
+
+def test_stopped_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path, MANY, dtype=BF16))
+    taken, take = [], Reader.take
+
+    def interrupted(self: Reader, *arguments: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 40:
+            raise KeyboardInterrupt
+        return take(self, *arguments)
+
+    monkeypatch.setattr(Reader, "take", interrupted)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    before = {t.name for t in threading.enumerate()}
+    with pytest.raises(KeyboardInterrupt):
+        placed.finish(IGNORABLE)
+    assert "reader" in {name.split("_")[0] for name in before}
+    assert not [t for t in threading.enumerate() if t.name.startswith(("reader", "mover", "decoder"))]
+
+
+def test_a_file_cut_while_it_is_read(tmp_path: Path) -> None:
+    directory = written(tmp_path, MANY, dtype=BF16)
+    checkpoint = Checkpoint.open(directory)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **(SMALL | {"ring": 1})))
+    take_all(placed, ModelConfig.from_hf(checkpoint.config))
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(ModelFileError, match="ended at byte"):
+        placed.finish(IGNORABLE)
+
+
+def test_a_dtype_that_nobody_reads(tmp_path: Path) -> None:
+    tensors = tiny.tensors(LARGER, dtype=BF16)
+    tensors[EMBEDDING] = (tensors[EMBEDDING].float() * 100).to(torch.float8_e4m3fn)
+    directory = packed(tiny.write_tensors(tmp_path / "plain", LARGER, tensors), tmp_path / "packed")
+    for device in ("cpu", "cuda"):
+        placed = DeviceWeights(Checkpoint.open(directory), None, "cpu")
+        placed.device = torch.device(device)
+        with pytest.raises(UnsupportedModel, match="F8_E4M3"):
+            placed.matrix(EMBEDDING, 301, 96)
+
+
+def test_what_the_cpu_refuses_for_a_gpu_is_taken_here(tmp_path: Path) -> None:
+    placed = DeviceWeights(Checkpoint.open(written(tmp_path, dtype=BF16)), None, "cpu")
+    placed.device = torch.device("cuda")
+    placed._check(EMBEDDING, (301, 96))
+    kinds = [type(placed._arrival(n, i, torch.empty(1))) for n, i in placed.checkpoint.tensors.items()]
+    assert set(kinds) == {CodedArrival, CheckedArrival}
+    plain = DeviceWeights(Checkpoint.open(tmp_path / "plain"), None, "cpu")
+    assert type(plain._arrival(NORM, plain.checkpoint.info(NORM), torch.empty(1))) is Arrival
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[PackedWeight]:
+    """What `ops.settle` was given, in place of a GPU's."""
+    found: list[PackedWeight] = []
+
+    def settle(empty: PackedWeight, values: Tensor) -> int:
+        assert values.shape == (empty.n, empty.k) and not values.isnan().any() and empty.layout is Layout.ROWS
+        empty.data = values.clone()
+        found.append(empty)
+        return values.nbytes * 3 // 4
+
+    monkeypatch.setattr(ops, "settle", settle)
+    return found
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_weights_kept_packed(
+    late: bool, settled: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = written(tmp_path, MANY, dtype=BF16, shards=2)
+    if late:
+        Late(monkeypatch, 0.5)
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_hf(checkpoint.config)
+    expected = take_all(Weights(checkpoint), config)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL), packed=True)
+    decoder = Decoder.load(config, placed, 64, "")
+    placed.finish(IGNORABLE)
+    attention, ffn, at = decoder.layers[0].attention, decoder.layers[0].ffn, "model.layers.0"
+    found = {f"{at}.qkv": attention.qkv, f"{at}.o": attention.o, f"{at}.down": ffn.down, "head": decoder.head}
+    weights = {name: linear.weight for name, linear in found.items()} | {f"{at}.gate_up": ffn.gate_up}
+    weights["embedding"] = decoder.embedding
+    for name, weight in weights.items():
+        wanted = interleaved(expected[name]) if name.endswith("gate_up") else expected[name]
+        assert torch.equal(weight.data, wanted), name
+    assert {id(weight) for weight in weights.values()} == {id(weight) for weight in settled}
+    assert torch.equal(decoder.head.norm, expected["norm"])
+    vectors = sum(t.nbytes for name, t in expected.items() if "norm" in name)
+    assert placed.taken_bytes == vectors + sum(weight.data.nbytes * 3 // 4 for weight in weights.values())
+
+
+def test_what_stands_in_while_they_come(settled: list[PackedWeight], tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path, TIED, dtype=BF16))
+    placed = DeviceWeights(checkpoint, None, "cpu", packed=True)
+    decoder = Decoder.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
+    other = boot._stand_in(decoder)
+    assert len(settled) == 5 and all(not weight.data.any() for weight in settled)  # one of each shape
+    first, last = other.layers[0], other.layers[-1]
+    assert first.attention.qkv.weight is last.attention.qkv.weight and first.attention.qkv.norm is not None
+    assert first.attention.qkv.norm is decoder.layers[0].attention.qkv.norm
+    assert other.embedding is other.head.weight and other.embedding is not decoder.embedding
+    assert first.ffn.gate_up.gated and other.config is decoder.config
+    assert not decoder.head.weight.data.numel()  # the model itself is as it was
+    gone = weakref.ref(other.head.weight.data)
+    gc.disable()  # as good as: a server that has started freezes what there is
+    try:
+        settled.clear()
+        del other, first, last
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_warms_up_while_they_come(
+    kept: bool, settled: list[PackedWeight], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(written(tmp_path, dtype=BF16))
+    placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
+    model = Decoder.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
+    runner, seen = SimpleNamespace(model=model), list[Decoder]()
+    monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
+    seconds = boot._fill(placed, runner)  # type: ignore[arg-type]
+    assert seconds["warm_up"] == 1.5 and seconds["decode_threads"] > 0
+    assert runner.model is model and (seen[0] is not model) is kept
+    assert not kept or all(weight.data.numel() for weight in every(PackedWeight, model))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 64), (64, 576), (192, 4096)])
+def test_the_plan_has_room_for_packed_matrices(shape: tuple[int, int]) -> None:
+    made = reference_pack((torch.randn(shape) * 0.02).to(BF16))
+    assert made is not None
+    assert made.nbytes <= memory.packed_bytes(*shape) < 2 * shape[0] * shape[1]
+
+
+def test_the_plan_counts_what_stays_plain() -> None:
+    assert memory.packed_bytes(100, 64) == 2 * 100 * 64 and memory.packed_bytes(64, 100) == 2 * 64 * 100
+
+
+def test_who_is_packed(tmp_path: Path) -> None:
+    written(tmp_path, dtype=BF16)
+    plain, ours = (Checkpoint.open(tmp_path / name) for name in ("plain", "packed"))
+    for checkpoint, weights, dtype, answer in (
+        (plain, "auto", "bfloat16", False),
+        (plain, "packed", "bfloat16", True),
+        (ours, "auto", "bfloat16", True),
+        (ours, "auto", "float32", False),
+        (ours, "plain", "bfloat16", False),
+    ):
+        assert memory.packs(checkpoint, GPUConfig(weights=weights), dtype) is answer
+    with pytest.raises(InvalidRequest, match="only bfloat16"):
+        memory.packs(ours, GPUConfig(weights="packed"), "float32")
+    assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
+
+
+def test_a_server_of_several_counts_them_so(tmp_path: Path) -> None:
+    config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
+    tensors = tiny.tensors(config, dtype=BF16)
+    packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed")
+    wide = {name: t.float() if "k_proj" in name else t for name, t in tensors.items()}
+    tiny.write_tensors(tmp_path / "wide", config, wide)
+    shape = ModelConfig.from_hf(config)
+    for name, device, dtype, ours in (
+        ("plain", "cuda", "bfloat16", False),
+        ("packed", "cuda", "bfloat16", True),
+        ("packed", "cpu", "bfloat16", False),
+        ("wide", "cuda", "float32", False),
+    ):
+        found = Weighed.of(EngineConfig(str(tmp_path / name), device=device))
+        size = memory.weight_bytes(shape, memory.DTYPE_BYTES[dtype], packed=ours)
+        assert (found.dtype, found.packed, found.weight_bytes) == (dtype, ours, size)
+    configs = {name: EngineConfig(str(tmp_path / name), device="cuda") for name in ("plain", "packed")}
+    members, _ = taking_turns(configs, 40 << 30, 0, lambda name, settings: pytest.fail("nothing is loaded yet"))
+    plans = [memory.plan_for(shape, GPUConfig(), 40 << 30, "bfloat16", packed=ours) for ours in (False, True)]
+    saved = plans[0].fixed - plans[1].fixed
+    assert members["plain"].nbytes - members["packed"].nbytes == pytest.approx(saved, abs=1 << 20)
+
+
+def test_the_bench_packs_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold, "_child", lambda action, where, *_: done.append(action) or acts[action](where))
+    acts: dict[str, Callable[[Path], Any]] = {
+        "write": lambda where: write_checkpoint(where, LARGER, device="cpu", shards=2) or {},
+        "pack": cold.pack,
+    }
+    done: list[str] = []
+    report, plain = Report("cold"), tmp_path / "model"
+    assert cold._written(report, plain, packed=False) == plain and done == ["write"]
+    target = cold._written(report, plain, packed=True)
+    assert done == ["write", "pack"] and target == tmp_path / "model-packed"
+    assert cold._written(report, plain, packed=True) == target and done == ["write", "pack"]
+    assert report.config["codec"] == CODEC.name and report.config["pack_s"] > 0
+    assert model.verify(target, plain, CODEC, lambda _: None) == []
+
+
+def test_vectors_may_be_coded(tmp_path: Path) -> None:
+    """No writer of ours does so; the format allows it."""
+    whole = (torch.randn(200, 64) * 0.1).to(BF16)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text("{}")
+    save_file({"bias": whole}, tmp_path / "plain" / "model.safetensors")
+    checkpoint = Checkpoint.open(packed(tmp_path / "plain", tmp_path / "packed"))
+    info = checkpoint.tensors["bias"]
+    checkpoint.tensors["bias"] = type(info)(info.dtype, (12800,), info.file, info.offset, info.nbytes, info.packed)
+    placed = DeviceWeights(checkpoint, None, "cpu", Reader.start(files_of(checkpoint), **SMALL))
+    found = placed.vector("bias", 12800)
+    placed.finish("")
+    assert is_coded(info) and torch.equal(found, whole.flatten().float())
