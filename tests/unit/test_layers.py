@@ -23,9 +23,24 @@ ALLOWED: dict[str, set[str]] = {
     "kv": {"core", "tokens.blockhash", "kernels"},
     "api": {"core", "tokens"},
     "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source", "hub.checkpoint"},
-    "server": {"core", "tokens", "hub", "api", "engine", "models.config"},
+    "router": {"core", "tokens"},
+    "cluster": {"core"},
+    "server": {"core", "tokens", "hub", "api", "router", "cluster", "engine", "models.config"},
     "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "unweight"},
-    "cli": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "server", "bench", "unweight"},
+    "cli": {
+        "core",
+        "tokens",
+        "hub",
+        "api",
+        "engine",
+        "models",
+        "kernels",
+        "kv",
+        "cluster",
+        "server",
+        "bench",
+        "unweight",
+    },
 }
 
 TORCH_FREE = [
@@ -34,6 +49,8 @@ TORCH_FREE = [
     "hub",
     "unweight",
     "api",
+    "router",
+    "cluster",
     "server",
     "cli",
     "models.config",
@@ -43,6 +60,13 @@ TORCH_FREE = [
     "kv.pool",
     "kv.prefix",
     "kv.manager",
+    "kv.transfer",
+    "kv.tiers.base",
+    "kv.tiers.policy",
+    "kv.tiers.host",
+    "kv.tiers.blockfile",
+    "kv.tiers.disk",
+    "kv.tiers.stack",
     "engine.scheduler",
     "engine.admission",
     "engine.pacing",
@@ -160,6 +184,14 @@ def test_what_computes_needs_only_torch_and_numpy() -> None:
     others = ["msgspec", "tokenizers", "jinja2", "llguidance", "uvicorn", "uvloop", "httptools", "huggingface_hub"]
     done = imported_without(others, ["core", "kernels", "unweight", "models", "kv", "engine.fleet_boot", "engine.fake"])
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_routing_policy_is_pure() -> None:
+    """No clock, no network, no randomness: only `upstream` talks to anyone."""
+    for path in sorted((PACKAGE / "router").glob("*.py")):
+        if path.name != "upstream.py":
+            impure = {"time", "asyncio", "aiohttp", "random", "socket", "os", "logging"} & set(imports(path))
+            assert not impure, f"{path.name} imports {impure}"
 
 
 def test_optional_dependencies_have_one_home() -> None:

@@ -20,7 +20,7 @@ POLL = 0.01
 
 class Launch:
     def __init__(self, arguments: list[str], log: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "emberline.cli", "serve", *arguments, "--port", str(self.port)]
@@ -60,7 +60,7 @@ class Launch:
             connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

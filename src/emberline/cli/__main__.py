@@ -11,6 +11,10 @@ from emberline.core.errors import EmberlineError
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
+    "router": "spread requests over workers",
+    "worker": "serve a model for a router",
+    "cluster": "a router and its workers on this machine",
+    "drain": "let a worker finish what it has, and give it nothing new",
     "chat": "talk to a running server in the terminal",
     "pull": "fetch a model into the cache",
     "unweight": "pack a model's weights losslessly, unpack, verify, say what it saved",

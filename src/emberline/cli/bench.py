@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _overhead(kinds.add_parser("overhead", help="what the API adds to the engine"))
     _start(kinds.add_parser("start", help="from start to ready"))
     _unweight(kinds.add_parser("unweight", help="packed weights: their size, and the speed of the codec"))
+    _transfer(kinds.add_parser("transfer", help="blocks from one cache into another, over each transport"))
+    _router(kinds.add_parser("router", help="what the router adds, with workers that are fakes"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
     plot.add_argument("files", type=Path, nargs="+")
     plot.add_argument("-o", "--out", type=Path, required=True)
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         plot(args.files, args.out)
         return 0
     runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
-    return {**runs, "unweight": _run_unweight}[args.what](args)
+    return {**runs, "unweight": _run_unweight, "router": _run_router, "transfer": _run_transfer}[args.what](args)
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:
@@ -129,6 +131,41 @@ def _run_unweight(args: argparse.Namespace) -> int:
     from emberline.bench import unweight
 
     unweight.bench(args.rounds, args.peers_dir).emit(args.json, args.commit)
+    return 0
+
+
+def _transfer(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--blocks", type=_names, default=["64", "256", "1024", "2048"], help="KiB of a block")
+    p.add_argument("--total", type=int, default=256, help="MiB moved each time")
+    p.add_argument("--piece", type=int, default=4096, help="KiB that travel at once")
+    p.add_argument("--rounds", type=int, default=5)
+    reports.add_arguments(p)
+
+
+def _run_transfer(args: argparse.Namespace) -> int:
+    from emberline.bench import transfer
+
+    sizes = [int(size) << 10 for size in args.blocks]
+    transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).emit(args.json, args.commit)
+    return 0
+
+
+def _router(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--streams", type=int, default=64, help="open at any time")
+    p.add_argument("--requests", type=int, default=1000)
+    p.add_argument("--events", type=int, default=64, help="of one reply")
+    p.add_argument("--pace", type=float, default=0.0, help="seconds between two events of a worker's reply")
+    p.add_argument("--prompt", type=int, default=4096, help="bytes")
+    p.add_argument("--rounds", type=int, default=3)
+    reports.add_arguments(p)
+
+
+def _run_router(args: argparse.Namespace) -> int:
+    from emberline.bench import router
+
+    plan = router.Plan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
+    router.bench(plan, args.rounds).emit(args.json, args.commit)
     return 0
 
 

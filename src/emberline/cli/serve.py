@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, FleetConfig, ServerConfig
+from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, FleetConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 
 
@@ -43,8 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=engine.device, choices=["auto", "cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=engine.threads, help="on a CPU; 0: all cores")
     parser.add_argument("--dtype", default=engine.dtype, choices=["auto", "bfloat16", "float32"])
+    parser.add_argument(
+        "--weights",
+        default=engine.weights,
+        choices=["auto", "plain", "packed"],
+        help="in a GPU's memory; packed: about 12 bits instead of 16, to the bit; auto: packed if the files are",
+    )
     parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument("--kv-memory", type=_size, help="bytes of KV cache, e.g. 2G (default: planned)")
+    _add_tiers(parser, engine)
     parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=int, help="computed in one step (default: by the device)")
     parser.add_argument("--max-running", type=int, help="requests in one batch (default: by the device)")
@@ -63,7 +70,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
     parser.add_argument("--tool-style", default=server.tool_style, help="auto, hermes, llama3, mistral, mistral-args")
+    _add_worker_arguments(parser)
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
+    parser.add_argument(
+        "--kv-host-memory",
+        type=_size,
+        default=engine.kv_host_memory,
+        help="bytes of main memory for prefixes that the KV cache has no room for, each model's own",
+    )
+    parser.add_argument("--kv-disk", metavar="DIR", help="where such prefixes are kept on disk, also after a restart")
+    parser.add_argument("--kv-disk-size", type=_size, help="bytes there, each model's own")
+    parser.add_argument(
+        "--kv-policy", default=engine.kv_policy, choices=["lru", "arc"], help="which prefixes leave these first"
+    )
+
+
+def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--router", metavar="URL", help="take requests from this router too")
+    parser.add_argument("--worker-name", help="there; one that is started again keeps it (default: host:port)")
+    parser.add_argument("--worker-url", help="under which the router reaches this server (default: host and port)")
+    parser.add_argument("--cluster-key", help="the router's, if it has one")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,11 +112,13 @@ def run(args: argparse.Namespace) -> int:
         embedder=None if args.embedder == "none" else args.embedder,
         chat_template=args.chat_template,
         tool_style=args.tool_style,
+        worker=_worker(args),
     )
     engine = EngineConfig(
         model="",
         device=args.device,
         dtype=args.dtype,
+        weights=args.weights,
         kv_dtype=args.kv_dtype,
         kv_memory=args.kv_memory,
         threads=args.threads,
@@ -98,6 +129,10 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         prefix_cache=not args.no_prefix_cache,
         itl_target_ms=args.itl_target_ms,
+        kv_host_memory=args.kv_host_memory,
+        kv_disk=args.kv_disk,
+        kv_disk_size=args.kv_disk_size,
+        kv_policy=args.kv_policy,
     )
     rules = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
     import uvloop
@@ -105,6 +140,17 @@ def run(args: argparse.Namespace) -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(config, engine, rules, began))
     return 0
+
+
+def _worker(args: argparse.Namespace) -> WorkerConfig | None:
+    if args.router is not None:
+        return WorkerConfig(args.router, args.worker_name, args.worker_url, args.cluster_key)
+    for name in ("worker_name", "worker_url", "cluster_key"):
+        if getattr(args, name) is not None:
+            raise InvalidRequest(
+                f"--{name.replace('_', '-')} is for a worker of a router", hint="give --router URL too"
+            )
+    return None
 
 
 def _models(model: str | None, several: str | None, served_name: str | None) -> dict[str, str]:

@@ -32,6 +32,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     ageing_seconds: float = 10.0  # a batch request that waited this long counts as interactive
     itl_target: float | None = None  # seconds between two tokens of a stream, which chunks of prompts must not delay
+    load_timeout: float = 5.0  # seconds a request waits for blocks of a lower tier; the rest is computed
 
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
@@ -48,6 +49,7 @@ class EngineConfig:
     model: str  # a checkpoint directory, already resolved
     device: str = "auto"  # cpu, cuda, or auto: a GPU if there is one that our kernels are made for
     dtype: str = "auto"  # auto: as the checkpoint has it
+    weights: str = "auto"  # on a GPU: plain, packed, or auto: packed if the files are
     kv_dtype: str = "auto"  # auto: as dtype
     kv_memory: int | None = None  # bytes; None: planned from what the machine has free
     threads: int = 0  # 0: all cores
@@ -58,10 +60,24 @@ class EngineConfig:
     block_size: int | None = None
     prefix_cache: bool = True
     itl_target_ms: float | None = None
+    kv_host_memory: int = 0  # bytes of main memory for blocks that the cache has no room for
+    kv_disk: str | None = None  # a directory for them
+    kv_disk_size: int | None = None  # bytes there
+    kv_policy: str = "lru"  # or arc: who leaves these when they are full
 
     def __post_init__(self) -> None:
+        if (self.kv_disk is None) != (self.kv_disk_size is None):
+            raise InvalidRequest("kv_disk and kv_disk_size need each other: give both", param="kv_disk")
+        if self.has_tiers and not self.prefix_cache:
+            raise InvalidRequest("blocks are kept for the prefix cache, which is off", param="prefix_cache")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
+        if self.weights not in ("auto", "plain", "packed"):
+            raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
+
+    @property
+    def has_tiers(self) -> bool:
+        return self.kv_host_memory > 0 or self.kv_disk is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +130,46 @@ class FleetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    cluster_key: str | None = None  # of workers and of who drains them; None: whoever is on this machine
+    max_body: int = 32 << 20
+    request_timeout: float = 600.0
+    beat_seconds: float = 1.0  # between two signs of life of a worker
+    lost_after: float = 4.0  # seconds without one
+    stuck_after: float = 30.0  # seconds in which a worker that has requests makes no step
+    attempts: int = 3  # workers a request is tried on, before its first byte
+    queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
+    affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
+    decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
+    prefixes: int = 1 << 16  # beginnings of prompts remembered
+    breaker_failures: int = 3  # in a row
+    breaker_pause: float = 1.0  # seconds
+
+    def __post_init__(self) -> None:
+        for name in ("request_timeout", "beat_seconds", "stuck_after", "attempts", "prefixes", "breaker_failures"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be above 0", param=name)
+        for name in ("queue", "affinity_slack", "decode_weight", "breaker_pause"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be below 0", param=name)
+        if self.lost_after <= self.beat_seconds:
+            raise InvalidRequest("lost_after must be longer than beat_seconds", param="lost_after")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Of a server that takes its requests from a router."""
+
+    router: str  # URL
+    name: str | None = None  # None: made from host and port
+    url: str | None = None  # under which the router reaches it; None: host and port
+    cluster_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     models: dict[str, str] = field(default_factory=lambda: {DEFAULT_MODEL: DEFAULT_MODEL})  # name in the API: source
     host: str = "127.0.0.1"
@@ -125,6 +181,7 @@ class ServerConfig:
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
     tool_style: str = "auto"  # auto: as the chat template shows
+    worker: WorkerConfig | None = None  # None: it serves alone
 
     def __post_init__(self) -> None:
         if not self.models:

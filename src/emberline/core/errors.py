@@ -11,6 +11,8 @@
     ├── Overloaded                 429     queue_full            `retry_after` seconds
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
     ├── EngineFailed               500     engine_failed         died while the request was open
+    ├── WorkerLost                 502     worker_lost           died or hung behind a router, the reply half sent
+    ├── Superseded                 409     superseded            a newer process has taken this worker's name
     ├── DeadlineExceeded           504     deadline_exceeded
     └── ModelError                 400     model_error           a model cannot be had or used
         ├── ModelFileError         400     model_file_error      damaged, truncated, hostile
@@ -92,6 +94,16 @@ class EngineUnavailable(EmberlineError):
 class EngineFailed(EmberlineError):
     status = 500
     code = "engine_failed"
+
+
+class WorkerLost(EmberlineError):
+    status = 502
+    code = "worker_lost"
+
+
+class Superseded(EmberlineError):
+    status = 409
+    code = "superseded"
 
 
 class DeadlineExceeded(EmberlineError):

@@ -4,7 +4,7 @@ definition of TTFT and its kin."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
@@ -76,6 +76,29 @@ class Turns:
 BlockSample = tuple[str, float]  # lifetime, idle_before_evict or reuse_gap of a KV block; seconds
 
 
+@dataclass(slots=True)
+class TierStats:
+    """Of one tier below the main cache. Counters since start, but for the first three."""
+
+    on: bool = True
+    blocks: int = 0
+    capacity: int = 0
+    hit_tokens: int = 0  # that requests did not have to compute
+    loaded_blocks: int = 0
+    loaded_bytes: int = 0
+    load_seconds: float = 0.0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    store_seconds: float = 0.0
+    evicted_blocks: int = 0
+    dropped_blocks: int = 0  # not stored, since that would have made someone wait
+    damaged_blocks: int = 0  # found torn, corrupted or foreign, and removed
+    errors: int = 0
+
+    def copy(self) -> TierStats:
+        return replace(self)
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since start and gauges of now; what /metrics and the charts are made of."""
@@ -99,12 +122,14 @@ class Stats:
     cpu_seconds: float = 0.0  # of the engine process, all threads
     host_seconds: float = 0.0  # of the engine loop outside the runner
     residency: list[BlockSample] = field(default_factory=list)  # seen since the last report
+    tiers: dict[str, TierStats] = field(default_factory=dict)  # below the main cache, by name
 
     @staticmethod
     def total(all_: Iterable[Stats]) -> Stats:
         """Of the engines of one process together: the last step's tokens are each one's own last step's."""
         every = list(all_)
-        sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name != "residency"}
+        apart = ("residency", "tiers")
+        sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in apart}
         sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # the process's: each tells the same
         return Stats(**sums)
 

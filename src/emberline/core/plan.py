@@ -40,11 +40,24 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """One block between the cache and a buffer of a lower tier, which is the runner's until the step's result is in."""
+
+    block: int
+    digest: bytes  # what the block holds: tokens.blockhash's
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
+    """Carried out in this order: saves, loads, work. A block that is saved may be given away in the same plan."""
+
     step: int
     admitted: Sequence[Admission]
     work: Sequence[Work]
     ended: Sequence[str]  # the runner may forget these
+    saves: Sequence[Copy] = ()
+    loads: Sequence[Copy] = ()
 
     @property
     def num_tokens(self) -> int:

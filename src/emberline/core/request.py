@@ -1,7 +1,7 @@
 """Request: one sequence of tokens on its way through the engine, with the lengths that say how far it is.
 
     0 ........ cached ........ computed ........ planned ........ known ........ limit
-    |  [0, cached)         came from the prefix cache at the last admission               |
+    |  [0, cached)         came from the prefix cache or a lower tier                     |
     |  [0, computed)       has its keys and values in the cache                           |
     |  [computed, planned) is being computed by steps under way                           |
     |  [planned, known)    is known (prompt, or sampled) and still to be planned          |
@@ -21,6 +21,7 @@ from emberline.core.params import SamplingParams
 
 class Status(Enum):
     WAITING = "waiting"
+    LOADING = "loading"  # has its blocks, and waits for content that a lower tier has
     RUNNING = "running"
     ENDED = "ended"
 

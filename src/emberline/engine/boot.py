@@ -3,6 +3,7 @@ a trial."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,15 @@ import torch
 
 from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
+from emberline.kv.tiers.base import buffer_size
+from emberline.kv.tiers.checksum import checksum_of
+from emberline.kv.tiers.disk import DiskTier
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
 
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import Reader
 
+STAGING_BLOCKS = 128  # buffers on the way to a disk and back, where main memory is not to keep any
 CONTEXTS_KEPT = 8  # by default the cache has room for so many full contexts, memory permitting
 
 
@@ -56,6 +64,9 @@ def on_gpu(config: EngineConfig) -> bool:
 def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
         raise InvalidRequest("threads is for an engine on the CPU", param="threads")
+    if config.has_tiers:
+        param = "kv_disk" if config.kv_disk is not None else "kv_host_memory"
+        raise InvalidRequest(f"{param} is for an engine on the CPU", param=param)
     given = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")
@@ -65,6 +76,7 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
         max_waiting=config.max_waiting,
         max_context=config.max_context,
         prefix_cache=config.prefix_cache,
+        weights=config.weights,
         kv_dtype=config.kv_dtype,
         kv_memory=config.kv_memory,
         itl_target_ms=config.itl_target_ms,
@@ -95,6 +107,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     began = time.perf_counter()
     if config.itl_target_ms is not None:
         raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
+    memory.refuse_packed(config.weights)
     threads = config.threads or core_count()
     backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
     # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
@@ -108,7 +121,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         model,
         dtype=_dtype("kv_dtype", config.kv_dtype) or model.dtype,
         block_size=block,
-        memory=config.kv_memory or kv_room or free_memory() // 2,
+        memory=config.kv_memory or kv_room or (free_memory() - config.kv_host_memory) // 2,
         max_tokens=_most_tokens(config, running, model.context),
     )
     eos = frozenset(model.config.eos)
@@ -121,7 +134,8 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         max_context=model.context,
         prefix_cache=config.prefix_cache,
     )
-    engine = Engine(scheduler, runner)
+    tiers = _tiers(config, runner.layout, cache.shape.block_bytes, backend.library) if config.has_tiers else None
+    engine = Engine(scheduler, runner, tiers=tiers)
     planned = time.perf_counter()
     return Loaded(
         engine=engine,
@@ -132,6 +146,16 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
     )
+
+
+def _tiers(config: EngineConfig, layout: str, block_bytes: int, library: ctypes.CDLL | None) -> TierStack:
+    memory = config.kv_host_memory or STAGING_BLOCKS * buffer_size(block_bytes)
+    host = HostTier(block_bytes, memory, config.kv_policy)
+    if config.kv_disk is None or config.kv_disk_size is None:
+        return TierStack(host)
+    where, size = Path(config.kv_disk), config.kv_disk_size
+    checksum = checksum_of(library)
+    return TierStack(host, [DiskTier(where, layout, block_bytes, size, policy=config.kv_policy, checksum=checksum)])
 
 
 def _compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:

@@ -20,6 +20,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Request, Submission
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.manager import KVManager
+from emberline.kv.tiers.stack import TierStack
 
 PAUSE = 0.002  # seconds of a step that has nothing to do but wait for a grammar; other engines may share the loop
 
@@ -58,12 +59,24 @@ class GrammarRunner(Runner, Protocol):
 
 
 class Engine:
-    def __init__(self, config: SchedulerConfig, runner: Runner, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        clock: Clock | None = None,
+        tiers: TierStack | None = None,
+    ) -> None:
+        """`tiers`: below the runner's cache, for a runner that makes a plan's copies."""
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
         self.kv = KVManager(
-            runner.num_blocks, config.block_size, runner.layout, prefix_cache=config.prefix_cache, clock=self.clock
+            runner.num_blocks,
+            config.block_size,
+            runner.layout,
+            prefix_cache=config.prefix_cache,
+            clock=self.clock,
+            tiers=tiers,
         )
         self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
@@ -123,6 +136,10 @@ class Engine:
         held = self.scheduler.waiting.held
         if held and not outputs and not self.scheduler.running and not self._under_way:
             futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
+        loading = self.scheduler.num_loading
+        if loading and loading == len(self.scheduler.running) and not outputs and not self._under_way:
+            assert self.kv.tiers is not None
+            self.kv.tiers.wait(PAUSE)
         return outputs
 
     def _step_plainly(self) -> list[Output]:
@@ -161,7 +178,12 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not self.scheduler.requests and not self._under_way
+        return self.scheduler.idle and not self._under_way
+
+    def close(self) -> None:
+        """Writes what is to be written to lower tiers, if that does not take long."""
+        if self.kv.tiers is not None:
+            self.kv.tiers.close()
 
     def stats(self) -> Stats:
         """As of now; samples of blocks are told once."""
@@ -185,6 +207,7 @@ class Engine:
             cpu_seconds=time.process_time(),
             host_seconds=self._host,
             residency=self.kv.residency.drain(),
+            tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
         )
 
     def _collect(self) -> list[Output]:

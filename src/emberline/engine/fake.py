@@ -3,6 +3,7 @@ hash of what a request's block table leads to: a wrong table, a lost write or a 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from hashlib import blake2b
 
@@ -18,6 +19,7 @@ class FakeRunner:
         self.eos = eos
         self.layout = "fake"
         self.steps = 0
+        self.block_bytes = 8 * block_size
         self._block_size = block_size
         self._memory = [[-1] * block_size for _ in range(num_blocks)]
         self._known: dict[str, Admission] = {}
@@ -25,6 +27,10 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
+        for save in plan.saves:
+            save.buffer[: self.block_bytes] = array("q", self._memory[save.block]).tobytes()
+        for load in plan.loads:
+            self._memory[load.block] = array("q", load.buffer[: self.block_bytes].tobytes()).tolist()
         for admission in plan.admitted:
             assert admission.id not in self._known
             self._known[admission.id] = admission

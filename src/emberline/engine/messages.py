@@ -37,6 +37,8 @@ class Facts(msgspec.Struct):
     weight_bytes: int
     kv_bytes: int
     kernels: str
+    layout: str  # of its KV blocks
+    max_running: int
     seconds: dict[str, float]
 
 

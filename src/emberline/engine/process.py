@@ -67,6 +67,8 @@ def main() -> int:
         threading.Thread(target=early.remember, daemon=True).start()
     with contextlib.suppress(BrokenPipeError):
         serve(fleet, channel, inbox)
+    for engine in fleet.engines.values():
+        engine.close()
     return 0
 
 
@@ -79,6 +81,8 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
         weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         kernels=loaded.kernels,
+        layout=loaded.engine.runner.layout,
+        max_running=loaded.engine.config.max_running,
         seconds={**imports, **loaded.seconds},
     )
 

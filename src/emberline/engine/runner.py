@@ -13,6 +13,7 @@ from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.batch import build
 from emberline.engine.sampler import RowMaker, Sampler, scored_rows
 from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.tiers.copier import Copier
 from emberline.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -36,10 +37,13 @@ class TorchRunner:
         rows = RowMaker(self.vocab_size, eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
+        self._copier = Copier(cache)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
+        self._copier.save(plan.saves)
+        self._copier.load(plan.loads)
         for request_id in plan.ended:
             self._sampler.forget(request_id)
         failed = {a.id: why for a in plan.admitted if (why := self._sampler.admit(a)) is not None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output, Timing
-from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.core.plan import PENDING, Admission, Copy, Sampled, StepPlan, StepResult, TokenLogprob, Work
 from emberline.core.request import FinishReason, Request, Status
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.pacing import Pacer
@@ -36,7 +36,9 @@ class Scheduler:
         self._scored = MOST_SCORED  # what is left of it
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
-        self._admitted: list[Request] = []  # the runner has not met these
+        self._loading: dict[str, float] = {}  # requests whose prefix comes from a lower tier, and until when they wait
+        self._loads: list[Copy] = []  # of the plan that is being made
+        self._unmet: dict[str, Request] = {}  # running, but the runner has not heard of these
         self._met: set[str] = set()
         self._ended: list[str] = []
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -69,11 +71,22 @@ class Scheduler:
     def num_deferred(self) -> int:
         return sum(map(len, self._followers.values()))
 
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    @property
+    def idle(self) -> bool:
+        return not self.requests and not self.kv.has_unsaved
+
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run."""
         self._expire()
+        saves = self.kv.saves()
+        for request_id in list(self._loading):
+            self._load(self.requests[request_id])
         planned: dict[str, int] = {}
         chunks = []
         for request in self.running[:]:
@@ -87,22 +100,27 @@ class Scheduler:
             if request.status is Status.RUNNING and (count := self._share(request, budget)):
                 budget -= self._plan(request, count, planned)
         while budget > 0 and (admitted := self._admit_next()) is not None:
-            planned[admitted.id] = self._share(admitted, budget)
-            budget -= planned[admitted.id]
-        if not planned and not self._ended:
+            if admitted.status is Status.RUNNING:
+                planned[admitted.id] = self._share(admitted, budget)
+                budget -= planned[admitted.id]
+        if not (planned or self._ended or saves or self._loads):
             return None
         self._step += 1
         plan = StepPlan(
             self._step,
-            [self._admission(r) for r in self._admitted],
+            self._introduce(planned) if self._unmet else (),
             [self._work(self.requests[i], n) for i, n in planned.items()],
             self._ended,
+            saves,
+            self._loads,
         )
-        self._admitted, self._ended = [], []
+        self._ended, self._loads = [], []
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
         assert plan.step == result.step
+        if plan.saves or plan.loads:
+            self.kv.copied(plan.saves, plan.loads)
         if self._pacer is not None and plan.work:
             singles = sum(len(work.tokens) == 1 for work in plan.work)
             self._pacer.learn(singles, plan.num_tokens - singles, result.seconds)
@@ -146,11 +164,31 @@ class Scheduler:
         if request.admitted is None:
             request.admitted = self.clock.now()
         if request.id not in self._met:
-            self._met.add(request.id)
-            self._admitted.append(request)
+            self._unmet[request.id] = request
         self.running.append(request)
         self.running.sort(key=self.waiting.rank)
+        if self.kv.is_loading(request):
+            request.status = Status.LOADING
+            self._loading[request.id] = self.clock.now() + self.config.load_timeout
+            self._load(request)
         return request
+
+    def _load(self, request: Request) -> None:
+        """Takes what has come of its prefix. It starts when that is all, or when it has waited long enough."""
+        self._loads += self.kv.load(request)
+        if self.kv.is_loading(request) and self.clock.now() >= self._loading[request.id]:
+            self.kv.stop_loading(request)
+        if not self.kv.is_loading(request):
+            del self._loading[request.id]
+            request.status = Status.RUNNING
+
+    def _introduce(self, planned: dict[str, int]) -> list[Admission]:
+        """To the runner, with the first work of each: so that what it has against one is an answer to that."""
+        fresh = [request for name, request in self._unmet.items() if name in planned]
+        for request in fresh:
+            del self._unmet[request.id]
+            self._met.add(request.id)
+        return [self._admission(request) for request in fresh]
 
     def _share(self, request: Request, budget: int) -> int:
         """Of the budget, what a request can use; scored tokens have a budget of their own besides."""
@@ -202,6 +240,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.kv.free(request)
         self.running.remove(request)
+        self._loading.pop(request.id, None)
         request.status = Status.WAITING
         request.computed = request.planned = request.cached = 0
         request.preemptions += 1
@@ -275,9 +314,10 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         """The only way out: blocks, queues and every mention of the request are gone after it."""
-        if request.status is Status.RUNNING:
+        if request.status in (Status.RUNNING, Status.LOADING):
             self.kv.free(request)
             self.running.remove(request)
+            self._loading.pop(request.id, None)
         elif request.leader in self._followers and request in self._followers[request.leader]:
             self._followers[request.leader].remove(request)
         else:
@@ -288,9 +328,7 @@ class Scheduler:
         if request.id in self._met:
             self._met.remove(request.id)
             self._ended.append(request.id)
-        if request in self._admitted:
-            self._admitted.remove(request)
-            self._ended.remove(request.id)
+        self._unmet.pop(request.id, None)
         self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:

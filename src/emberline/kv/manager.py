@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from emberline.core.clock import Clock, SystemClock
+from emberline.core.plan import Copy
 from emberline.core.request import Request
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixIndex
 from emberline.kv.residency import Residency
+from emberline.kv.tiers.stack import Fetch, TierStack
 from emberline.tokens.blockhash import block_hash, root_hash
 
 
@@ -22,17 +24,22 @@ class KVManager:
         *,
         prefix_cache: bool = True,
         clock: Clock | None = None,
+        tiers: TierStack | None = None,
     ) -> None:
+        assert tiers is None or prefix_cache, "nobody would ask them for anything"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.queries = 0  # tokens looked up at admissions
         self.hits = 0  # of these, found
+        self.tiers = tiers
         self._layout = layout
         self._prefix = PrefixIndex()
         self.residency = Residency(total_blocks, clock or SystemClock())
         self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency)
         self._tables: dict[str, list[int]] = {}
         self._indexed: dict[str, int] = {}  # how many of a request's leading blocks are in the index
+        self._fetches: dict[str, Fetch] = {}  # of requests whose prefix is on its way from a lower tier
+        self._unsaved: list[tuple[int, bytes]] = []  # blocks filled since the last plan; it is the last that has them
 
     @property
     def total(self) -> int:
@@ -55,7 +62,7 @@ class KVManager:
     def admit(self, request: Request, reserve: int = 0) -> bool:
         """Blocks for all that is known of a request, or nothing. Sets `computed` and `cached` to the shared prefix."""
         assert request.id not in self._tables
-        shared = self._match(request)
+        shared = self._prefix.longest(self._shareable(request))
         wanted = self.blocks_for(request.known) - len(shared)
         idle = sum(1 for block in shared if self._pool.holders(block) == 0)
         if wanted + reserve > self._pool.available - idle:
@@ -67,6 +74,8 @@ class KVManager:
         request.computed = request.planned = request.cached = len(shared) * self.block_size
         self.queries += request.known
         self.hits += request.cached
+        if self.tiers is not None:
+            self._fetch(request, self.tiers)
         return True
 
     def grow(self, request: Request, tokens: int) -> bool:
@@ -88,13 +97,69 @@ class KVManager:
         hashes, table = self._hashes(request, full), self._tables[request.id]
         for i in range(indexed, full):
             self._prefix.insert(hashes[i], table[i])
+            if self.tiers is not None:
+                self._unsaved.append((table[i], hashes[i]))
         self._indexed[request.id] = full
 
     def free(self, request: Request) -> None:
         """Takes the request's blocks back; last block first, so that prefixes outlive what follows them."""
+        self.stop_loading(request)
         for block in reversed(self._tables.pop(request.id)):
             self._pool.release(block, keep=block in self._prefix)
         del self._indexed[request.id]
+
+    # -- lower tiers ------------------------------------------------------------------------------------------------
+
+    def is_loading(self, request: Request) -> bool:
+        return request.id in self._fetches
+
+    def load(self, request: Request) -> list[Copy]:
+        """What has come of its prefix since the last time. It counts as computed at once, for others too: plans are
+        carried out in order, and the one that is being made has these copies before any work."""
+        assert self.tiers is not None
+        arrivals, ended = self.tiers.take(self._fetches[request.id])
+        table, copies = self._tables[request.id], []
+        for at, arrival in enumerate(arrivals, request.computed // self.block_size):
+            self._prefix.insert(arrival.digest, table[at])
+            self.tiers.count(arrival.tier, self.block_size)
+            copies.append(Copy(table[at], arrival.digest, arrival.buffer))
+        request.computed += len(copies) * self.block_size
+        request.planned = request.cached = request.computed
+        self._indexed[request.id] = request.computed // self.block_size
+        if ended:
+            del self._fetches[request.id]
+        return copies
+
+    def stop_loading(self, request: Request) -> None:
+        """Whatever has not come yet is computed."""
+        if (fetch := self._fetches.pop(request.id, None)) is not None:
+            assert self.tiers is not None
+            self.tiers.cancel(fetch)
+
+    @property
+    def has_unsaved(self) -> bool:
+        return bool(self._unsaved)
+
+    def saves(self) -> list[Copy]:
+        """For the next plan, whatever else it does: later, these blocks may hold something else."""
+        if self.tiers is None:
+            return []
+        unsaved, self._unsaved = self._unsaved, []
+        buffers = [(block, digest, self.tiers.reserve(digest)) for block, digest in unsaved]
+        return [Copy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
+
+    def copied(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
+        """A plan's copies have been made."""
+        if self.tiers is not None:
+            for copy in saves:
+                self.tiers.saved(copy.digest)
+            for copy in loads:
+                self.tiers.loaded(copy.digest)
+
+    def _fetch(self, request: Request, tiers: TierStack) -> None:
+        missing = self._shareable(request)[request.cached // self.block_size :]
+        if missing and (count := tiers.lookup(missing)):
+            self._fetches[request.id] = tiers.fetch(missing[:count])
 
     def private_blocks(self, request: Request) -> int:
         """How many blocks freeing this request would give back."""
@@ -103,15 +168,17 @@ class KVManager:
     def check(self) -> None:
         """Conservation: every block is free, idle or used, and held exactly as often as tables list it."""
         self._pool.check()
+        assert self._fetches.keys() <= self._tables.keys()
         held = Counter(block for table in self._tables.values() for block in table)
         assert all(self._pool.holders(block) == held[block] for block in range(self._pool.total))
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
 
-    def _match(self, request: Request) -> list[int]:
+    def _shareable(self, request: Request) -> list[bytes]:
+        """Of its blocks, those that need not be computed if they are found."""
         if request.params.prompt_logprobs is not None:
             return []  # what comes from the cache has no logits
         full = (request.known - 1) // self.block_size  # the last token is always computed: it has the logits
-        return self._prefix.longest(self._hashes(request, full))
+        return self._hashes(request, full)
 
     def _hashes(self, request: Request, full: int) -> list[bytes]:
         hashes = request.hashes

@@ -218,10 +218,10 @@ class EngineApp:
         await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
 
     async def _models(self, x: Exchange) -> None:
-        await x.json(models.list_models(self._served()))
+        await x.json(models.list_models(self.served()))
 
     async def _model(self, x: Exchange) -> None:
-        await x.json(models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
+        await x.json(models.retrieve_model(self.served(), x.path.removeprefix("/v1/models/")))
 
     async def _openapi(self, x: Exchange) -> None:
         await x.json(self._document)
@@ -290,7 +290,11 @@ class EngineApp:
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)
 
-    def _served(self) -> list[models.ServedModel]:
+    @property
+    def engine(self) -> AsyncEngine:
+        return self._engine
+
+    def served(self) -> list[models.ServedModel]:
         served = [
             models.ServedModel(model.name, int(self._began), model.generator.prompts.max_context)
             for model in self._catalog

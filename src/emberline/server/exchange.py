@@ -23,6 +23,8 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        self.client: str = (scope.get("client") or ("",))[0]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
         self.note: dict[str, object] = {}  # for the request log
@@ -50,14 +52,14 @@ class Exchange:
                 return b"".join(parts)
 
     async def reply(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
-        await self._start(status, kind, {**(headers or {}), "content-length": str(len(body))})
+        await self.start(status, kind, {**(headers or {}), "content-length": str(len(body))})
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.reply(status, dumps(body), "application/json", headers)
 
     async def start_events(self) -> None:
-        await self._start(
+        await self.start(
             200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"}
         )
 
@@ -86,7 +88,7 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def _start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
         assert self.status is None, "answered twice"
         self.status = status
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in {"content-type": kind, **headers}.items()]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from emberline.core.events import Stats, Timing, Turns
+from emberline.core.events import Stats, TierStats, Timing, Turns
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
            160.0, 640.0)  # fmt: skip
@@ -207,9 +207,32 @@ class Metrics:
         ):
             yield Family.of(f"emberline:model_{name}_total", help_, "counter", [(one, counter)])
 
+    def _tiers(self, tiers: Mapping[str, TierStats]) -> Iterator[Family]:
+        for name, help_, kind in (
+            ("on", "1 when the tier is in use, 0 after an I/O error.", "gauge"),
+            ("blocks", "KV blocks there.", "gauge"),
+            ("capacity", "KV blocks it has room for.", "gauge"),
+            ("hit_tokens", "Tokens that requests did not have to compute.", "counter"),
+            ("loaded_blocks", "KV blocks read.", "counter"),
+            ("loaded_bytes", "Bytes read.", "counter"),
+            ("load_seconds", "Time that took, beside the engine's loop.", "counter"),
+            ("stored_blocks", "KV blocks written.", "counter"),
+            ("stored_bytes", "Bytes written.", "counter"),
+            ("store_seconds", "Time that took, beside the engine's loop.", "counter"),
+            ("evicted_blocks", "KV blocks that left for others.", "counter"),
+            ("dropped_blocks", "KV blocks not stored, since the engine would have had to wait.", "counter"),
+            ("damaged_blocks", "KV blocks found torn, corrupted or foreign, and removed.", "counter"),
+            ("errors", "I/O errors.", "counter"),
+        ):
+            samples = [(f'{self._labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
+            full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
+            yield Family.of(full, help_, kind, samples)
+
     def _labelled(self, stats: Stats, block_size: int) -> Iterator[Family]:
         """Families that have labels of their own."""
         one = self._labels
+        if stats.tiers:
+            yield from self._tiers(stats.tiers)
         config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
         yield Family.of("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
         waiting = [

@@ -6,28 +6,34 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from emberline.core.config import EngineConfig, FleetConfig, ServerConfig
-from emberline.core.errors import InvalidRequest
+from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, WorkerConfig
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
+from emberline.server.listening import bind, listen
+
+if TYPE_CHECKING:
+    from emberline.cluster.registrar import Registrar
+    from emberline.server.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
     """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
-    listener = _bind(config)
+    listener = bind(config.host, config.port)
+    port = listener.getsockname()[1]
     directories = {name: resolve(source) for name, source in config.models.items()}
     configs = {name: replace(engine_config, model=str(directory)) for name, directory in directories.items()}
     engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
-    assembled = None
+    assembled = registrar = None
     try:
         from emberline.server.assembly import assemble, read_parts
 
@@ -35,48 +41,33 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         await starting
         assembled = assemble(config, parts, engine)
         _announce(engine.ready)
-        await _listen(assembled.app, listener, lambda: _ready(config, engine.ready, began))
+        if config.worker is not None:
+            registrar = _registrar(config.worker, config, port, assembled.app)
+
+        def ready() -> None:
+            _ready(config.host, port, engine.ready, began)
+            if registrar is not None:
+                registrar.start()
+
+        await listen(assembled.app, listener, ready, registrar.leave if registrar else None)
     finally:
+        if registrar is not None:
+            await registrar.stop()
         starting.cancel()
         await engine.stop()
         if assembled is not None:
             assembled.close()
 
 
-def _bind(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except (OSError, OverflowError) as e:
-        listener.close()
-        raise InvalidRequest(f"cannot listen on {config.host}:{config.port}: {e}", hint="choose another --port") from e
-    return listener
+def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
+    from emberline.cluster.registrar import Registrar
+    from emberline.server.worker_card import beat, card
 
-
-async def _listen(app: Any, listener: socket.socket, ready: Callable[[], None]) -> None:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
-
-    settings = uvicorn.Config(
-        app,
-        loop="none",
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=10,
-    )
-    await Server(settings).serve([listener])
+    incarnation = uuid.uuid4().hex
+    name = worker.name or f"{socket.gethostname()}:{port}"
+    url = worker.url or f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
+    made = card(name, incarnation, url, app)
+    return Registrar(worker.router, worker.cluster_key, made, lambda: beat(name, incarnation, app.engine))
 
 
 def _announce(ready: Mapping[str, Facts]) -> None:
@@ -92,11 +83,11 @@ def _announce(ready: Mapping[str, Facts]) -> None:
         )
 
 
-def _ready(config: ServerConfig, ready: Mapping[str, Facts], began: float) -> None:
+def _ready(host: str, port: int, ready: Mapping[str, Facts], began: float) -> None:
     """Phases of all models together; they are imported for once."""
     phases: dict[str, float] = {}
     for facts in ready.values():
         for phase, seconds in facts.seconds.items():
             phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
     listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, listed, config.host, config.port)
+    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, listed, host, port)

@@ -1,0 +1,142 @@
+"""`emberline bench router`: what the router adds. Fake workers stream events as fast as they are read or at a pace; the
+same requests go to one of them directly and through the router. Processor time is the router process's own."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import msgspec
+
+from emberline.bench import processes
+from emberline.bench.connection import Connection, HTTPFailed
+from emberline.bench.launch import free_port
+from emberline.bench.report import Report
+from emberline.core.errors import EmberlineError
+
+PATIENCE = 30.0
+PATH = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    workers: int
+    streams: int  # open at any time
+    requests: int
+    events: int  # of one reply
+    pace: float  # seconds between two events
+    prompt: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    wall: float
+    cpu: float  # of the router
+    first: list[float]  # seconds to the first byte
+    rss: int
+
+
+def bench(plan: Plan, rounds: int) -> Report:
+    config = {name: getattr(plan, name) for name in plan.__slots__}
+    report = Report("router", {**config, "rounds": rounds})
+    with ExitStack() as stack:
+        port = free_port()
+        router = stack.enter_context(_process("-m", "emberline.cli", "router", "--port", str(port), "--queue", "100"))
+        url = f"http://127.0.0.1:{port}"
+        ports = [free_port() for _ in range(plan.workers)]
+        for own in ports:
+            fake = ("-m", "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
+            stack.enter_context(_process(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
+        asyncio.run(_ready(url, plan.workers))
+        turns: list[Turn] = []
+        direct: list[Turn] = []
+        short: list[Turn] = []
+        for turn in range(rounds + 1):  # the first warms up
+            through = asyncio.run(_drive(url, router.pid, plan, plan.events))
+            straight = asyncio.run(_drive(f"http://127.0.0.1:{ports[0]}", router.pid, plan, plan.events))
+            single = asyncio.run(_drive(url, router.pid, plan, 1))
+            if turn:
+                turns.append(through)
+                direct.append(straight)
+                short.append(single)
+        _tell(report, plan, turns, direct, short)
+    return report
+
+
+def _tell(report: Report, plan: Plan, turns: list[Turn], direct: list[Turn], short: list[Turn]) -> None:
+    requests, sent = plan.requests, plan.events + 3  # finish, usage and [DONE] follow the tokens, in one write
+    report.add("cpu_per_request", [1e6 * turn.cpu / requests for turn in short], "us")
+    more = [(long.cpu - one.cpu) / requests / (plan.events - 1) for long, one in zip(turns, short, strict=True)]
+    report.add("cpu_per_event", [1e6 * each for each in more], "us")
+    report.add("cores_busy", [turn.cpu / turn.wall for turn in turns], "cores")
+    report.add("events", [requests * sent / turn.wall for turn in turns], "events/s")
+    report.add("events/direct", [requests * sent / turn.wall for turn in direct], "events/s")
+    for name, share in (("p50", 49), ("p99", 98)):
+        with_, without = ([quantiles(t.first, n=100)[share] for t in each] for each in (turns, direct))
+        report.add(f"first_byte_{name}", [1e3 * each for each in with_], "ms", peer=1e3 * median(without))
+    report.add("rss", max(turn.rss for turn in turns) / 1e6, "MB")
+
+
+async def _drive(url: str, router: int, plan: Plan, events: int) -> Turn:
+    """Closed: as many streams are open at any time."""
+    left = iter(range(plan.requests))
+    first: list[float] = []
+    before = processes.usage(router)
+    began = time.perf_counter()
+    await asyncio.gather(*(_client(url, left, plan, events, first, i / plan.streams) for i in range(plan.streams)))
+    wall, after = time.perf_counter() - began, processes.usage(router)
+    assert before is not None and after is not None and len(first) == plan.requests
+    return Turn(wall, after.cpu - before.cpu, first, after.rss)
+
+
+async def _client(url: str, left: Iterator[int], plan: Plan, events: int, first: list[float], phase: float) -> None:
+    connection = Connection(url)
+    await asyncio.sleep(phase * events * plan.pace)  # streams with a pace begin evenly, not all at once
+    for number in left:
+        content = f"{number} ".ljust(plan.prompt, "x")
+        asked = {"model": "fake", "messages": [{"role": "user", "content": content}], "max_tokens": events}
+        body = msgspec.json.encode({**asked, "stream": True})
+        began, got, last = time.perf_counter(), 0, b""
+        async for part in connection.stream(PATH, body):
+            if not got:
+                first.append(time.perf_counter() - began)
+            got += part.count(b"\n\n")
+            last = part
+        if got != events + 3 or not last.endswith(b"[DONE]\n\n"):
+            raise EmberlineError(f"a stream had {got} events, not {events + 3}: {last[-200:]!r}")
+    connection.close()
+
+
+async def _ready(url: str, workers: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    connection = Connection(url)
+    while time.monotonic() < deadline:
+        try:
+            status = msgspec.json.decode(await connection.fetch("/cluster/status"))
+            if sum(worker["health"] == "ready" for worker in status["workers"]) == workers:
+                connection.close()
+                return
+        except HTTPFailed:
+            pass
+        await asyncio.sleep(0.1)
+    raise EmberlineError("the workers did not get ready")
+
+
+@contextmanager
+def _process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

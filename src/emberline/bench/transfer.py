@@ -1,0 +1,269 @@
+"""`emberline bench transfer`: how fast blocks move from one cache into another, and what it costs, over each transport.
+
+The sender is another process, except for `local`. Blocks lie scattered in both caches, the worst case, and once side by
+side. Beside it: one memcpy of the same size, and bare sockets that do nothing but move it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from emberline.bench.report import Report
+from emberline.core.config import cache_dir
+from emberline.core.errors import InvalidRequest
+from emberline.kv.transfer.base import Transport
+from emberline.kv.transfer.checksum import Crc, find_crc
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.local import LocalTransport, offer
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
+from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
+from emberline.kv.transfer.ticket import Ticket
+
+LAYERS = 16
+STEP = 64 << 10  # bytes: blocks of multiples of this have heads of whole words
+CALL = 2 << 20  # bytes that bare sockets send and receive in a call
+LEASE = DEADLINE = 120.0  # seconds
+STREAMS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    rate: float  # GB/s
+    cpu: float  # seconds of all processes together, per GB
+
+
+def bench(sizes: list[int], total: int, rounds: int, piece: int) -> Report:
+    """`sizes`: bytes of a block. `total`: bytes moved each time."""
+    if any(size <= 0 or size % STEP for size in sizes):
+        raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
+    crc = find_crc(cache_dir().expanduser() / "kernels")
+    config = {"block_bytes": sizes, "total_bytes": total, "rounds": rounds, "piece_bytes": piece, "layers": LAYERS}
+    report = Report("transfer", config)
+    limit = _memcpy(report, total, rounds)
+    raw = {streams: _raw(report, total, rounds, streams) for streams in STREAMS}
+    for size in sizes:
+        for order in ("adjacent", "scattered"):
+            _size(report, Case(size, total // size, order, piece, rounds, crc), limit, raw)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    block: int  # bytes
+    count: int
+    order: str
+    piece: int
+    rounds: int
+    crc: Crc
+
+    @property
+    def layout(self) -> Layout:
+        return Layout("bench", LAYERS, 2, 8, 16, self.block // (LAYERS * 2 * 8 * 16), "bfloat16")
+
+    def ids(self, seed: int) -> list[int]:
+        ids = list(range(self.count))
+        if self.order == "scattered":
+            random.Random(seed).shuffle(ids)
+        return ids
+
+
+def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> None:
+    target = _region(case.layout, case.count)
+    with _host(case) as ask:
+        expected = ask("sums")
+        for kind in ("local", "shm", *(f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked"))):
+            if kind == "local":
+                found = _local(case, target)
+            else:
+                _wipe(target)
+                found = _measured(case, target, _transport(kind, case), ask)
+                assert _sums(target, case.ids(2)) == expected, "bytes were lost on the way"
+            name = f"{kind}_{case.block >> 10}k_{case.order}"
+            peer = raw[int(kind.split("_")[1])] if kind.startswith("tcp") else None
+            report.add(name, [each.rate for each in found], "GB/s", peer=peer, limit=limit)
+            report.add(f"{name}_cpu", [each.cpu for each in found], "s/GB")
+
+
+def _transport(kind: str, case: Case) -> Transport:
+    if kind == "shm":
+        return ShmTransport(case.layout)
+    habits = Habits(streams=int(kind.split("_")[1]), checked=not kind.endswith("unchecked"), crc=case.crc)
+    return TcpTransport(case.layout, habits)
+
+
+def _measured(case: Case, target: Region, transport: Transport, ask: Callable[..., Any]) -> list[Round]:
+    receiver, found, into = Receiver(target, [transport], piece_bytes=case.piece), [], case.ids(2)
+    for _ in range(case.rounds + 1):
+        ticket = Ticket.parsed(ask("publish"))
+        receiver.pair(ticket.peer, time.monotonic() + DEADLINE)
+        theirs = ask("cpu")
+        seconds, ours = _timed(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        receiver.acknowledge(ticket, time.monotonic() + DEADLINE)
+        size = case.count * case.block / 1e9
+        found.append(Round(size / seconds, (ours + ask("cpu") - theirs) / size))
+    receiver.close()
+    return found[1:]  # the first one touches the memory
+
+
+def _local(case: Case, target: Region) -> list[Round]:
+    sender = Sender(_region(case.layout, case.count), "bench")
+    _paint(sender.region)
+    offer(sender, "here")
+    receiver = Receiver(target, [LocalTransport([sender])], piece_bytes=case.piece)
+    found, into = [], case.ids(2)
+    for _ in range(case.rounds + 1):
+        ticket = sender.publish(case.ids(1), LEASE)
+        seconds, cpu = _timed(partial(receiver.pull, ticket, into, time.monotonic() + DEADLINE))
+        size = case.count * case.block / 1e9
+        found.append(Round(size / seconds, cpu / size))
+    return found[1:]
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    began, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def _memcpy(report: Report, total: int, rounds: int) -> float:
+    source, target = np.ones(total, np.uint8), np.zeros(total, np.uint8)
+    times = [_timed(lambda: np.copyto(target, source)) for _ in range(rounds + 1)][1:]
+    report.add("memcpy", [total / 1e9 / seconds for seconds, _ in times], "GB/s")
+    report.add("memcpy_cpu", [cpu / (total / 1e9) for _, cpu in times], "s/GB")
+    return report.results["memcpy"].value
+
+
+def _raw(report: Report, total: int, rounds: int, streams: int) -> float:
+    """Bare sockets: as much as the system moves when nobody asks what it was."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    args = (theirs, listener.getsockname()[1], total // streams, rounds + 1, streams)
+    child = multiprocessing.get_context("spawn").Process(target=_pour, args=args)
+    child.start()
+    socks = [listener.accept()[0] for _ in range(streams)]
+    target, found = memoryview(bytearray(total)), []
+    share = total // streams
+    for _ in range(rounds + 1):
+        before = ours.recv()
+        work = [partial(_drain, sock, target[i * share : (i + 1) * share]) for i, sock in enumerate(socks)]
+        ours.send("go")
+        seconds, cpu = _timed(partial(_together, work))
+        found.append(Round(share * streams / 1e9 / seconds, (cpu + ours.recv() - before) / (share * streams / 1e9)))
+    child.join()
+    for sock in (*socks, listener):
+        sock.close()
+    report.add(f"raw_socket_{streams}", [each.rate for each in found[1:]], "GB/s")
+    report.add(f"raw_socket_{streams}_cpu", [each.cpu for each in found[1:]], "s/GB")
+    return report.results[f"raw_socket_{streams}"].value
+
+
+def _together(work: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _drain(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        view = view[sock.recv_into(view[:CALL], 0, socket.MSG_WAITALL) :]
+
+
+def _pour(pipe: Connection, port: int, share: int, rounds: int, streams: int) -> None:
+    socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
+    view = memoryview(bytearray(os.urandom(1 << 20) * -(-share // (1 << 20))))[:share]
+
+    def send(sock: socket.socket) -> None:
+        for at in range(0, share, CALL):
+            sock.sendall(view[at : at + CALL])
+
+    for _ in range(rounds):
+        pipe.send(time.process_time())
+        pipe.recv()
+        _together([partial(send, sock) for sock in socks])
+        pipe.send(time.process_time())
+
+
+# -- the sending process -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _host(case: Case) -> Iterator[Callable[..., Any]]:
+    """A process that publishes the case's blocks when asked to."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_serve, args=(theirs, case.layout, case.count, case.ids(1)))
+    child.start()
+
+    def ask(what: str) -> Any:
+        ours.send(what)
+        return ours.recv()
+
+    try:
+        yield ask
+    finally:
+        ours.send("stop")
+        child.join()
+
+
+def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int]) -> None:
+    segment = Segment(layout, count)
+    _paint(segment.region)
+    sender = Sender(segment.region, "bench", crc=find_crc(cache_dir().expanduser() / "kernels"))
+    servers = [serve_tcp(sender), serve_shm(sender, segment)]
+    answers: dict[str, Callable[[], Any]] = {
+        "publish": lambda: sender.publish(ids, LEASE).as_dict(),
+        "cpu": time.process_time,
+        "sums": lambda: _sums(segment.region, ids),
+    }
+    while (what := pipe.recv()) != "stop":
+        pipe.send(answers[what]())
+        sender.collect()
+    for server in servers:
+        server.stop()
+
+
+def _region(layout: Layout, blocks: int) -> Region:
+    size = layout.layers * blocks * layout.plane_bytes
+    return Region(layout, [np.zeros(size, np.uint8).data for _ in range(layout.parts)])
+
+
+def _whole(region: Region) -> Piece:
+    return Piece(0, region.layout.layers, 0, region.blocks)
+
+
+def _paint(region: Region) -> None:
+    rng = np.random.default_rng(1)
+    for view in region.views(_whole(region), np.arange(region.blocks)):
+        np.frombuffer(view, np.uint64)[:] = rng.integers(0, 1 << 63, len(view) // 8, dtype=np.uint64)
+
+
+def _wipe(region: Region) -> None:
+    for view in region.views(_whole(region), np.arange(region.blocks)):
+        np.frombuffer(view, np.uint8)[:] = 0
+
+
+def _sums(region: Region, ids: list[int]) -> list[int]:
+    """Of each plane of each block: one that is missing or misplaced shows."""
+    where = np.asarray(ids, np.int64)
+    wholes = (region.views(Piece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))
+    return [int(np.frombuffer(view, np.uint64).sum()) for views in wholes for view in views]

@@ -1,0 +1,116 @@
+"""emberline cluster up: a router and its workers on this machine, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from emberline.core.config import DEFAULT_MODEL, RouterConfig, core_count
+from emberline.core.errors import InvalidRequest
+
+POLL = 0.5  # seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    up = kinds.add_parser("up", help="start all; Ctrl-C stops all")
+    default = RouterConfig()
+    up.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    up.add_argument("--workers", type=int, default=2)
+    up.add_argument("--host", default=default.host, help="of the router; workers stay on this machine")
+    up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
+    up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    up.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    up.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        help="after --: of every worker, as for emberline serve (default: they share the cores of the CPU)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.workers < 1:
+        raise InvalidRequest("there must be at least one worker", param="workers")
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-cluster-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_up(args, logs))
+    return 0
+
+
+async def _up(args: argparse.Namespace, logs: Path) -> None:
+    import secrets
+
+    from emberline.cluster.supervisor import Supervisor, children
+
+    port = args.port or _free_port()
+    url = f"http://{args.host}:{port}"
+    keys = [word for key in args.api_key for word in ("--api-key", key)]
+    router = ["--host", args.host, "--port", str(port), *keys]
+    made = children(router, args.workers, _worker(args, keys), url=url, key=secrets.token_hex(16), logs=logs)
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    supervisor = Supervisor(_say)
+    watching = asyncio.create_task(_watch(url))
+    try:
+        for child in made:
+            await supervisor.start(child)
+        await stopped.wait()
+        _say("cluster", "stops")
+    finally:
+        watching.cancel()
+        await supervisor.stop()
+
+
+def _worker(args: argparse.Namespace, keys: list[str]) -> list[str]:
+    """Its share of the machine, unless the options say otherwise."""
+    options = [word for word in args.options if word != "--"]
+    shared = []
+    if not any(word.startswith(("--threads", "--device")) for word in options):
+        shared = ["--threads", str(max(1, core_count() // args.workers)), "--device", "cpu"]
+    return [args.model, *keys, *shared, *options]
+
+
+async def _watch(url: str) -> None:
+    """Says what the router sees, whenever that changes."""
+    told: dict[str, str] = {}
+    while True:
+        status = await asyncio.to_thread(_status, url)
+        for row in status["workers"] if status else []:
+            line = f"{row['health']}, {', '.join(row['models'])}"
+            if told.get(row["name"]) != line:
+                told[row["name"]] = line
+                _say(row["name"], line)
+        ready = sum(row["health"] == "ready" for row in status["workers"]) if status else 0
+        line = f"{ready} of {len(status['workers'])} workers ready at {url}" if ready else "no worker is ready"
+        if told.get("") != line:
+            told[""] = line
+            _say("cluster", line)
+        await asyncio.sleep(POLL)
+
+
+def _status(url: str) -> Any:
+    try:
+        with urllib.request.urlopen(f"{url}/cluster/status", timeout=5) as reply:
+            return json.load(reply)
+    except (OSError, ValueError):
+        return None  # not yet, or not any more
+
+
+def _say(who: str, what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

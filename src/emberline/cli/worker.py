@@ -1,0 +1,24 @@
+"""emberline worker: `emberline serve` for a router."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from emberline.cli import serve
+from emberline.cluster.card import Role
+from emberline.core.errors import InvalidRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--role", default="both", choices=get_args(Role), help="both: it computes prompts and generates"
+    )
+    serve.add_arguments(parser)
+    parser.set_defaults(port=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.router is None:
+        raise InvalidRequest("a worker needs a router", hint="emberline worker MODEL --router http://HOST:PORT")
+    return serve.run(args)

@@ -1,0 +1,99 @@
+"""Supervisor: processes on this machine that belong together. What dies is started again, after a pause that doubles;
+all are stopped in order, each by its pid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LONGEST_PAUSE = 30.0
+STEADY = 60.0  # seconds: who ran so long is started again at once
+GRACE = 20.0  # seconds to end in peace
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    arguments: list[str]  # of `emberline`
+    log: Path
+    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    pause: float = 0.5
+    keeper: asyncio.Task[None] | None = field(default=None, repr=False)
+
+
+class Supervisor:
+    def __init__(self, say: Callable[[str, str], None]) -> None:
+        self._say = say  # who, what
+        self._children: list[Child] = []
+
+    async def start(self, child: Child) -> None:
+        self._children.append(child)
+        await self._spawn(child)
+        child.keeper = asyncio.create_task(self._keep(child))
+
+    async def stop(self) -> None:
+        """In the order in which they were started: who takes requests first, then who answers them."""
+        for child in self._children:
+            if child.keeper is not None:
+                child.keeper.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await child.keeper
+        for child in self._children:
+            await self._end(child)
+
+    async def _keep(self, child: Child) -> None:
+        while True:
+            assert child.process is not None
+            began = time.monotonic()
+            status = await child.process.wait()
+            child.pause = 0.5 if time.monotonic() - began > STEADY else child.pause
+            self._say(child.name, f"{_ending(status)}; again in {child.pause:g} s, log {child.log}")
+            await asyncio.sleep(child.pause)
+            child.pause = min(2 * child.pause, LONGEST_PAUSE)
+            child.restarts += 1
+            await self._spawn(child)
+
+    async def _spawn(self, child: Child) -> None:
+        # A session of its own: Ctrl-C in the terminal is for us, and we say who goes when.
+        with child.log.open("ab") as out:
+            command = (sys.executable, "-m", "emberline.cli", *child.arguments)
+            child.process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+        self._say(child.name, f"started, pid {child.process.pid}")
+
+    async def _end(self, child: Child) -> None:
+        process = child.process
+        assert process is not None
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                async with asyncio.timeout(GRACE):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        self._say(child.name, "stopped")
+
+
+def _ending(status: int) -> str:
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def children(
+    router: Sequence[str], workers: int, worker: Sequence[str], *, url: str, key: str, logs: Path
+) -> list[Child]:
+    made = [Child("router", ["router", *router, "--cluster-key", key], logs / "router.log")]
+    for i in range(workers):
+        name = f"worker-{i + 1}"
+        own = ["--router", url, "--worker-name", name, "--cluster-key", key]
+        made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log"))
+    return made

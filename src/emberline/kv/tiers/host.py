@@ -1,0 +1,161 @@
+"""HostTier: blocks in main memory, in page-aligned buffers of one area that a device's driver can pin.
+
+A buffer is free, filling or kept. What is filling cannot be found; what is kept and pinned cannot be evicted. So the
+bytes of a buffer never change under someone who reads them. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import TierStats
+from emberline.kv.tiers.base import buffer_size
+from emberline.kv.tiers.policy import policy_of
+
+LEAST = 2  # buffers: one to fill, one to read
+
+
+class HostTier:
+    name = "host"
+
+    def __init__(self, block_bytes: int, memory: int, policy: str = "lru") -> None:
+        self.buffer_bytes = buffer_size(block_bytes)
+        self.capacity = memory // self.buffer_bytes
+        if self.capacity < LEAST:
+            raise InvalidRequest(
+                f"{memory} bytes hold {self.capacity} blocks of {self.buffer_bytes} bytes; at least {LEAST} are needed",
+                param="kv_host_memory",
+                hint="raise --kv-host-memory",
+            )
+        # Pages cost nothing until they are written.
+        self.area = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._filling: dict[bytes, int] = {}
+        self._kept: dict[bytes, int] = {}
+        self._pins: dict[bytes, int] = {}
+        self._policy = policy_of(policy, self.capacity)
+        self._lock = threading.Lock()
+        self._stored = self._loaded = self._evicted = 0
+
+    # -- a buffer's life ---------------------------------------------------------------------------------------------
+
+    def reserve(self, digest: bytes) -> memoryview | None:
+        """A buffer to fill; None if the block is here or on its way, or if nobody may leave for it."""
+        with self._lock:
+            if digest in self._kept or digest in self._filling:
+                return None
+            if not self._free and not self._evict(digest):
+                return None
+            slot = self._filling[digest] = self._free.pop()
+            return self._buffer(slot)
+
+    def publish(self, digest: bytes, *, pin: bool = False) -> None:
+        """It is full now."""
+        with self._lock:
+            self._kept[digest] = self._filling.pop(digest)
+            self._policy.insert(digest)
+            self._stored += 1
+            if pin:
+                self._pins[digest] = 1
+
+    def abandon(self, digest: bytes) -> None:
+        """It could not be filled."""
+        with self._lock:
+            self._free.append(self._filling.pop(digest))
+
+    def pin(self, digest: bytes) -> memoryview | None:
+        """The block, to be read until it is unpinned."""
+        with self._lock:
+            slot = self._kept.get(digest)
+            if slot is None:
+                return None
+            self._policy.touch(digest)
+            self._pins[digest] = self._pins.get(digest, 0) + 1
+            return self._buffer(slot)
+
+    def unpin(self, digest: bytes) -> None:
+        with self._lock:
+            count = self._pins.pop(digest) - 1
+            if count:
+                self._pins[digest] = count
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Here, or on its way."""
+        with self._lock:
+            return digest in self._kept or digest in self._filling
+
+    # -- as a Tier ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        with self._lock:
+            return next((i for i, digest in enumerate(hashes) if digest not in self._kept), len(hashes))
+
+    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        for i, (digest, buffer) in enumerate(zip(hashes, into, strict=True)):
+            kept = self.pin(digest)
+            if kept is None:
+                return i
+            buffer[:] = kept
+            self.unpin(digest)
+            with self._lock:
+                self._loaded += 1
+        return len(hashes)
+
+    def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        count = 0
+        for digest, buffer in zip(hashes, buffers, strict=True):
+            if (mine := self.reserve(digest)) is not None:
+                mine[:] = buffer
+                self.publish(digest)
+                count += 1
+        return count
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Whoever is pinned stays: someone reads it."""
+        with self._lock:
+            for digest in hashes:
+                if digest in self._kept and digest not in self._pins:
+                    self._policy.remove(digest)
+                    self._free.append(self._kept.pop(digest))
+
+    def refresh(self) -> None:
+        """Nobody else reaches it."""
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            return TierStats(
+                blocks=len(self._kept),
+                capacity=self.capacity,
+                loaded_blocks=self._loaded,
+                loaded_bytes=self._loaded * self.buffer_bytes,
+                stored_blocks=self._stored,
+                stored_bytes=self._stored * self.buffer_bytes,
+                evicted_blocks=self._evicted,
+            )
+
+    def check(self) -> None:
+        """Conservation: every buffer is free, filling or kept; only kept ones are pinned."""
+        with self._lock:
+            slots = [*self._free, *self._filling.values(), *self._kept.values()]
+            assert sorted(slots) == list(range(self.capacity))
+            assert self._pins.keys() <= self._kept.keys() and all(count > 0 for count in self._pins.values())
+            assert set(self._policy) == self._kept.keys()
+
+    @property
+    def num_pinned(self) -> int:
+        with self._lock:
+            return len(self._pins) + len(self._filling)
+
+    def _evict(self, incoming: bytes) -> bool:
+        digest = self._policy.evict(incoming, lambda key: key not in self._pins)
+        if digest is None:
+            return False
+        self._free.append(self._kept.pop(digest))
+        self._evicted += 1
+        return True
+
+    def _buffer(self, slot: int) -> memoryview:
+        return self.area[slot * self.buffer_bytes : (slot + 1) * self.buffer_bytes]

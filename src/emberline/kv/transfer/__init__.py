@@ -1,0 +1,1 @@
+"""Moving blocks of keys and values from one cache into another."""

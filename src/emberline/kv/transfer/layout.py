@@ -1,0 +1,72 @@
+"""Layout: how keys and values lie in a cache. Two caches pair if only the size of their blocks differs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+from emberline.kv.transfer.errors import Incompatible
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """In memory, each part is [layers, blocks, heads, tokens, width]. A cache whose tokens hold all heads side by side
+    has one head, as wide as all of them."""
+
+    model: str  # what the numbers mean, as in the root of block hashes
+    layers: int
+    parts: int  # keys and values: 2
+    heads: int
+    tokens: int  # in a block
+    width: int  # bytes of one head of one token
+    dtype: str
+    order: str = sys.byteorder
+
+    @property
+    def plane_bytes(self) -> int:
+        """One part of one layer of a block: what lies in one place."""
+        return self.heads * self.tokens * self.width
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.parts * self.plane_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    @property
+    def digest(self) -> str:
+        """Equal digests pair, if one block size divides the other."""
+        parts = [f"{name}={value}" for name, value in asdict(self).items() if name != "tokens"]
+        return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+    def check_pair(self, other: Layout) -> None:
+        for name in (field.name for field in fields(self) if field.name != "tokens"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise Incompatible(f"the caches differ in {name}: {ours!r} here, {theirs!r} there")
+        small, large = sorted((self.tokens, other.tokens))
+        if large % small:
+            raise Incompatible(
+                f"blocks of {self.tokens} tokens here, of {other.tokens} there",
+                hint="choose block sizes of which one divides the other",
+            )
+
+    def blocks_for(self, count: int, other: Layout) -> int:
+        """How many of our blocks hold `count` of the other's."""
+        return -(-count * other.tokens // self.tokens)
+
+    @staticmethod
+    def parsed(told: Any) -> Layout:
+        try:
+            layout = Layout(**told)
+            numbers = (layout.layers, layout.parts, layout.heads, layout.tokens, layout.width)
+            valid = all(type(number) is int and number > 0 for number in numbers)
+        except TypeError:
+            valid = False
+        if not valid or not all(type(text) is str for text in (layout.model, layout.dtype, layout.order)):
+            raise Incompatible("the peer's layout is malformed", hint="run the same release on both sides")
+        return layout

@@ -1,0 +1,263 @@
+"""StreamLink: a sender reached over stream sockets. Connections are kept open, and opened by the first pairing."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from emberline.kv.transfer.base import Codec, Fetch
+from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
+from emberline.kv.transfer.checksum import Crc, chained
+from emberline.kv.transfer.errors import Corrupted, PeerLost, PeerUnreachable
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.server import DATA, MOST_PULL, generation_mark
+from emberline.kv.transfer.ticket import Peer, Ticket
+
+Dial = Callable[[float], socket.socket]  # within so many seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Habits:
+    """How a receiver speaks over streams."""
+
+    streams: int = 2  # connections that pieces of one pull travel over
+    checked: bool = True  # bytes have a checksum on the wire
+    codecs: Sequence[Codec] = ()
+    patience: float = PATIENCE
+    crc: Crc = zlib.crc32
+
+
+class Crew:
+    """The connections of one fetch: when one fails, all stop."""
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._channels: set[Channel] = set()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def on(self, channel: Channel) -> Iterator[None]:
+        with self._lock:
+            if self.failure is not None:
+                raise PeerLost("another connection of the same pull failed")
+            self._channels.add(channel)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self.failure = self.failure or error
+            for channel in self._channels:
+                channel.stop()
+
+
+class StreamLink:
+    def __init__(self, peer: Peer, layout: Layout, dial: Dial, habits: Habits, deadline: float) -> None:
+        self._peer = peer
+        self._layout = layout  # ours
+        self._dial = dial
+        self._habits = habits
+        self._codec: Codec | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._idle: list[Channel] = []
+        self._all: set[Channel] = set()
+        try:
+            for _ in range(habits.streams):
+                self._give(self._opened(deadline))
+            self._prepare(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self, deadline: float) -> None:
+        """What else a first fetch needs."""
+
+    def state(self, ticket: Ticket, known: int, wait: float, deadline: float) -> Ticket:
+        told = self._ask(Kind.STATE, {"id": ticket.id, "known": known, "wait": wait}, deadline)
+        return Ticket.parsed(told)
+
+    def renew(self, ticket: Ticket, deadline: float) -> None:
+        self._ask(Kind.RENEW, {"id": ticket.id}, deadline)
+
+    def end(self, ticket: Ticket, how: How, deadline: float) -> None:
+        self._ask(Kind.END, {"id": ticket.id, "how": how}, deadline)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            channels = list(self._all)
+            for channel in self._idle:
+                channel.close()
+            self._idle.clear()
+        for channel in channels:
+            channel.stop()
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Over several connections at once, of which the caller's thread serves one."""
+        count = min(self._habits.streams, len(fetch.pieces))
+        if not count:
+            return
+        crew = Crew()
+
+        def work(share: Sequence[Piece]) -> None:
+            try:
+                with self._channel(fetch.deadline) as it, crew.on(it), fetch.progress.stopping(it.stop):
+                    self._stream(it, fetch, share)
+            except BaseException as error:
+                crew.fail(error)
+
+        shares = [fetch.pieces[i::count] for i in range(count)]
+        threads = [threading.Thread(target=work, args=(share,), name="kv-pull", daemon=True) for share in shares[1:]]
+        for thread in threads:
+            thread.start()
+        work(shares[0])
+        for thread in threads:
+            thread.join()
+        fetch.progress.check()
+        if crew.failure is not None:
+            raise crew.failure
+
+    def _stream(self, channel: Channel, fetch: Fetch, pieces: Sequence[Piece]) -> None:
+        transfer, deadline = secrets.randbits(64), fetch.deadline
+        asked = {
+            "id": fetch.ticket.id,
+            "pieces": [dataclasses.astuple(piece) for piece in pieces],
+            "seconds": min(deadline - time.monotonic(), MOST_PULL),
+            "checked": self._habits.checked,
+        }
+        channel.tell(Kind.PULL, transfer, asked, deadline)
+        for piece in pieces:
+            self._land(channel, transfer, fetch, piece)
+            fetch.landed(piece)
+
+    def _land(self, channel: Channel, transfer: int, fetch: Fetch, piece: Piece) -> None:
+        head = _expected(channel.receive(fetch.deadline), Kind.DATA, transfer, channel)
+        *found, mark, length = DATA.unpack(head.body)
+        size = piece.size(self._peer.layout)
+        right = length == size if self._codec is None else length <= 2 * size + 4096
+        if Piece(*found) != piece or not right:
+            raise _broken(channel, "a piece arrived that was not the one due")
+        if mark != generation_mark(fetch.generations[piece.first : piece.last]):
+            raise _broken(channel, "a piece of another generation arrived")
+        straight = fetch.target(piece) if self._codec is None else None
+        views = straight or [channel.staging.room(length)]
+        channel.receive_into(list(views), fetch.deadline)
+        seal = _expected(channel.receive(fetch.deadline), Kind.SEALED, transfer, channel)
+        if self._habits.checked and struct.pack("<I", chained(self._habits.crc, views)) != seal.body:
+            raise _broken(channel, f"{piece} arrived with a wrong checksum")
+        if straight is None:
+            fetch.scatter(piece, self._decoded(views[0], size))
+
+    def _decoded(self, data: memoryview, size: int) -> memoryview:
+        if self._codec is None:
+            return data
+        out = memoryview(bytearray(size))
+        self._codec.decode(data, out)
+        return out
+
+    def _ask(self, kind: Kind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        """Repeated once: requests do no harm twice, and a connection may have died unused."""
+        try:
+            return self._asked(kind, body, deadline)
+        except PeerLost:
+            if self._closed:
+                raise
+            return self._asked(kind, body, deadline)
+
+    def _asked(self, kind: Kind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        with self._channel(deadline) as channel:
+            return self._told(channel, kind, body, deadline)
+
+    def _told(self, channel: Channel, kind: Kind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
+        transfer = secrets.randbits(64)
+        channel.tell(kind, transfer, body, deadline)
+        return _expected(channel.receive(deadline), Kind.OKAY, transfer, channel).read()
+
+    @contextmanager
+    def _channel(self, deadline: float) -> Iterator[Channel]:
+        """An idle connection that still stands, or a new one."""
+        channel = self._take() or self._opened(deadline)
+        try:
+            yield channel
+        finally:
+            self._give(channel)
+
+    def _take(self) -> Channel | None:
+        with self._lock:
+            while self._idle:
+                channel = self._idle.pop()
+                if channel.is_quiet():
+                    return channel
+                self._all.discard(channel)
+                channel.close()
+        return None
+
+    def _give(self, channel: Channel) -> None:
+        with self._lock:
+            if not channel.broken and not self._closed:
+                self._idle.append(channel)
+                return
+            self._all.discard(channel)
+        channel.close()
+
+    def _opened(self, deadline: float) -> Channel:
+        try:
+            left = deadline - time.monotonic()
+            channel = Channel(self._dial(max(0.001, min(left, self._habits.patience))), self._habits.patience)
+        except OSError as error:
+            raise PeerUnreachable(f"{self._peer.name} does not answer: {error}") from error
+        with self._lock:
+            self._all.add(channel)
+        try:
+            self._greet(channel, deadline)
+        except BaseException:
+            channel.broken = True
+            self._give(channel)
+            raise
+        return channel
+
+    def _greet(self, channel: Channel, deadline: float) -> None:
+        transfer = secrets.randbits(64)
+        codecs = {codec.name: codec for codec in self._habits.codecs}
+        told = {
+            "incarnation": self._peer.incarnation,
+            "layout": dataclasses.asdict(self._layout),
+            "codecs": list(codecs),
+        }
+        channel.tell(Kind.HELLO, transfer, told, deadline)
+        answer = _expected(channel.receive(deadline), Kind.WELCOME, transfer, channel).read()
+        if Layout.parsed(answer.get("layout")) != self._peer.layout:
+            raise _broken(channel, "the peer has another layout than its description says")
+        chosen = answer.get("codec")
+        if chosen is not None and chosen not in codecs:
+            raise _broken(channel, "the peer chose a codec that was not offered")
+        self._codec = codecs[chosen] if chosen is not None else None
+
+
+def _expected(message: Message, kind: Kind, transfer: int, channel: Channel) -> Message:
+    if message.transfer != transfer:
+        raise _broken(channel, "an answer to another question arrived")
+    if message.kind == Kind.ERROR:
+        raise message.error()
+    if message.kind != kind:
+        raise _broken(channel, f"a message of kind {message.kind} arrived where {kind.name} was due")
+    return message
+
+
+def _broken(channel: Channel, why: str) -> Corrupted:
+    channel.broken = True
+    return Corrupted(why)

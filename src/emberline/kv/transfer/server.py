@@ -1,0 +1,183 @@
+"""Server: answers receivers for one sender, over any stream socket. Each connection has a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+from emberline.kv.transfer.base import Codec
+from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
+from emberline.kv.transfer.checksum import chained
+from emberline.kv.transfer.errors import BadTransfer, PeerChanged, PeerLost, TransferError
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.lease import How, Lease
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.region import Marks, Staging
+from emberline.kv.transfer.sender import Sender
+
+log = logging.getLogger("emberline.transfer")
+
+DATA = struct.Struct("<IIIIIQ")  # the piece, the CRC-32 of its generations, the bytes that follow
+IDLE = 600.0  # seconds that a connection may stay unused
+MOST_PULL = 3600.0  # seconds for one request
+MOST_WAIT = 10.0  # seconds that a peer may wait for a ticket to grow
+MOST_CONNECTIONS = 256
+
+
+def generation_mark(generations: Marks) -> int:
+    return crc32(generations.tobytes())
+
+
+class Server:
+    def __init__(
+        self, sender: Sender, listener: socket.socket, *, codecs: Sequence[Codec] = (), patience: float = PATIENCE
+    ) -> None:
+        self._sender = sender
+        self._listener = listener
+        self._codecs = {codec.name: codec for codec in codecs}
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._open: dict[Channel, threading.Thread] = {}
+        self._stopping = False
+        self._door = threading.Thread(target=self._accept, name="kv-accept", daemon=True)
+        self._door.start()
+
+    @property
+    def num_open(self) -> int:
+        with self._lock:
+            return len(self._open)
+
+    def stop(self) -> None:
+        """Hangs up on everybody. No thread is left behind."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the one that accepts
+        self._door.join()
+        self._listener.close()
+        with self._lock:
+            visits = list(self._open.items())
+        for channel, _ in visits:
+            channel.stop()
+        for _, thread in visits:
+            thread.join()
+
+    def _accept(self) -> None:
+        while not self._stopping:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._stopping:
+                    log.error("cannot take a connection: %s", error)
+                    time.sleep(0.1)  # out of descriptors, most likely; those who hang up free some
+                continue
+            if self.num_open >= MOST_CONNECTIONS:
+                sock.close()
+                continue
+            channel = Channel(sock, self._patience)
+            thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
+            with self._lock:
+                self._open[channel] = thread
+            thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            codec = self._greet(channel)
+            while not self._stopping:
+                self._answer(channel, self._next(channel), codec)
+        except TransferError as error:
+            if not isinstance(error, PeerLost):  # it left, which is its right
+                self._sender.failed(error.code)
+                log.warning("a transfer connection ended: %s", error)
+        except Exception:
+            log.exception("a transfer connection failed")
+        finally:
+            with self._lock:
+                del self._open[channel]
+            channel.close()
+
+    def _next(self, channel: Channel) -> Message:
+        channel.rest(IDLE)
+        return channel.receive(time.monotonic() + self._patience)
+
+    def _greet(self, channel: Channel) -> Codec | None:
+        soon = time.monotonic() + self._patience
+        hello = channel.receive(soon)
+        try:
+            told, ours = hello.read(), self._sender.peer
+            if hello.kind != Kind.HELLO:
+                raise BadTransfer("a connection begins with a greeting")
+            if told.get("incarnation") != ours.incarnation:
+                raise PeerChanged(f"{ours.name} was started anew", hint="ask the router for its new incarnation")
+            ours.layout.check_pair(Layout.parsed(told.get("layout")))
+            codec = next((self._codecs[name] for name in told.get("codecs", ()) if name in self._codecs), None)
+        except TransferError as error:
+            self._refuse(channel, hello.transfer, error)
+            raise
+        answer = {"layout": dataclasses.asdict(ours.layout), "codec": codec.name if codec else None}
+        channel.tell(Kind.WELCOME, hello.transfer, answer, soon)
+        return codec
+
+    def _answer(self, channel: Channel, asked: Message, codec: Codec | None) -> None:
+        """An error that is not the connection's own is told, and the connection goes on."""
+        try:
+            told = asked.read()
+            if asked.kind == Kind.PULL:
+                self._pull(channel, asked.transfer, told, codec)
+            elif asked.kind == Kind.ATTACH:
+                self._attach(channel, asked.transfer)
+            else:
+                soon = MOST_WAIT + self._patience
+                channel.tell(Kind.OKAY, asked.transfer, self._said(asked.kind, told), time.monotonic() + soon)
+        except (TransferError, KeyError, TypeError, ValueError) as error:
+            if channel.broken:
+                raise
+            known = error if isinstance(error, TransferError) else BadTransfer(f"a malformed request: {error!r}")
+            self._sender.failed(known.code)
+            self._refuse(channel, asked.transfer, known)
+
+    def _said(self, kind: int, told: dict[str, Any]) -> dict[str, Any]:
+        if kind == Kind.STATE:
+            wait = min(float(told["wait"]), MOST_WAIT)
+            return self._sender.state(told["id"], int(told["known"]), wait).as_dict()
+        if kind == Kind.RENEW:
+            self._sender.renew(told["id"])
+        elif kind == Kind.END:
+            self._sender.end(told["id"], How(told["how"]))
+        else:
+            raise BadTransfer(f"nobody here knows requests of kind {kind}")
+        return {}
+
+    def _pull(self, channel: Channel, transfer: int, told: dict[str, Any], codec: Codec | None) -> None:
+        """Each piece as DATA, its bytes straight from the cache, and SEALED once they are known to be whole."""
+        deadline = time.monotonic() + min(float(told["seconds"]), MOST_PULL)
+        for piece in (Piece(*map(int, part)) for part in told["pieces"]):
+            with self._sender.reading(told["id"], piece) as lease:
+                payload = self._payload(piece, lease, channel.staging, codec)
+                mark = generation_mark(lease.generations[piece.first : piece.last])
+                head = DATA.pack(*dataclasses.astuple(piece), mark, sum(map(len, payload)))
+                channel.send(Kind.DATA, transfer, head, deadline, payload)
+                crc = chained(self._sender.crc, payload) if told["checked"] else 0
+            channel.send(Kind.SEALED, transfer, struct.pack("<I", crc), deadline)
+
+    def _payload(self, piece: Piece, lease: Lease, staging: Staging, codec: Codec | None) -> list[memoryview]:
+        region = self._sender.region
+        if codec is None and (views := region.in_place(piece, lease.blocks)):
+            return views
+        room = staging.room(piece.size(region.layout))
+        region.gather(piece, lease.blocks, region.layout, room)
+        return [room if codec is None else memoryview(codec.encode(room))]
+
+    def _attach(self, channel: Channel, transfer: int) -> None:
+        raise BadTransfer("this transport has no memory to share")
+
+    def _refuse(self, channel: Channel, transfer: int, error: TransferError) -> None:
+        told = {"code": error.code, "message": error.message, "hint": error.hint}
+        channel.tell(Kind.ERROR, transfer, told, time.monotonic() + self._patience)

@@ -1,0 +1,167 @@
+"""On one host: the receiver maps the sender's cache, read only, and copies from it. Leases travel over a Unix socket.
+
+The memory is a file without a name, passed from process to process: when the last one dies, it is gone. The generations
+lie in it too, so that a copy can be checked where it is made; what proves it is the lease that lived until after it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from emberline.kv.transfer.base import Fetch
+from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
+from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerLost, PeerUnreachable, TransferTimeout
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.link import Habits, StreamLink
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.region import Region, Staging, move
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.server import Server
+from emberline.kv.transfer.ticket import Peer
+
+CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class Segment:
+    """Memory for a region that other processes can map: its generations, then its parts."""
+
+    def __init__(self, layout: Layout, blocks: int) -> None:
+        self.size = sum(_spans(layout, blocks))
+        self.fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, self.size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # nobody's mapping can fault
+        self.memory = mmap.mmap(self.fd, self.size)
+        self.region = _region(layout, blocks, self.memory)
+
+    def reader(self) -> int:
+        """A descriptor that cannot write."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class ShmServer(Server):
+    def __init__(self, sender: Sender, segment: Segment, listener: socket.socket, patience: float) -> None:
+        self._segment = segment
+        super().__init__(sender, listener, patience=patience)
+
+    def _attach(self, channel: Channel, transfer: int) -> None:
+        told = channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        if CREDENTIALS.unpack(told)[1] != os.getuid():
+            raise BadTransfer("only processes of the same user may map the cache")
+        deadline, fd = time.monotonic() + self._patience, self._segment.reader()
+        try:
+            channel.tell(Kind.OKAY, transfer, {"blocks": self._segment.region.blocks}, deadline)
+            socket.send_fds(channel.socket, [b"\0"], [fd])
+        finally:
+            os.close(fd)
+
+
+def serve_shm(sender: Sender, segment: Segment, address: str | None = None, *, patience: float = PATIENCE) -> ShmServer:
+    """`sender` publishes from the segment's region. `address`: a name without a file, of this host's network."""
+    assert sender.region is segment.region
+    address = address or f"emberline-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + address)
+    listener.listen(128)
+    sender.endpoints["shm"] = address
+    return ShmServer(sender, segment, listener, patience)
+
+
+class ShmLink(StreamLink):
+    def __init__(self, peer: Peer, layout: Layout, habits: Habits, deadline: float) -> None:
+        def dial(seconds: float) -> socket.socket:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.settimeout(seconds)
+            try:
+                sock.connect("\0" + peer.endpoints["shm"])
+            except OSError:
+                sock.close()
+                raise
+            return sock
+
+        super().__init__(peer, layout, dial, habits, deadline)
+
+    def _prepare(self, deadline: float) -> None:
+        self._source = self._mapped(deadline)
+
+    def fetch(self, fetch: Fetch) -> None:
+        ticket, staging, renewed = fetch.ticket, Staging(), time.monotonic()
+        for piece in fetch.pieces:
+            fetch.progress.check()
+            now = time.monotonic()
+            if now >= fetch.deadline:
+                raise TransferTimeout("the deadline passed between two pieces")
+            if now - renewed > ticket.lease / 3:
+                self.renew(ticket, fetch.deadline)
+                renewed = now
+            move(piece, self._source, fetch.blocks, fetch.region, fetch.into, staging)
+            self._check(fetch, piece)
+            fetch.landed(piece)
+
+    def _check(self, fetch: Fetch, piece: Piece) -> None:
+        """After the copy is enough: generations only grow, so what is right now was right before."""
+        part = slice(piece.first, piece.last)
+        if not self._source.holds(fetch.blocks[part], fetch.generations[part]):
+            raise BlockReused("a published block has been given other content")
+
+    def _mapped(self, deadline: float) -> Region:
+        with self._channel(deadline) as channel:
+            blocks, fd = self._attached(channel, deadline)
+        try:
+            size = sum(_spans(self._peer.layout, blocks))
+            if blocks < 1 or size != os.fstat(fd).st_size:
+                raise BadTransfer("the sender's memory is not as large as its blocks")
+            memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise PeerUnreachable(f"the sender's memory cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        return _region(self._peer.layout, blocks, memory)
+
+    def _attached(self, channel: Channel, deadline: float) -> tuple[int, int]:
+        """How many blocks there are, and the descriptor of their memory."""
+        told = self._told(channel, Kind.ATTACH, {}, deadline)
+        try:
+            _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
+            return int(told["blocks"]), fds[0]
+        except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
+            channel.broken = True
+            raise PeerLost(f"the sender did not hand over its memory: {error!r}") from error
+
+
+class ShmTransport:
+    kind = "shm"
+
+    def __init__(self, layout: Layout, habits: Habits | None = None) -> None:
+        self._layout = layout
+        self._habits = habits or Habits(streams=1)
+
+    def connect(self, peer: Peer, deadline: float) -> ShmLink:
+        return ShmLink(peer, self._layout, self._habits, deadline)
+
+
+def _spans(layout: Layout, blocks: int) -> list[int]:
+    """Bytes of the generations and of each part, in whole pages."""
+    sizes = [8 * blocks] + [layout.layers * blocks * layout.plane_bytes] * layout.parts
+    return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+
+
+def _region(layout: Layout, blocks: int, memory: mmap.mmap) -> Region:
+    first, *others = _cuts(memoryview(memory), _spans(layout, blocks))
+    size = layout.layers * blocks * layout.plane_bytes
+    return Region(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * blocks], np.uint64))
+
+
+def _cuts(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:
+    at = 0
+    for size in sizes:
+        yield view[at : at + size]
+        at += size

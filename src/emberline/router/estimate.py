@@ -1,0 +1,30 @@
+"""Estimate: how many tokens a request will cost, from its bytes; corrected by what finished requests report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from emberline.router.ask import Ask
+
+WEIGHT = 0.1  # of the newest report
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Of one model."""
+
+    bytes_per_token: float = 4.0
+    output_tokens: float = 256.0
+
+    def prompt(self, size: int) -> float:
+        return size / self.bytes_per_token
+
+    def output(self, ask: Ask) -> float:
+        return self.output_tokens if ask.most_tokens is None else min(self.output_tokens, ask.most_tokens)
+
+    def correct(self, ask: Ask, prompt_tokens: int | None, output_tokens: int | None) -> None:
+        if prompt_tokens and ask.size:
+            seen = min(max(ask.size / prompt_tokens, 0.25), 64.0)  # a picture is long, a template adds to a short one
+            self.bytes_per_token += WEIGHT * (seen - self.bytes_per_token)
+        if output_tokens:
+            self.output_tokens += WEIGHT * (output_tokens - self.output_tokens)

@@ -1,0 +1,120 @@
+"""choose: which worker gets a request. Pure: no clock, no I/O, the same answer for the same question.
+
+A request costs a worker the tokens it must compute there: less where the beginning of its prompt was seen. Wanted is
+the worker with the least work in front of it, this request included. The request's home, where its session or the
+longest part of its prompt belongs, is given `slack` tokens for free: so far affinity holds, then it yields to load. No
+request is made to queue while another worker could run it at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+
+from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
+from emberline.router.ask import Ask
+from emberline.router.estimate import Estimate
+from emberline.router.worker import Load, Worker
+
+LONGEST_WAIT = 30
+
+
+class Why(Enum):
+    SESSION = "session"  # at home, by its header
+    PREFIX = "prefix"  # at home, by its prompt
+    YIELDED = "yielded"  # its home is too busy
+    AWAY = "away"  # its home is not there
+    LOAD = "load"  # it has no home
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    slack: float = 2048.0  # tokens
+    decode_weight: float = 4.0  # a generated token counts as so many of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    worker: Worker
+    load: Load
+    why: Why
+    known: float  # tokens of the prompt it is thought to have
+
+
+def choose(
+    ask: Ask,
+    workers: Sequence[Worker],
+    known: Mapping[str, int],
+    estimate: Estimate,
+    rules: Rules,
+    now: float,
+    without: Collection[str] = (),
+) -> Decision:
+    """`known`: bytes of the prompt by worker, most first. `without`: workers that were tried already. Raises what the
+    client is to be told if there is none."""
+    there = [worker for worker in workers if worker.takes(ask.model, now)]
+    if not there:
+        raise _nobody(ask, workers)
+    left = [worker for worker in there if worker.id not in without]
+    places = [w for w in left if w.open < w.max_running] or [w for w in left if w.open < w.limit]
+    if not places:
+        raise _full(there)
+    home, why = _home(ask, workers, known, there)
+    rank = _ranks(ask, places)
+
+    def cost(worker: Worker) -> tuple[float, float]:
+        mine = estimate.prompt(max(ask.size - known.get(worker.id, 0), 0))
+        work = worker.prefill + rules.decode_weight * worker.decode + mine
+        return work - (rules.slack if worker is home else 0.0), rank[worker.id]
+
+    best = min(places, key=cost)
+    seen = min(known.get(best.id, 0), ask.size)
+    load = Load(estimate.prompt(ask.size - seen), estimate.output(ask))
+    return Decision(best, load, why if best is home or home is None else Why.YIELDED, estimate.prompt(seen))
+
+
+def _home(
+    ask: Ask, workers: Sequence[Worker], known: Mapping[str, int], there: Sequence[Worker]
+) -> tuple[Worker | None, Why]:
+    if ask.session:
+        # Of all that serve the model, ready or not: a worker that is away for a moment keeps its sessions.
+        serving = [worker for worker in workers if ask.model in worker.models]
+        home = max(serving, key=lambda worker: affinity(ask.session, worker.name))
+        if home in there:
+            return home, Why.SESSION
+        return max(there, key=lambda worker: affinity(ask.session, worker.name)), Why.AWAY
+    by_id = {worker.id: worker for worker in there}
+    for name in known:  # most first
+        if name in by_id:
+            return by_id[name], Why.PREFIX
+    return None, Why.LOAD
+
+
+def affinity(session: str, name: str) -> bytes:
+    """Rendezvous hashing: the worker with the highest is the session's. One that comes or goes moves only its own."""
+    return blake2b(name.encode(), key=blake2b(session.encode(), digest_size=32).digest(), digest_size=8).digest()
+
+
+def _ranks(ask: Ask, workers: Sequence[Worker]) -> dict[str, float]:
+    """The order of equals: another one for every prompt, so that they spread."""
+    key = ask.session or ask.digest.hex()
+    order = sorted(workers, key=lambda worker: (worker.open / worker.max_running, affinity(key, worker.name)))
+    return {worker.id: float(i) for i, worker in enumerate(order)}
+
+
+def _nobody(ask: Ask, workers: Sequence[Worker]) -> Exception:
+    models = sorted({model for worker in workers for model in worker.models})
+    if not models:
+        return EngineUnavailable("no worker has registered", hint="emberline worker MODEL --router URL starts one")
+    if ask.model not in models:
+        hint = f"this router has {', '.join(map(repr, models))}"
+        return ModelNotFound(f"there is no model {ask.model[:200]!r} here", param="model", hint=hint)
+    return EngineUnavailable(f"no worker of {ask.model!r} is ready", hint="retry in a few seconds")
+
+
+def _full(workers: Sequence[Worker]) -> Overloaded:
+    wait = math.ceil(min(worker.seconds_to_a_place for worker in workers))
+    return Overloaded(f"all {len(workers)} workers are full", retry_after=min(max(wait, 1), LONGEST_WAIT))

@@ -1,0 +1,73 @@
+"""Worker: the router's account of one process it may send requests to. Load: what one open request adds to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emberline.router.breaker import Breaker
+
+DURATION_WEIGHT = 0.1
+
+
+@dataclass(slots=True)
+class Load:
+    prefill: float  # tokens still to be computed before the first byte
+    decode: float  # tokens still to be generated
+
+
+@dataclass(slots=True)
+class Worker:
+    id: str  # name and incarnation: a process that was started again has an empty cache
+    name: str
+    models: frozenset[str]
+    max_running: int
+    limit: int  # requests it may have, running and waiting; running first: max_running <= limit
+    breaker: Breaker
+    ready: bool = True  # takes new requests
+    loads: dict[int, Load] = field(default_factory=dict)
+    prefill: float = 0.0  # sums of these
+    decode: float = 0.0
+    seconds: float = 0.0  # a request takes, about
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_running <= self.limit
+
+    @property
+    def open(self) -> int:
+        return len(self.loads)
+
+    def takes(self, model: str, now: float) -> bool:
+        return self.ready and model in self.models and self.breaker.allows(now)
+
+    def began(self, key: int, load: Load, now: float) -> None:
+        assert key not in self.loads
+        self.breaker.began(now)
+        self.loads[key] = load
+        self.prefill += load.prefill
+        self.decode += load.decode
+
+    def prefilled(self, key: int) -> None:
+        load = self.loads[key]
+        self.prefill -= load.prefill
+        load.prefill = 0.0
+
+    def generated(self, key: int, tokens: int) -> None:
+        """More may come than was expected: then nothing more is."""
+        load = self.loads[key]
+        done = min(load.decode, float(tokens))
+        load.decode -= done
+        self.decode -= done
+
+    def ended(self, key: int, seconds: float | None = None) -> None:
+        load = self.loads.pop(key)
+        self.prefill -= load.prefill
+        self.decode -= load.decode
+        if not self.loads:
+            self.prefill = self.decode = 0.0  # sums of floats drift
+        if seconds is not None:
+            self.seconds += (DURATION_WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
+
+    @property
+    def seconds_to_a_place(self) -> float:
+        """Until one of its open requests ends, if they are spread evenly."""
+        return self.seconds / max(self.open, 1)

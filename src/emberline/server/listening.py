@@ -1,0 +1,56 @@
+"""listen: an ASGI application on a socket, until a signal says stop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from emberline.core.errors import InvalidRequest
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as e:
+        listener.close()
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {e}", hint="choose another --port") from e
+    return listener
+
+
+async def listen(
+    app: Any,
+    listener: socket.socket,
+    ready: Callable[[], None],
+    leaving: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """`ready` is called when connections are taken, `leaving` before they no longer are."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            ready()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if leaving is not None:
+                await leaving()
+            await super().shutdown(sockets)
+
+    settings = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=10,
+    )
+    await Server(settings).serve([listener])

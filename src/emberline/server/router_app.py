@@ -1,0 +1,225 @@
+"""The router's HTTP face: what workers offer together, what they say to us, and how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.api.openai import models
+from emberline.cluster.card import Beat, Card, Welcome
+from emberline.cluster.membership import Health
+from emberline.core.clock import Clock
+from emberline.core.config import RouterConfig
+from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
+from emberline.router.ask import Ask
+from emberline.router.upstream import Upstream
+from emberline.server.dispatch import Dispatch
+from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from emberline.server.metrics import Replies, exposition
+from emberline.server.pages import Page
+from emberline.server.relay import Relay
+from emberline.server.router_metrics import Seen, status
+
+log = logging.getLogger("emberline.router")
+
+PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+           "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
+SESSION = "x-session-affinity"
+TICK = 0.25  # seconds
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+class Leaving(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    incarnation: str
+
+
+class Draining(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    on: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    handler: Callable[[Exchange], Awaitable[None]]
+    method: str = "POST"
+    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
+
+
+class RouterApp:
+    def __init__(self, config: RouterConfig, upstream: Upstream, clock: Clock, pages: dict[str, Page]) -> None:
+        self._config = config
+        self._clock = clock
+        self.dispatch = Dispatch(config, clock)
+        self._relay = Relay(self.dispatch, upstream, attempts=config.attempts, timeout=config.request_timeout)
+        self._replies = Replies()
+        self._pages = pages
+        self._began = int(time.time())
+        self._routes = {
+            **{path: Route(self._proxy) for path in PROXIED},
+            "/v1/models": Route(self._models, "GET"),
+            "/cluster/register": Route(self._register, needs="cluster"),
+            "/cluster/beat": Route(self._beat, needs="cluster"),
+            "/cluster/leave": Route(self._leave, needs="cluster"),
+            "/cluster/drain": Route(self._drain, needs="cluster"),
+            "/cluster/status": Route(self._status, "GET", "nothing"),
+            "/health": Route(self._ready, "GET", "nothing"),
+            "/health/live": Route(self._live, "GET", "nothing"),
+            "/health/ready": Route(self._ready, "GET", "nothing"),
+            "/metrics": Route(self._scrape, "GET", "nothing"),
+        }
+
+    async def tick(self) -> None:
+        """For as long as the router runs."""
+        while True:
+            await asyncio.sleep(TICK)
+            try:
+                self.dispatch.tick()
+            except Exception:
+                log.exception("looking after workers")  # and again the next time: nobody else does it
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        x = Exchange(scope, receive, send)
+        known = x.path if x.path in self._routes else "other"
+        try:
+            await self._dispatched(x)
+        except ClientGone:
+            x.note["client"] = "gone"
+        except Exception as e:
+            if not isinstance(e, EmberlineError | TimeoutError):
+                log.exception("%s %s", x.method, x.path)
+            if x.status is not None:
+                log.warning("%s cut off: %s", x.path, e)
+            else:
+                await self._refuse(x, e)
+        self._replies.replied(known, x.status or (499 if "client" in x.note else 500))
+        log.debug("%s %s %s %s", x.method, x.path, x.status, x.note)
+
+    async def _refuse(self, x: Exchange, error: Exception) -> None:
+        reply = (anthropic_error if x.path.startswith("/v1/messages") else openai_error)(error)
+        allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
+        await x.json(reply.body, reply.status, {**reply.headers, **allow})
+
+    async def _dispatched(self, x: Exchange) -> None:
+        if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
+            await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
+            return
+        route = Route(self._model, "GET") if x.path.startswith("/v1/models/") else self._routes.get(x.path)
+        if route is None:
+            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/v1/models lists what is served")
+        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
+            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
+        if route.needs == "key" and self._config.api_keys:
+            _authorize(x, self._config.api_keys)
+        if route.needs == "cluster":
+            self._admit(x)
+        await route.handler(x)
+
+    def _admit(self, x: Exchange) -> None:
+        """Who registers a worker sees what clients write: that takes the cluster's key or, without one, to be on this
+        machine, and not to be a page in its browser."""
+        if self._config.cluster_key is not None:
+            _authorize(x, (self._config.cluster_key,))
+        elif not _is_local(x.client) or x.header("origin"):
+            raise Unauthorized("workers elsewhere need a key", hint="start router and workers with --cluster-key")
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    async def _proxy(self, x: Exchange) -> None:
+        body = await x.body(self._config.max_body)
+        ask = Ask.read(body, x.header(SESSION))
+        await x.while_connected(self._relay.run(x, ask, body))
+
+    async def _models(self, x: Exchange) -> None:
+        await x.json(models.list_models(self._served()))
+
+    async def _model(self, x: Exchange) -> None:
+        await x.json(models.retrieve_model(self._served(), x.path.removeprefix("/v1/models/")))
+
+    def _served(self) -> list[models.ServedModel]:
+        """Of workers that are there; what several have is as long as the shortest of them."""
+        contexts: dict[str, int] = {}
+        for _, member, health in self._seen():
+            if health is not Health.LOST:
+                for model in member.card.models:
+                    contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
+        return [models.ServedModel(name, self._began, context) for name, context in sorted(contexts.items())]
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    async def _register(self, x: Exchange) -> None:
+        self.dispatch.register(await self._read(x, Card))
+        await x.json(Welcome(self._config.beat_seconds))
+
+    async def _beat(self, x: Exchange) -> None:
+        self.dispatch.beat(await self._read(x, Beat))
+        await x.json({})
+
+    async def _leave(self, x: Exchange) -> None:
+        leaving = await self._read(x, Leaving)
+        self.dispatch.leave(leaving.name, leaving.incarnation)
+        await x.json({})
+
+    async def _drain(self, x: Exchange) -> None:
+        draining = await self._read(x, Draining)
+        self.dispatch.drain(draining.name, draining.on)
+        await x.json({})
+
+    async def _read(self, x: Exchange, kind: type[Struct]) -> Struct:
+        try:
+            return msgspec.json.decode(await x.body(1 << 20), type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise InvalidRequest(str(e)) from e
+
+    # -- how it goes ---------------------------------------------------------------------------------------------------
+
+    def _seen(self) -> list[Seen]:
+        seen = []
+        for worker in sorted(self.dispatch.workers.values(), key=lambda worker: worker.name):
+            member = self.dispatch.membership.get(worker.name)
+            assert member is not None
+            seen.append((worker, member, self.dispatch.health(worker)))
+        return seen
+
+    async def _status(self, x: Exchange) -> None:
+        body = status(self._seen(), self.dispatch.metrics, self._clock.now())
+        await x.json({**body, "open_requests": self.dispatch.num_open, "uptime_seconds": time.time() - self._began})
+
+    async def _live(self, x: Exchange) -> None:
+        await x.json({"status": "live"})
+
+    async def _ready(self, x: Exchange) -> None:
+        workers = {worker.name: health.value for worker, _, health in self._seen()}
+        ready = "ready" in workers.values()
+        body = {"status": "ready" if ready else "waiting for workers", "workers": workers}
+        await x.json(body, 200 if ready else 503)
+
+    async def _scrape(self, x: Exchange) -> None:
+        families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes))
+        text = exposition([*families, self._replies.family()])
+        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _authorize(x: Exchange, keys: tuple[str, ...]) -> None:
+    given = x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
+    # All are compared, in constant time each, so that timing tells nothing about them.
+    if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
+        raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
+
+
+def _is_local(client: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(client).is_loopback
+    return False

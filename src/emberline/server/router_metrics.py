@@ -1,0 +1,118 @@
+"""RouterMetrics: what the router counts, for Prometheus and for its status page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from emberline.cluster.membership import Health, Member
+from emberline.router.policy import Decision
+from emberline.router.worker import Worker
+from emberline.server.metrics import SECONDS, Family, Histogram
+
+Seen = tuple[Worker, Member, Health]
+
+
+class RouterMetrics:
+    def __init__(self) -> None:
+        self.decisions: Counter[str] = Counter()
+        self.retries: Counter[str] = Counter()
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # worker, how it ended
+        self.refused = 0  # for want of a place anywhere
+        self.broken = 0  # after their first byte
+        self.known_tokens = 0.0  # of prompts, thought to be at the worker chosen
+        self.prompt_tokens = 0.0  # of prompts, estimated
+        self._first = Histogram("emberline:router_first_byte_seconds", "From sending to a reply's first byte.", SECONDS)
+        self._whole = Histogram("emberline:router_request_seconds", "From sending to a reply's end.", SECONDS)
+
+    def decided(self, decision: Decision) -> None:
+        self.decisions[decision.why.value] += 1
+        self.known_tokens += decision.known
+        self.prompt_tokens += decision.known + decision.load.prefill
+
+    def closed(self, worker: str, outcome: str, seconds: float, first: float | None) -> None:
+        self.outcomes[worker, outcome] += 1
+        self._first.observe(first)
+        if outcome == "answered":
+            self._whole.observe(seconds)
+
+    def families(self, seen: Sequence[Seen], prefixes: int) -> Iterator[Family]:
+        yield from _gauges(seen)
+        for name, help_, labels, counts in (
+            ("requests", "Requests by worker and ending.", ("worker", "outcome"), self.outcomes),
+            ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
+            ("retries", "Requests tried elsewhere, by reason.", ("reason",), _single(self.retries)),
+        ):
+            samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
+            yield Family.of(f"emberline:router_{name}_total", help_, "counter", samples)
+        for name, help_, counter in (
+            ("refused", "Requests refused because all workers were full.", self.refused),
+            ("broken", "Replies that broke after their first byte.", self.broken),
+            ("prompt_tokens", "Prompt tokens routed, estimated.", self.prompt_tokens),
+            ("known_prompt_tokens", "Of these, thought to be in the chosen worker's cache.", self.known_tokens),
+        ):
+            full = f"emberline:router_{name}_total"
+            yield Family(full, help_, "counter", [f"{full} {counter}"])
+        size = f"emberline:router_prefixes {prefixes}"
+        yield Family("emberline:router_prefixes", "Beginnings of prompts remembered.", "gauge", [size])
+        yield self._first.family('at="router"')
+        yield self._whole.family('at="router"')
+
+
+def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float) -> dict[str, Any]:
+    """For the status page, and for whoever drains a worker."""
+    return {
+        "workers": [_row(worker, member, health, metrics, now) for worker, member, health in seen],
+        "decisions": dict(metrics.decisions),
+        "retries": dict(metrics.retries),
+        "refused": metrics.refused,
+        "broken": metrics.broken,
+    }
+
+
+def _row(worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float) -> dict[str, Any]:
+    beat = member.beat
+    return {
+        "name": worker.name,
+        "incarnation": member.card.incarnation,
+        "role": member.card.role,
+        "models": sorted(worker.models),
+        "health": health.value,
+        "breaker": worker.breaker.state,
+        "open": worker.open,
+        "max_running": worker.max_running,
+        "limit": worker.limit,
+        "prefill_tokens": round(worker.prefill),
+        "decode_tokens": round(worker.decode),
+        "answered": metrics.outcomes[worker.name, "answered"],
+        "failed": metrics.outcomes[worker.name, "failed"],
+        "left": metrics.outcomes[worker.name, "left"],
+        "seconds_since_beat": round(now - member.heard, 2),
+        "uptime_seconds": round(now - member.joined, 1),
+        **{name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("name", "incarnation")},
+    }
+
+
+def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
+    for name, help_, values in (
+        ("ready", "1 when it takes requests.", [int(health is Health.READY) for _, _, health in seen]),
+        ("open", "Requests open at it.", [worker.open for worker, _, _ in seen]),
+        ("prefill_tokens", "Prompt tokens in flight, estimated.", [worker.prefill for worker, _, _ in seen]),
+        ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode for worker, _, _ in seen]),
+        ("breaker_open", "1 while its breaker is not closed.", [int(w.breaker.state != "closed") for w, _, _ in seen]),
+        ("kv_usage", "Share of its KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
+        ("prefix_queries", "Prompt tokens it looked up.", [member.beat.prefix_queries for _, member, _ in seen]),
+        ("prefix_hits", "Of these, found in its cache.", [member.beat.prefix_hits for _, member, _ in seen]),
+    ):
+        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
+        yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
+
+
+def _single(counts: Counter[str]) -> dict[tuple[str, ...], int]:
+    return {(key,): count for key, count in counts.items()}
+
+
+def _labels(names: Sequence[str], values: Sequence[str]) -> str:
+    escaped = (value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for value in values)
+    return ",".join(f'{name}="{value}"' for name, value in zip(names, escaped, strict=True))

@@ -1,0 +1,28 @@
+"""route: a router process from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from emberline.core.clock import SystemClock
+from emberline.core.config import RouterConfig
+from emberline.router.upstream import Upstream
+from emberline.server.listening import bind, listen
+from emberline.server.pages import load_pages
+from emberline.server.router_app import RouterApp
+
+log = logging.getLogger("emberline.router")
+
+
+async def route(config: RouterConfig) -> None:
+    """Runs until told to stop by a signal."""
+    listener = bind(config.host, config.port)
+    port = listener.getsockname()[1]
+    async with Upstream() as upstream:
+        app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"))
+        ticking = asyncio.create_task(app.tick())
+        try:
+            await listen(app, listener, lambda: log.info("router at http://%s:%d", config.host, port))
+        finally:
+            ticking.cancel()

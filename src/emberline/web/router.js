@@ -1,0 +1,160 @@
+/** The router's page: asks for its status once a second; draws the last minute, a card for each worker, and counts. */
+
+import { Chart, WINDOW } from "./chart.js";
+import { element } from "./dom.js";
+
+const PERIOD = 1000; // ms
+const $ = (id) => document.getElementById(id);
+
+const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value.toFixed(0));
+const percent = (value) => `${(100 * value).toFixed(0)}%`;
+const sum = (workers, name) => workers.reduce((total, worker) => total + worker[name], 0);
+const ratio = (part, all) => (all > 0 ? part / all : null);
+
+const COUNTS = [
+  ["session", "kept by header"],
+  ["prefix", "kept by prompt"],
+  ["yielded", "yielded to load"],
+  ["away", "home was away"],
+  ["load", "by load alone"],
+];
+
+class Page {
+  constructor() {
+    this.samples = [];
+    this.cards = new Map();
+    const one = (title, format, value, tone, label, more = {}) => new Chart({ title, format, series: [{ label, tone, value }], ...more });
+    this.charts = [
+      one("Requests", whole, (s) => s.rate, "ember", "/s"),
+      new Chart({
+        title: "Tokens in flight",
+        format: whole,
+        series: [
+          { label: "prompt", tone: "sky", value: (s) => s.prefill },
+          { label: "to write", tone: "ember", value: (s) => s.decode },
+        ],
+      }),
+      one("Generated", whole, (s) => s.generated, "ember", "tok/s"),
+      one("Cache hits", percent, (s) => s.hits, "sage", "of prompts", { max: 1 }),
+      one("Errors", whole, (s) => s.errors, "sand", "/s"),
+    ];
+    $("charts").append(...this.charts.map((chart) => chart.node));
+  }
+
+  async run() {
+    for (;;) {
+      if (!document.hidden) await this.poll();
+      await new Promise((wake) => setTimeout(wake, PERIOD));
+    }
+  }
+
+  async poll() {
+    let status = null;
+    try {
+      const reply = await fetch("cluster/status");
+      if (reply.ok) status = await reply.json();
+    } catch {
+      // shown as offline below
+    }
+    const now = performance.now();
+    this.samples = this.samples.filter(({ time }) => time > now - WINDOW);
+    this.samples.push({ time: now, ...(status && this.measure(status, now)) });
+    for (const chart of this.charts) chart.draw(this.samples, now);
+    this.show(status);
+  }
+
+  /** Gauges, and rates from differences of counters: null where they cannot be known, and never below zero when a worker
+      that was started again counts from the beginning. */
+  measure({ workers, refused, broken }, now) {
+    const counters = {
+      answered: sum(workers, "answered"),
+      tokens: sum(workers, "generated_tokens"),
+      failures: sum(workers, "failed") + refused + broken,
+      queries: sum(workers, "prefix_queries"),
+      found: sum(workers, "prefix_hits"),
+    };
+    const known = this.samples.filter((s) => s.answered !== undefined);
+    const last = known.at(-1);
+    const rate = (name) => (last ? Math.max(0, (1000 * (counters[name] - last[name])) / (now - last.time)) : null);
+    const first = known[0];
+    const hits = first ? ratio(counters.found - first.found, counters.queries - first.queries) : null;
+    return {
+      ...counters,
+      rate: rate("answered"),
+      generated: rate("tokens"),
+      errors: rate("failures"),
+      hits: hits === null ? null : Math.min(1, Math.max(0, hits)),
+      prefill: sum(workers, "prefill_tokens"),
+      decode: sum(workers, "decode_tokens"),
+    };
+  }
+
+  show(status) {
+    const ready = status ? status.workers.filter((worker) => worker.health === "ready").length : 0;
+    $("state").dataset.state = !status ? "offline" : ready ? "ready" : "waiting";
+    $("state").textContent = !status ? "the router does not answer" : `${ready} of ${status.workers.length} ready`;
+    document.documentElement.dataset.busy = String(Boolean(status?.open_requests));
+    document.documentElement.style.setProperty("--heat", status?.open_requests ? 1 : 0);
+    if (!status) return;
+    $("facts").textContent = `${status.open_requests} requests open`;
+    $("empty").hidden = status.workers.length > 0;
+    this.showWorkers(status.workers);
+    const counts = COUNTS.map(([name, label]) => fact(label, status.decisions[name] ?? 0));
+    const retried = Object.values(status.retries).reduce((total, count) => total + count, 0);
+    counts.push(fact("tried elsewhere", retried), fact("refused, full", status.refused), fact("broken off", status.broken, status.broken > 0));
+    $("counts").replaceChildren(...counts.flat());
+  }
+
+  showWorkers(workers) {
+    const names = new Set(workers.map(({ name }) => name));
+    for (const [name, card] of this.cards) {
+      if (!names.has(name)) card.node.remove(), this.cards.delete(name);
+    }
+    for (const worker of workers) {
+      if (!this.cards.has(worker.name)) {
+        this.cards.set(worker.name, new Card());
+        $("workers").append(this.cards.get(worker.name).node);
+      }
+      this.cards.get(worker.name).show(worker);
+    }
+  }
+}
+
+class Card {
+  constructor() {
+    this.name = element("h3");
+    this.health = element("span", { className: "health" });
+    this.models = element("p", { className: "models" });
+    this.level = element("i");
+    this.facts = element("dl");
+    const head = element("header", {}, this.name, this.health);
+    this.node = element("li", { className: "worker" }, head, this.models, element("div", { className: "fill" }, this.level), this.facts);
+  }
+
+  show(worker) {
+    this.node.dataset.name = worker.name;
+    this.node.dataset.health = worker.health;
+    this.name.textContent = worker.name;
+    this.health.textContent = worker.breaker === "closed" ? worker.health : `${worker.health}, breaker ${worker.breaker}`;
+    this.models.textContent = worker.models.join(", ");
+    this.level.style.width = percent(Math.min(1, worker.open / worker.max_running));
+    const hits = ratio(worker.prefix_hits, worker.prefix_queries);
+    this.facts.replaceChildren(
+      ...[
+        fact("requests", `${worker.open} of ${worker.max_running}`),
+        fact("prompt tokens", whole(worker.prefill_tokens)),
+        fact("tokens to write", whole(worker.decode_tokens)),
+        fact("cache in use", percent(worker.kv_usage)),
+        fact("cache hits", hits === null ? "–" : percent(hits)),
+        fact("answered", worker.answered),
+        fact("failed", worker.failed, worker.failed > 0),
+        fact("last beat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
+      ].flat(),
+    );
+  }
+}
+
+const fact = (label, value, bad = false) =>
+  element("div", {}, element("dt", {}, label), element("dd", { className: bad ? "bad" : "" }, String(value)));
+
+new Page().run();

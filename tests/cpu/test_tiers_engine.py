@@ -1,0 +1,299 @@
+"""Greedy tokens and log-probabilities are the same to the bit after a round trip through host memory or a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import EngineConfig, SchedulerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output, TierStats
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority, Status, Submission
+from emberline.engine.boot import boot, gpu_settings
+from emberline.engine.engine import Engine
+from emberline.engine.runner import TorchRunner
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.tiers.disk import DiskTier
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.models.decoder import Decoder
+from emberline.models.loader import load
+
+BLOCK = 8
+OUT = 6
+Folded = dict[tuple[str, int], tuple[list[int], list[float], int]]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param]), "bfloat16")
+
+
+class House:
+    """An engine above its tiers. Files are read and written when the test says so, or by threads."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        disk: Path | None = None,
+        *,
+        host: int = 64,
+        blocks: int = 12,
+        running: int = 4,
+        threads: bool = False,
+        clock: ManualClock | None = None,
+    ) -> None:
+        c = model.config
+        shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
+        runner = TorchRunner(model, KVCache(shape, blocks), frozenset())
+        below = [DiskTier(disk, runner.layout, shape.block_bytes, 1 << 24, clock=clock)] if disk is not None else []
+        self.host = HostTier(shape.block_bytes, host * 4096 * -(-shape.block_bytes // 4096))
+        self.tiers = TierStack(self.host, below, clock=clock, threads=threads)
+        self.threads = threads
+        config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=64, max_running=running, max_context=64)
+        self.engine = Engine(config, runner, clock, self.tiers)
+
+    def run(self, *submissions: Submission) -> Folded:
+        for submission in submissions:
+            self.engine.add(submission)
+        return fold(self.finish())
+
+    def finish(self) -> list[Output]:
+        outputs: list[Output] = []
+        for _ in range(10_000):
+            outputs += self.engine.step()
+            self.engine.kv.check()
+            if not self.threads:
+                self.tiers.read_next()
+            if self.engine.idle:
+                break
+        assert self.engine.idle
+        self.flush()
+        self.host.check()
+        assert self.host.num_pinned == 0
+        return outputs
+
+    def flush(self) -> None:
+        if self.threads:
+            assert self.tiers.flush(10.0)
+        while not self.threads and self.tiers.write_next():
+            pass
+
+    def stats(self) -> dict[str, TierStats]:
+        return self.engine.stats().tiers
+
+
+def fold(outputs: list[Output]) -> Folded:
+    folded: Folded = {}
+    for o in outputs:
+        tokens, logprobs, cached = folded.get((o.id, o.index), ([], [], 0))
+        logprobs = logprobs + [p.logprob for p in o.logprobs]
+        folded[o.id, o.index] = (tokens + o.tokens, logprobs, cached + o.cached_tokens)
+    return folded
+
+
+def prompt(seed: int, length: int = 41) -> list[int]:
+    return torch.randint(3, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def ask(seed: int, name: str = "r", /, **params: object) -> Submission:
+    wishes = {"max_tokens": OUT, "temperature": 0.0, "logprobs": 0, **params}
+    return Submission(name, prompt(seed), SamplingParams(**wishes))  # type: ignore[arg-type]
+
+
+def others(house: House) -> None:
+    """Requests that push everything else out of the main cache."""
+    for seed in (100, 101, 102):
+        house.run(ask(seed))
+    house.engine.kv.check()
+
+
+def same(got: Folded, expected: Folded, cached: int) -> None:
+    assert {key: value[:2] for key, value in got.items()} == {key: value[:2] for key, value in expected.items()}
+    assert {value[2] for value in got.values()} == {cached}
+
+
+@pytest.fixture
+def fresh(model: Decoder) -> Folded:
+    """What an engine that has seen nothing says."""
+    return House(model).run(ask(1))
+
+
+def test_back_from_host_memory(model: Decoder, fresh: Folded) -> None:
+    house = House(model)
+    same(house.run(ask(1)), fresh, cached=0)
+    others(house)
+    same(house.run(ask(1)), fresh, cached=40)
+    assert house.stats()["host"].hit_tokens == 40
+    assert house.engine.kv.hits == 0, "the main cache had forgotten it"
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("host", [2, 3, 64])
+def test_back_from_disk_after_a_restart(
+    model: Decoder, fresh: Folded, tmp_path: Path, threads: bool, host: int
+) -> None:
+    before = House(model, tmp_path, threads=threads)
+    before.run(ask(1))
+    before.tiers.close()
+    after = House(model, tmp_path, host=host, threads=threads)  # few buffers are enough, if need be one after the other
+    same(after.run(ask(1)), fresh, cached=40)
+    assert after.stats()["disk"].hit_tokens == 40
+    if host == 64:
+        others(after)
+        same(after.run(ask(1)), fresh, cached=40)
+        assert after.stats()["host"].hit_tokens == 40, "promoted"
+        assert after.stats()["disk"].loaded_blocks == 5
+    after.tiers.close()
+
+
+@pytest.mark.parametrize("position", [0, 10, 30, 66, 4095, 4096, 5000, -1])
+def test_a_corrupted_file_in_between_is_computed(model: Decoder, fresh: Folded, tmp_path: Path, position: int) -> None:
+    before = House(model, tmp_path)
+    before.run(ask(1))
+    house = House(model, tmp_path)
+    request_hashes = hashes(house, ask(1))
+    victim = next(tmp_path.glob(f"*/*/{request_hashes[2].hex()}"))
+    data = bytearray(victim.read_bytes())
+    data[position] ^= 0x10
+    victim.write_bytes(data)
+    harmless = 68 <= position < 4096  # the rest of the page says nothing
+    same(house.run(ask(1)), fresh, cached=40 if harmless else 16)
+    assert house.stats()["disk"].damaged_blocks == (not harmless)
+    again = House(model, tmp_path)
+    same(again.run(ask(1)), fresh, cached=40)  # written anew
+
+
+def hashes(house: House, submission: Submission) -> list[bytes]:
+    """Of a prompt's blocks, as an engine has them."""
+    house.engine.add(submission)
+    request = house.engine.scheduler.requests[f"{submission.id}#0"]
+    found = house.engine.kv._shareable(request)
+    house.engine.abort(submission.id)
+    house.run()
+    return found
+
+
+def test_another_tenant_and_another_model_find_nothing(model: Decoder, tmp_path: Path) -> None:
+    House(model, tmp_path).run(ask(1))
+    house = House(model, tmp_path)
+    submission = ask(1)
+    stranger = Submission("r", submission.prompt, submission.params, salt="other")
+    assert {cached for *_, cached in house.run(stranger).values()} == {0}
+    other = load(tiny.write(tmp_path / "model", "llama", seed=7), "bfloat16")
+    assert {cached for *_, cached in House(other, tmp_path).run(ask(1)).values()} == {0}
+
+
+def test_several_completions_share_one_load(model: Decoder, tmp_path: Path) -> None:
+    wish = {"n": 3, "temperature": 1.0, "seed": 5}
+    expected = House(model, blocks=40).run(ask(1, **wish))
+    House(model, tmp_path).run(ask(1))
+    house = House(model, tmp_path, blocks=40)
+    got = house.run(ask(1, **wish))
+    same(got, expected, cached=40)
+    assert house.stats()["disk"].loaded_blocks == 5
+
+
+def test_preempted_requests_come_back_from_tiers(model: Decoder, tmp_path: Path) -> None:
+    expected: Folded = {}
+    for seed in range(4):
+        expected |= House(model, blocks=40).run(ask(seed, f"r{seed}", max_tokens=20))
+    house = House(model, tmp_path, blocks=14)
+    first, *rest = (ask(seed, f"r{seed}", max_tokens=20) for seed in range(4))
+    house.engine.add(replace(first, priority=Priority.BATCH))
+    outputs = [o for _ in range(4) for o in house.engine.step()]
+    for submission in rest:  # these go first, and need all the room there is
+        house.engine.add(submission)
+    got = fold([*outputs, *house.finish()])
+    assert house.engine.scheduler.preemptions > 0
+    assert {key: value[:2] for key, value in got.items()} == {key: value[:2] for key, value in expected.items()}
+    assert house.stats()["host"].hit_tokens > 0
+
+
+def test_abort_while_loading(model: Decoder, fresh: Folded, tmp_path: Path) -> None:
+    House(model, tmp_path).run(ask(1))
+    house = House(model, tmp_path)
+    house.engine.add(ask(1))
+    house.engine.step()
+    assert house.engine.scheduler.num_loading == 1
+    house.tiers.read_next()
+    house.tiers.read_next()
+    house.engine.abort("r")
+    assert house.engine.scheduler.num_loading == 0 and house.engine.kv.num_free == house.engine.kv.total
+    assert not house.tiers.read_next()
+    house.run()
+    same(house.run(ask(1)), fresh, cached=40)
+
+
+def test_others_overtake_and_who_waits_too_long_computes(model: Decoder, fresh: Folded, tmp_path: Path) -> None:
+    House(model, tmp_path).run(ask(1))
+    clock = ManualClock()
+    house = House(model, tmp_path, blocks=24, clock=clock)
+    house.engine.add(ask(1))
+    house.engine.add(ask(2, "quick"))
+    outputs: list[Output] = []
+    for _ in range(20):  # the disk says nothing all the while, but for the first block
+        outputs += house.engine.step()
+        if house.tiers.stats()["disk"].loaded_blocks == 0:
+            house.tiers.read_next()
+    assert {o.id for o in outputs} == {"quick"} and outputs[-1].finish is not None
+    assert house.engine.scheduler.requests["r#0"].status is Status.LOADING
+    clock.advance(5.0)
+    for _ in range(20):
+        outputs += house.engine.step()
+    assert house.engine.idle
+    house.flush()
+    assert house.host.num_pinned == 0
+    same({k: v for k, v in fold(outputs).items() if k[0] == "r"}, fresh, cached=8)
+
+
+def test_scored_prompts_are_computed(model: Decoder, tmp_path: Path) -> None:
+    House(model, tmp_path).run(ask(1))
+    house = House(model, tmp_path)
+    assert {cached for *_, cached in house.run(ask(1, prompt_logprobs=1)).values()} == {0}
+    assert house.stats()["disk"].hit_tokens == 0
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Iterator[Path]:
+    yield tiny.write(tmp_path / "checkpoint", "llama")
+
+
+def test_settings_become_tiers(checkpoint: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "kv"
+    config = EngineConfig(
+        str(checkpoint), device="cpu", block_size=8, kv_memory=1 << 16, kv_disk=str(disk), kv_disk_size=1 << 22
+    )
+    first = boot(config).engine
+    first.add(ask(1))
+    while not first.idle:
+        first.step()
+    first.close()
+    second = boot(config).engine
+    second.add(ask(1))
+    outputs: list[Output] = []
+    while not second.idle:
+        outputs += second.step()
+    second.close()
+    assert sum(o.cached_tokens for o in outputs) == 40
+    assert second.stats().tiers["disk"].hit_tokens == 40
+
+
+def test_settings_that_cannot_be_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="need each other"):
+        EngineConfig("", kv_disk="/x")
+    with pytest.raises(InvalidRequest, match="prefix cache"):
+        EngineConfig("", kv_host_memory=1 << 20, prefix_cache=False)
+    with pytest.raises(InvalidRequest, match="on the CPU"):
+        gpu_settings(EngineConfig("", kv_host_memory=1 << 20))
+    (tmp_path / "file").write_text("")
+    for wrong in ({"kv_host_memory": 10}, {"kv_disk": str(tmp_path / "file"), "kv_disk_size": 1 << 22}):
+        with pytest.raises(InvalidRequest, match=r"at least 2|cannot be used"):
+            boot(EngineConfig(str(checkpoint), device="cpu", kv_memory=1 << 20, **wrong))  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""`emberline cluster up` as a user runs it: one command, readable lines, what dies comes back, Ctrl-C stops all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+from routers import SRC, free_port, tiny_model, until
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def test_up_a_death_and_ctrl_c(tmp_path: Path) -> None:
+    model, port, out = tiny_model(tmp_path / "tiny"), free_port(), tmp_path / "out"
+    command = ["cluster", "up", "--workers", "2", "--port", str(port), "--logs", str(tmp_path / "logs"), str(model)]
+    options = ["--", "--served-name", "tiny", "--embedder", "none", "--kv-memory", "64M"]
+    with out.open("wb") as log:
+        cluster = subprocess.Popen([sys.executable, "-m", "emberline.cli", *command, *options],
+                                   stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
+    try:
+        both = f"2 of 2 workers ready at http://127.0.0.1:{port}"
+        until(lambda: both in out.read_text(), 120)
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+        pids = {name: int(pid) for name, pid in re.findall(r"(\S+) +started, pid (\d+)", out.read_text())}
+        assert set(pids) == {"router", "worker-1", "worker-2"}
+        os.kill(pids["worker-1"], signal.SIGKILL)
+        until(lambda: "ended by SIGKILL; again in" in out.read_text())
+        until(lambda: out.read_text().count("worker-1   ready") == 2, 120)
+        assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices
+
+        pids |= {name: int(pid) for name, pid in re.findall(r"(\S+) +started, pid (\d+)", out.read_text())}
+        cluster.send_signal(signal.SIGINT)
+        assert cluster.wait(60) == 0
+    finally:
+        if cluster.poll() is None:
+            cluster.terminate()
+            cluster.wait(60)
+    lines = [line.split(maxsplit=2)[1:] for line in out.read_text().splitlines()]
+    assert [who for who, what in lines if what == "stopped"] == ["router", "worker-1", "worker-2"]
+    assert not any(map(alive, pids.values())) and "Traceback" not in out.read_text()

@@ -1,0 +1,77 @@
+"""The router's page in a real browser: workers come, work, drain and die before one's eyes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from chromium import Chromium, executable
+from routers import Fakes, get
+
+SHOTS = Path(__file__).parents[2] / "tests" / ".artifacts"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if executable() is None:
+        assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
+        pytest.skip("no chromium here; scripts/test installs it where it may")
+    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
+    made = Fakes(tmp_path, "--lost-after", "1.5")
+    yield made
+    made.close()
+
+
+def health(name: str) -> str:
+    return f"document.querySelector('[data-name={name}]')?.dataset.health"
+
+
+def number(page: Chromium, label: str, within: str = "#counts") -> str:
+    found = f"[...document.querySelectorAll('{within} dt')].find(dt => dt.textContent === '{label}')"
+    return str(page.js(f"{found}?.nextSibling.textContent"))
+
+
+def test_workers_come_work_drain_and_die(browser: Chromium, fakes: Fakes) -> None:
+    browser.complaints.clear()
+    browser.open(fakes.url)
+    browser.wait("!document.querySelector('#empty').hidden")
+    fakes.start("a", "b", pace=0.02)
+    browser.wait(f"{health('a')} === 'ready' && {health('b')} === 'ready'")
+    browser.wait("document.querySelector('#state').textContent === '2 of 2 ready'")
+
+    hostile = "<img src=x onerror=window.hacked=1>"
+    card = {"name": hostile, "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "<b>m</b>"}]}
+    get(f"{fakes.url}/cluster/register", card)
+    browser.wait("document.querySelectorAll('.worker').length === 3")
+    assert browser.js("window.hacked") is None and hostile in browser.text("#workers")
+
+    body = {"model": "fake", "messages": [{"role": "user", "content": "x" * 2000}], "max_tokens": 150, "stream": True}
+    with ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(get, f"{fakes.url}/v1/chat/completions", body) for _ in range(6)]
+        browser.wait("document.documentElement.dataset.busy === 'true'")
+        browser.wait("[...document.querySelectorAll('.fill i')].some(bar => parseFloat(bar.style.width) > 0)")
+        SHOTS.mkdir(exist_ok=True)
+        browser.screenshot(SHOTS / "router.png")
+        assert all("[DONE]" in reply.result() for reply in asked)
+    browser.wait("document.documentElement.dataset.busy === 'false'")
+    kinds = ("by load alone", "kept by prompt", "yielded to load")
+    browser.until(lambda: sum(int(number(browser, kind)) for kind in kinds) == 6, "every request is counted")
+    assert number(browser, "by load alone") == "1" and int(number(browser, "kept by prompt")) > 0
+    assert browser.js("document.querySelector('.chart .line').getAttribute('d')").count("L") > 2
+
+    get(f"{fakes.url}/cluster/drain", {"name": "b"})
+    browser.wait(f"{health('b')} === 'draining'")
+    fakes.workers["a"].kill()
+    browser.wait(f"{health('a')} === 'lost'")
+    browser.wait("document.querySelector('#state').textContent.startsWith('0 of')")
+    fakes.router.process.kill()
+    browser.wait("document.querySelector('#state').dataset.state === 'offline'")
+    assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []

@@ -1,0 +1,300 @@
+"""Files of blocks: what is torn, foreign or damaged is a miss; trouble with the disk is nobody's error."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
+
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest
+from emberline.kv.tiers import blockfile
+from emberline.kv.tiers.disk import PAUSE, STALE, DiskTier
+
+FILE = BUFFER_BYTES + 4096
+NAMES = [digest(i) for i in range(6)]
+
+
+def tier(where: Path, blocks: int = 10, layout: str = "m/bf16/16", **more: object) -> DiskTier:
+    return DiskTier(where, layout, BLOCK_BYTES, blocks * FILE, **more)  # type: ignore[arg-type]
+
+
+def fill(disk: DiskTier, names: list[bytes]) -> None:
+    assert disk.store(names, [block(n) for n in names]) == len(names)
+
+
+def loaded(disk: DiskTier, names: list[bytes]) -> int:
+    """How many leading ones, whose bytes are as they should be."""
+    into = [buffer() for _ in names]
+    count = disk.load(names, into)
+    assert [bytes(b) for b in into[:count]] == [content(n) for n in names[:count]]
+    return count
+
+
+def file_of(where: Path, name: bytes) -> Path:
+    (path,) = where.glob(f"*/*/{name.hex()}")
+    return path
+
+
+@pytest.fixture(params=["direct", "buffered", "memory"])
+def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    if request.param == "buffered":
+        monkeypatch.setattr(blockfile, "DIRECT", 0)
+    if request.param == "memory":  # a file system that may have no direct I/O
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("there is no /dev/shm")
+        path = Path("/dev/shm") / f"emberline-test-{os.getpid()}"
+        request.addfinalizer(lambda: subprocess.run(["rm", "-r", str(path)], check=True))
+        return path
+    return tmp_path
+
+
+def test_a_restart_finds_what_was_stored(where: Path) -> None:
+    fill(tier(where), NAMES[:3])
+    disk = tier(where)
+    assert disk.lookup(NAMES) == 3 and loaded(disk, NAMES) == 3
+    stats = disk.stats()
+    assert (stats.blocks, stats.loaded_blocks, stats.damaged_blocks, stats.on) == (3, 3, 0, True)
+    disk.forget(NAMES[:1])
+    assert disk.lookup(NAMES) == 0 and tier(where).lookup(NAMES[1:]) == 2
+
+
+def test_buffers_off_a_page_work_too(where: Path) -> None:
+    disk = tier(where)
+    odd = memoryview(bytearray(BUFFER_BYTES + 9))[9:]
+    odd[:] = content(NAMES[0])
+    assert disk.store(NAMES[:1], [odd]) == 1
+    odd[:] = bytes(BUFFER_BYTES)
+    assert disk.load(NAMES[:1], [odd]) == 1 and bytes(odd) == content(NAMES[0])
+
+
+def test_another_layout_is_another_place(where: Path) -> None:
+    fill(tier(where), NAMES[:1])
+    other = tier(where, layout="m/bf16/32")
+    assert other.lookup(NAMES[:1]) == 0 and loaded(other, NAMES[:1]) == 0
+
+
+DAMAGES = {
+    "emptied": lambda data: b"",
+    "truncated": lambda data: data[:-1],
+    "only the page": lambda data: data[:4096],
+    "longer": lambda data: data + b"x",
+    "a bit of the block": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "a bit of the last byte": lambda data: data[:-1] + bytes([data[-1] ^ 128]),
+    "zeros": lambda data: bytes(len(data)),
+    "the end never written": lambda data: data[:8192] + bytes(len(data) - 8192),
+    "another version": lambda data: data[:8] + b"\2" + data[9:],
+    "another layout": lambda data: data[:20] + bytes(16) + data[36:],
+    "the CRC itself": lambda data: data[:60] + b"\0\0\0\0" + data[64:],
+}
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_a_miss_and_removed(tmp_path: Path, damage: str, restart: bool) -> None:
+    disk = tier(tmp_path)
+    fill(disk, NAMES[:3])
+    path = file_of(tmp_path, NAMES[1])
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    disk = tier(tmp_path) if restart else disk
+    assert loaded(disk, NAMES[:3]) == 1
+    assert not path.exists() and disk.lookup(NAMES) == 1 and disk.stats().on
+    fill(disk, NAMES[1:2])
+    assert loaded(disk, NAMES[:3]) == 3
+
+
+def test_a_good_file_under_another_name_is_a_miss(tmp_path: Path) -> None:
+    disk = tier(tmp_path)
+    fill(disk, NAMES[:2])
+    file_of(tmp_path, NAMES[0]).write_bytes(file_of(tmp_path, NAMES[1]).read_bytes())
+    assert loaded(disk, NAMES[:2]) == 0 and disk.stats().damaged_blocks == 1
+
+
+def test_strangers_in_the_directory(tmp_path: Path) -> None:
+    fill(tier(tmp_path), NAMES[:2])
+    folder = file_of(tmp_path, NAMES[0]).parent
+    (folder / "notes.txt").write_text("mine")
+    (folder.parent / "file").write_text("mine")
+    fresh, stale = folder / "1-2-3.part", folder / "1-2-4.part"
+    fresh.write_bytes(b"begun")
+    stale.write_bytes(b"begun")
+    os.utime(stale, (time.time() - 2 * STALE,) * 2)
+    linked = file_of(tmp_path, NAMES[1])
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    disk = tier(tmp_path)
+    assert loaded(disk, NAMES[:2]) == 1
+    assert (folder / "notes.txt").read_text() == "mine" and fresh.exists() and not stale.exists()
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_quota(tmp_path: Path, policy: str) -> None:
+    disk = tier(tmp_path, 3, policy=policy)
+    fill(disk, NAMES[:3])
+    assert loaded(disk, NAMES[:1]) == 1
+    fill(disk, NAMES[3:])
+    assert disk.lookup(NAMES[:1]) == (policy == "arc"), "what was used twice outlives a scan"
+    assert len(list(tmp_path.glob("*/*/*"))) == 3 == disk.stats().blocks and disk.stats().evicted_blocks == 3
+    smaller = tier(tmp_path, 2)
+    assert len(list(tmp_path.glob("*/*/*"))) == 2 == smaller.stats().blocks
+    with pytest.raises(InvalidRequest, match="no block"):
+        tier(tmp_path, 0)
+
+
+def test_a_restart_remembers_who_was_used_last(tmp_path: Path) -> None:
+    disk = tier(tmp_path)
+    fill(disk, NAMES[:3])
+    for age, name in enumerate(NAMES[:3]):
+        os.utime(file_of(tmp_path, name), (1000 + age, 1000 + age))
+    assert loaded(disk, NAMES[:1]) == 1
+    again = tier(tmp_path, 3)
+    fill(again, NAMES[3:5])
+    assert [again.lookup([n]) for n in NAMES[:5]] == [1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_a_write_error_turns_it_off_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    clock = ManualClock()
+    disk = tier(tmp_path, clock=clock)
+    fill(disk, NAMES[:2])
+
+    def writev(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
+        patched.setattr(os, "writev", writev)
+        for _ in range(3):
+            assert disk.store([NAMES[2]], [block(NAMES[2])]) == 0
+            assert disk.lookup(NAMES) == 0 and not disk.stats().on and loaded(disk, NAMES[:1]) == 0
+            clock.advance(PAUSE)  # it is tried again, and fails again
+    assert [r.message for r in caplog.records if "off" in r.message] == [caplog.records[0].message]
+    assert not list(tmp_path.glob("*/*/*.part")) and len(list(tmp_path.glob("*/*/*"))) == 2
+    fill(disk, NAMES[2:3])
+    assert disk.stats().on and loaded(disk, NAMES[:3]) == 3 and "on again" in caplog.records[-1].message
+
+
+def test_a_disk_that_writes_only_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = tier(tmp_path)
+    whole = os.writev
+    monkeypatch.setattr(os, "writev", lambda handle, parts: whole(handle, parts[:1]))
+    assert disk.store(NAMES[:1], [block(NAMES[0])]) == 0 and not disk.stats().on
+    assert list(tmp_path.glob("*/*/*")) == []
+
+
+def test_a_read_error_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    disk = tier(tmp_path, clock=clock)
+    fill(disk, NAMES[:2])
+
+    def readv(*args: object) -> int:
+        raise OSError(errno.EIO, "I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", readv)
+        assert loaded(disk, NAMES[:2]) == 0
+    assert not disk.stats().on and disk.stats().errors == 1 and disk.lookup(NAMES) == 0
+    clock.advance(PAUSE)
+    assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
+
+
+def test_a_directory_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    """As a disk that is unmounted: what lies under it must not fill up instead."""
+    clock = ManualClock()
+    disk = tier(tmp_path / "kv", clock=clock)
+    fill(disk, NAMES[:2])
+    (tmp_path / "kv").rename(tmp_path / "away")
+    assert loaded(disk, NAMES[:1]) == 0
+    assert disk.store(NAMES[2:3], [block(NAMES[2])]) == 0 and not disk.stats().on
+    assert not (tmp_path / "kv").exists()
+    (tmp_path / "away").rename(tmp_path / "kv")
+    clock.advance(PAUSE)
+    assert loaded(disk, NAMES[1:2]) == 1 and disk.stats().on
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        tier(tmp_path / "file")
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_others_are_seen_after_a_refresh(tmp_path: Path) -> None:
+    mine, theirs = tier(tmp_path), tier(tmp_path)
+    fill(theirs, NAMES[:3])
+    assert mine.lookup(NAMES) == 0
+    mine.refresh()
+    assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:3]) == 3
+    theirs.forget(NAMES[:1])
+    assert mine.lookup(NAMES) == 3 and loaded(mine, NAMES[:1]) == 0, "a miss, no error"
+    theirs.forget(NAMES[1:2])
+    mine.refresh()
+    assert mine.lookup(NAMES[1:2]) == 0 and mine.lookup(NAMES[2:3]) == 1 and mine.stats().on
+
+
+@pytest.mark.parametrize("when", ["before the read", "after it"])
+def test_a_file_that_is_used_again_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    mine = tier(tmp_path, 1)
+    fill(mine, NAMES[:1])
+    theirs, read = tier(tmp_path, 1), os.readv
+    number = file_of(tmp_path, NAMES[0]).stat().st_ino
+
+    def readv(handle: int, parts: list[memoryview]) -> int:
+        before = read(handle, parts) if when == "after it" else 0
+        fill(theirs, NAMES[1:2])
+        return before or read(handle, parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", readv)
+        assert loaded(mine, NAMES[:1]) == 0
+    assert mine.stats().damaged_blocks == 0 and mine.stats().on
+    assert file_of(tmp_path, NAMES[1]).stat().st_ino == number, "it was meant to be the same file"
+    assert loaded(theirs, NAMES[1:2]) == 1
+
+
+def writer(where: Path) -> subprocess.Popen[bytes]:
+    """Another process that stores and evicts all the time."""
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+import test_tiers_disk as t
+disk = t.tier(Path({str(where)!r}), 4)
+print("up", flush=True)
+while True:
+    for i in range(12):
+        disk.store([t.digest(i)], [t.block(t.digest(i))])
+"""
+    path = [str(Path(__file__).parent), *sys.path]
+    child = subprocess.Popen([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"], stdout=-1)
+    assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    return child
+
+
+def test_a_neighbour_that_stores_and_evicts_and_dies(tmp_path: Path) -> None:
+    names = [digest(i) for i in range(12)]
+    mine = tier(tmp_path, 4)
+    for _ in range(3):
+        found, child = 0, writer(tmp_path)
+        try:
+            while found < 50:
+                mine.refresh()
+                found += sum(loaded(mine, [n]) for n in names if mine.lookup([n]))
+                assert child.poll() is None
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+            child.communicate()
+        heir = tier(tmp_path)
+        assert sum(loaded(heir, [n]) for n in names) == heir.stats().blocks
+    assert mine.stats().on and mine.stats().damaged_blocks == 0

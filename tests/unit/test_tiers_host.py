@@ -1,0 +1,91 @@
+"""Buffers of main memory: nothing is lost, nothing changes under a reader."""
+
+from __future__ import annotations
+
+import pytest
+from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, buffer, content, digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.errors import InvalidRequest
+from emberline.kv.tiers.host import HostTier
+
+
+def tier(blocks: int = 3, policy: str = "lru") -> HostTier:
+    return HostTier(BLOCK_BYTES, blocks * BUFFER_BYTES, policy)
+
+
+def test_only_leading_blocks_count() -> None:
+    host, names = tier(), [digest(i) for i in range(4)]
+    host.store([names[0], names[1], names[3]], [block(names[i]) for i in (0, 1, 3)])
+    into = [buffer() for _ in names]
+    assert host.lookup(names) == 2 and host.lookup(names[2:]) == 0 and host.lookup([]) == 0
+    assert host.load(names, into) == 2
+    assert [bytes(b) for b in into[:2]] == [content(n) for n in names[:2]]
+
+
+def test_what_is_filling_cannot_be_found() -> None:
+    host, name = tier(), digest(1)
+    room = host.reserve(name)
+    assert room is not None and name in host and host.lookup([name]) == 0 and host.pin(name) is None
+    assert host.reserve(name) is None, "it is on its way"
+    host.abandon(name)
+    assert name not in host and host.reserve(name) is not None
+    host.publish(name)
+    assert host.lookup([name]) == 1
+    host.check()
+
+
+def test_pinned_blocks_stay_and_others_leave() -> None:
+    host, names = tier(2), [digest(i) for i in range(4)]
+    host.store(names[:2], [block(n) for n in names[:2]])
+    read = host.pin(names[0])
+    assert read is not None
+    host.forget(names[:1])
+    assert host.store(names[2:3], [block(names[2])]) == 1 and host.lookup([names[1]]) == 0
+    assert host.pin(names[2]) is not None
+    assert host.reserve(names[3]) is None, "nobody may leave"
+    assert bytes(read) == content(names[0])
+    host.unpin(names[0])
+    assert host.reserve(names[3]) is not None and host.lookup([names[0]]) == 0
+    host.check()
+
+
+def test_too_little_memory_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="at least 2"):
+        tier(1)
+
+
+ACTIONS = ["reserve", "publish", "abandon", "pin", "unpin", "forget"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 6)), max_size=120),
+    policy=st.sampled_from(["lru", "arc"]),
+)
+def test_bytes_are_right_whatever_happens(actions: list[tuple[str, int]], policy: str) -> None:
+    host = tier(3, policy)
+    filling: dict[bytes, memoryview] = {}
+    pinned: dict[bytes, list[memoryview]] = {}
+    for action, number in actions:
+        name = digest(number)
+        if action == "reserve" and (room := host.reserve(name)) is not None:
+            assert name not in filling
+            filling[name] = room
+        elif action == "publish" and name in filling:
+            filling.pop(name)[:] = content(name)
+            host.publish(name)
+        elif action == "abandon" and name in filling:
+            filling.pop(name)
+            host.abandon(name)
+        elif action == "pin" and (read := host.pin(name)) is not None:
+            pinned.setdefault(name, []).append(read)
+        elif action == "unpin" and pinned.get(name):
+            pinned[name].pop()
+            host.unpin(name)
+        elif action == "forget":
+            host.forget([name])
+        host.check()
+        assert all(bytes(read) == content(n) for n, reads in pinned.items() for read in reads)
+    assert host.num_pinned == len(filling) + sum(bool(reads) for reads in pinned.values())

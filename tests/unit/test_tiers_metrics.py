@@ -1,0 +1,25 @@
+"""What /metrics tells of tiers, and that it survives the way from the engine's process."""
+
+from __future__ import annotations
+
+from emberline.core.events import Stats, TierStats
+from emberline.engine.messages import Inbox, Progress, encode
+from emberline.server.metrics import Metrics, exposition
+
+
+def test_by_tier_and_only_where_there_are_any() -> None:
+    told = {"host": TierStats(blocks=3, hit_tokens=32), "disk": TierStats(on=False, errors=2, hit_tokens=16)}
+    (message,) = Inbox().feed(encode(Progress("m", [], Stats(tiers=told))))
+    assert isinstance(message, Progress) and message.stats.tiers == told
+    text = exposition(Metrics("m").families(message.stats, restarts=0, ready=True, block_size=16))
+    for line in (
+        'emberline:kv_tier_hit_tokens_total{model_name="m",tier="host"} 32.0',
+        'emberline:kv_tier_hit_tokens_total{model_name="m",tier="disk"} 16.0',
+        'emberline:kv_tier_on{model_name="m",tier="host"} 1.0',
+        'emberline:kv_tier_on{model_name="m",tier="disk"} 0.0',
+        'emberline:kv_tier_errors_total{model_name="m",tier="disk"} 2.0',
+    ):
+        assert line in text.splitlines()
+    assert Stats.total([message.stats, message.stats]).tiers == {}
+    without = exposition(Metrics("m").families(Stats(), restarts=0, ready=True, block_size=16))
+    assert "kv_tier" not in without

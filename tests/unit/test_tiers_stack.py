@@ -1,0 +1,310 @@
+"""Tiers as one, and the engine above them: any order of arrivals, steps, reads, writes, aborts and failures."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, content, digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.events import Output, TierStats
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import STUCK, TierStack
+
+NAMES = [digest(i) for i in range(8)]
+
+
+class MemoryTier:
+    """A tier below in a dictionary, which fails when it is told to."""
+
+    name = "below"
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, bytes] = {}
+        self.broken = False
+        self.refreshed = 0
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        return next((i for i, d in enumerate(hashes) if d not in self.blocks), len(hashes))
+
+    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        for i, (name, room) in enumerate(zip(hashes, into, strict=True)):
+            room[:] = b"\xee" * len(room)  # what a failed load leaves is rubbish
+            if self.broken or name not in self.blocks:
+                return i
+            room[:] = self.blocks[name]
+        return len(hashes)
+
+    def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        if not self.broken:
+            self.blocks |= {name: bytes(b) for name, b in zip(hashes, buffers, strict=True)}
+        return 0 if self.broken else len(hashes)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        for name in hashes:
+            self.blocks.pop(name, None)
+
+    def refresh(self) -> None:
+        self.refreshed += 1
+
+    def stats(self) -> TierStats:
+        return TierStats(blocks=len(self.blocks))
+
+
+def stack(buffers: int = 4, below: MemoryTier | None = None, clock: ManualClock | None = None) -> TierStack:
+    host = HostTier(BLOCK_BYTES, buffers * BUFFER_BYTES)
+    return TierStack(host, [below] if below is not None else [], clock=clock, threads=False)
+
+
+def save(tiers: TierStack, names: list[bytes]) -> None:
+    for name in names:
+        room = tiers.reserve(name)
+        if room is not None:
+            room[:] = content(name)
+            tiers.saved(name)
+
+
+def test_a_prefix_may_lie_in_several_tiers() -> None:
+    below = MemoryTier()
+    tiers = stack(4, below)
+    below.blocks = {n: content(n) for n in (NAMES[1], NAMES[3])}
+    tiers.host.store([NAMES[0], NAMES[2]], [block(NAMES[0]), block(NAMES[2])])
+    assert tiers.lookup(NAMES) == 4
+    fetch = tiers.fetch(NAMES[:4])
+    arrivals, ended = tiers.take(fetch)
+    assert [a.digest for a in arrivals] == NAMES[:1] and not ended
+    while tiers.read_next():
+        pass
+    more, ended = tiers.take(fetch)
+    assert ended and [(a.digest, a.tier) for a in more] == list(
+        zip(NAMES[1:4], ["below", "host", "below"], strict=True)
+    )
+    assert all(bytes(a.buffer) == content(a.digest) for a in [*arrivals, *more])
+    assert tiers.host.num_pinned == 4
+    for arrival in [*arrivals, *more]:
+        tiers.loaded(arrival.digest)
+    assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES) == 4, "promoted"
+    tiers.host.check()
+
+
+def test_a_load_that_fails_ends_the_fetch_early() -> None:
+    below = MemoryTier()
+    tiers = stack(4, below)
+    below.blocks = {n: content(n) for n in NAMES[:3]}
+    fetch = tiers.fetch(NAMES[:3])
+    tiers.read_next()
+    below.forget(NAMES[1:2])  # since the lookup
+    assert tiers.read_next() and not tiers.read_next()
+    arrivals, ended = tiers.take(fetch)
+    assert [a.digest for a in arrivals] == NAMES[:1] and ended
+    tiers.loaded(NAMES[0])
+    assert tiers.host.num_pinned == 0 and tiers.host.lookup(NAMES[1:2]) == 0
+    tiers.host.check()
+
+
+def test_the_writer_has_a_bounded_queue_and_drops() -> None:
+    below = MemoryTier()
+    tiers = stack(4, below)
+    save(tiers, NAMES[:4])  # two may wait
+    assert tiers.stats()["below"].dropped_blocks == 2
+    assert tiers.host.num_pinned == 2
+    assert tiers.write_next() and tiers.write_next() and not tiers.write_next()
+    assert list(below.blocks) == NAMES[:2] and below.blocks[NAMES[0]] == content(NAMES[0])
+    save(tiers, NAMES[:4])  # they are here; what is missing below gets another chance
+    while tiers.write_next():
+        pass
+    assert set(below.blocks) == set(NAMES[:4]) and tiers.host.num_pinned == 0
+
+
+def test_with_all_buffers_in_use_a_store_is_dropped() -> None:
+    tiers = stack(2)
+    save(tiers, NAMES[:2])
+    tiers.fetch(NAMES[:2])
+    assert tiers.reserve(NAMES[2]) is None and tiers.stats()["host"].dropped_blocks == 1
+
+
+def test_a_reader_that_is_stuck_is_left_alone() -> None:
+    clock, began, go = ManualClock(), threading.Event(), threading.Event()
+
+    class Slow(MemoryTier):
+        def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+            began.set()
+            go.wait(10)
+            return super().load(hashes, into)
+
+    below = Slow()
+    tiers = stack(4, below, clock)
+    below.blocks = {n: content(n) for n in NAMES}
+    fetch = tiers.fetch(NAMES[:1])
+    reader = threading.Thread(target=tiers.read_next)
+    reader.start()
+    assert began.wait(10) and tiers.lookup(NAMES[4:]) == 4
+    clock.advance(2 * STUCK)
+    assert tiers.lookup(NAMES[4:]) == 0, "a second request does not wait for it too"
+    tiers.cancel(fetch)
+    go.set()
+    reader.join(10)
+    assert tiers.lookup(NAMES[4:]) == 4 and tiers.host.num_pinned == 0
+    tiers.host.check()
+
+
+def test_threads_write_behind_and_close() -> None:
+    below = MemoryTier()
+    tiers = TierStack(HostTier(BLOCK_BYTES, 32 * BUFFER_BYTES), [below])
+    save(tiers, NAMES)
+    tiers.close(10.0)
+    assert set(below.blocks) == set(NAMES) and tiers.host.num_pinned == 0
+
+
+# -- with an engine above ----------------------------------------------------------------------------------------------
+
+
+def engine(
+    tiers: bool, blocks: int, runner: type[FakeRunner] = FakeRunner, buffers: int = 4, below: MemoryTier | None = None
+) -> Engine:
+    made, clock = runner(blocks, 8), ManualClock()
+    config = SchedulerConfig(block_size=8, max_batch_tokens=24, max_running=4)
+    if not tiers:
+        return Engine(config, made, clock)
+    host = HostTier(made.block_bytes, buffers * 4096)
+    return Engine(config, made, clock, TierStack(host, [below] if below else [], clock=clock, threads=False))
+
+
+def submission(name: str, length: int, start: int, out: int, n: int, salt: str) -> Submission:
+    prompt = [(start * 100 + i) % 1000 for i in range(length)]
+    params = SamplingParams(max_tokens=out, n=n, temperature=0.0)
+    return Submission(name, prompt, params, salt=salt, timeout=1e9)
+
+
+def texts(outputs: list[Output]) -> dict[tuple[str, int], list[int]]:
+    folded: dict[tuple[str, int], list[int]] = {}
+    for o in outputs:
+        folded.setdefault((o.id, o.index), []).extend(o.tokens)
+    return folded
+
+
+ADD = st.tuples(
+    st.just("add"), st.integers(1, 60), st.integers(0, 3), st.integers(1, 12), st.integers(1, 2), st.sampled_from("ab")
+)
+DO = st.tuples(
+    st.sampled_from(["step", "read", "write", "abort", "break", "mend", "lose", "wait", "restart"]), st.integers(0, 12)
+)
+
+
+class Schedule:
+    """Carries actions out, and checks what must always hold."""
+
+    def __init__(self, blocks: int, runner: type[FakeRunner], buffers: int, below: MemoryTier | None) -> None:
+        self._make = lambda: engine(True, blocks, runner, buffers, below)
+        self.below = below
+        self.engine = self._make()
+        self.submissions: list[Submission] = []
+        self.aborted: set[str] = set()
+        self.outputs: list[Output] = []
+
+    @property
+    def tiers(self) -> TierStack:
+        assert self.engine.kv.tiers is not None
+        return self.engine.kv.tiers
+
+    def step(self) -> None:
+        self.outputs += self.engine.step()
+        self.engine.kv.check()
+        self.tiers.host.check()
+
+    def finish(self) -> None:
+        for _ in range(10_000):
+            self.step()
+            self.tiers.read_next()
+            if self.engine.idle:
+                break
+        assert self.engine.idle
+        while self.tiers.write_next():
+            pass
+        assert self.tiers.host.num_pinned == 0
+        assert self.engine.kv.num_free + self.engine.kv.num_cached == self.engine.kv.total
+
+    def act(self, action: str, *numbers: int | str) -> None:
+        clock, number = self.engine.clock, int(numbers[0])
+        assert isinstance(clock, ManualClock)
+        match action:
+            case "add":
+                self.submissions.append(submission(f"r{len(self.submissions)}", *numbers))  # type: ignore[arg-type]
+                self.engine.add(self.submissions[-1])
+            case "step":
+                self.step()
+            case "read":
+                self.tiers.read_next()
+            case "write":
+                self.tiers.write_next()
+            case "abort" if number < len(self.submissions):
+                self.aborted.add(self.submissions[number].id)
+                self.engine.abort(self.submissions[number].id)
+            case "wait":
+                clock.advance(number)
+            case "restart":  # what main and host memory knew is gone
+                self.finish()
+                self.engine = self._make()
+            case "break" | "mend" if self.below is not None:
+                self.below.broken = action == "break"
+            case "lose" if self.below is not None:
+                self.below.forget(list(self.below.blocks)[number : number + 2])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    actions=st.lists(st.one_of(ADD, DO, DO), min_size=1, max_size=60),
+    blocks=st.integers(12, 20),
+    runner=st.sampled_from([FakeRunner, FakeAheadRunner]),
+    buffers=st.integers(2, 12),
+    deep=st.booleans(),
+)
+def test_tokens_endings_and_conservation_with_tiers(
+    actions: list[tuple[str, int]], blocks: int, runner: type[FakeRunner], buffers: int, deep: bool
+) -> None:
+    schedule = Schedule(blocks, runner, buffers, MemoryTier() if deep else None)
+    for action in actions:
+        schedule.act(*action)
+    schedule.finish()
+    got = texts(schedule.outputs)
+    for s in schedule.submissions:
+        alone = engine(False, 100)
+        alone.add(s)
+        outputs: list[Output] = []
+        while not alone.idle:
+            outputs += alone.step()
+        for key, tokens in texts(outputs).items():
+            if s.id in schedule.aborted:
+                assert tokens[: len(got[key])] == got[key]
+            else:
+                assert got[key] == tokens
+    endings = Counter((o.id, o.index) for o in schedule.outputs if o.finish)
+    assert endings == Counter((s.id, i) for s in schedule.submissions for i in range(s.params.n))
+
+
+def test_tiers_are_used_at_all() -> None:
+    """So that the test above tests something: prefixes come from both, and cached_tokens says so."""
+    schedule = Schedule(12, FakeRunner, 20, MemoryTier())
+
+    def ask(start: int, salt: str = "a") -> int:
+        schedule.outputs.clear()
+        schedule.act("add", 41, start, 2, 1, salt)
+        schedule.finish()
+        return sum(o.cached_tokens for o in schedule.outputs)
+
+    assert [ask(start) for start in (0, 1, 2, 0)] == [0, 0, 0, 40]
+    hit = schedule.tiers.stats()["host"].hit_tokens
+    assert hit > 0 and hit + schedule.engine.kv.hits == 40
+    schedule.act("restart", 0)
+    assert ask(0) == 40 and schedule.tiers.stats()["below"].hit_tokens == 40
+    assert ask(0) == 40 and schedule.engine.kv.hits == 40
+    assert ask(0, "b") == 0, "another tenant's"

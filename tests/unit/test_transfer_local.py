@@ -1,0 +1,326 @@
+"""Leases, generations and block sizes, over the transport within a process and a clock that moves when told to."""
+
+from __future__ import annotations
+
+import json
+import threading
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfers import blank, content, fill, small
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import cache_dir
+from emberline.kv.transfer import local
+from emberline.kv.transfer.checksum import chained, find_crc
+from emberline.kv.transfer.errors import (
+    BadTransfer,
+    BlockReused,
+    Corrupted,
+    Incompatible,
+    PeerChanged,
+    PeerUnreachable,
+    TicketOver,
+    TransferCancelled,
+    TransferTimeout,
+)
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.local import LocalTransport, offer
+from emberline.kv.transfer.piece import Piece, cut
+from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.region import Region, move, runs
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.ticket import Peer, Ticket
+
+LEASE, FAR = 30.0, 1e9
+CRC = find_crc(cache_dir().expanduser() / "kernels")
+
+
+class Pair:
+    """A sender and a receiver in one process."""
+
+    def __init__(self, layout: Layout | None = None, other: Layout | None = None, **how: bool) -> None:
+        self.clock = ManualClock()
+        self.sender = Sender(blank(layout or small(), 12), "p", clock=self.clock, **how)
+        offer(self.sender, "here")
+        transport = LocalTransport([self.sender], self.clock)
+        region = blank(other or layout or small(), 12)
+        self.receiver = Receiver(region, [transport], clock=self.clock, piece_bytes=64)
+
+    def got(self, blocks: list[int]) -> bytes:
+        return content(self.receiver.region, blocks)
+
+
+def test_blocks_arrive_and_are_given_back_once() -> None:
+    pair = Pair()
+    sent = fill(pair.sender.region, [5, 6, 2], 1)
+    ticket = pair.sender.publish([5, 6, 2], LEASE)
+    assert pair.sender.pinned() == [(0.0, 3)]
+    progress = pair.receiver.pull(ticket, [9, 1, 2], FAR)
+    assert progress.complete and progress.bytes == 3 * small().block_bytes
+    assert pair.got([9, 1, 2]) == sent
+    assert pair.sender.collect() == []
+    pair.receiver.acknowledge(ticket, FAR)
+    pair.receiver.acknowledge(ticket, FAR)  # an answer may get lost: saying it twice is saying it
+    assert [(e.id, e.blocks, e.how) for e in pair.sender.collect()] == [(ticket.id, (5, 6, 2), How.ACKNOWLEDGED)]
+    assert pair.sender.collect() == [] and pair.sender.pinned() == []
+
+
+def test_a_ticket_is_the_same_in_json() -> None:
+    pair = Pair(seal=True)
+    ticket = pair.sender.publish([3, 1], LEASE, complete=False)
+    assert Ticket.parsed(json.loads(json.dumps(ticket.as_dict()))) == ticket
+    assert ticket.peer.layout.digest == small(tokens=8).digest != small(width=4).digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"blocks": [1]}, {"generations": []}, {"lease": 0}, {"checksums": [1, 2, 3]}, {"blocks": "x"}, {"peer": 1}],
+)
+def test_a_malformed_ticket_is_refused(change: dict[str, object]) -> None:
+    told = {**Pair().sender.publish([3, 1], LEASE).as_dict(), **change}
+    with pytest.raises(BadTransfer):
+        Ticket.parsed(told)
+
+
+def test_it_follows_a_ticket_that_grows() -> None:
+    pair = Pair()
+    pair.sender = Sender(pair.sender.region, "p")  # real time: two threads
+    offer(pair.sender, "here")
+    receiver = Receiver(pair.receiver.region, [LocalTransport([pair.sender])], piece_bytes=64)
+    sent = fill(pair.sender.region, [0], 1)
+    ticket = pair.sender.publish([0], LEASE, complete=False)
+    thread = threading.Thread(target=receiver.pull, args=(ticket, [0, 1, 2, 3], FAR))
+    thread.start()
+    for block in (1, 2, 3):
+        sent += fill(pair.sender.region, [block], block)
+        pair.sender.extend(ticket, [block], complete=block == 3)
+    thread.join(20)
+    assert not thread.is_alive() and content(receiver.region, [0, 1, 2, 3]) == sent
+
+
+def test_layers_can_be_pulled_apart() -> None:
+    pair = Pair()
+    sent = fill(pair.sender.region, [0, 1], 1)
+    ticket = pair.sender.publish([0, 1], LEASE)
+    for layer in (2, 0, 1):
+        assert pair.got([4, 5]) != sent
+        pair.receiver.pull(ticket, [4, 5], FAR, layers=range(layer, layer + 1))
+    assert pair.got([4, 5]) == sent
+    for wrong in (range(2, 4), range(0), range(0, 3, 2)):
+        with pytest.raises(BadTransfer):
+            pair.receiver.pull(ticket, [4, 5], FAR, layers=wrong)
+
+
+@given(st.sampled_from([(4, 4), (4, 8), (8, 4), (4, 16), (16, 4), (2, 6)]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) -> None:
+    pair = Pair(small(tokens[0]), small(tokens[1]))
+    blocks = data.draw(st.lists(st.integers(0, 11), unique=True, min_size=1, max_size=4))
+    needed = -(-len(blocks) * tokens[0] // tokens[1])
+    if needed > 12:
+        return
+    into = data.draw(st.lists(st.integers(0, 11), unique=True, min_size=needed, max_size=needed))
+    sent = fill(pair.sender.region, blocks, 7)
+    pair.receiver.pull(pair.sender.publish(blocks, LEASE), into, FAR)
+    assert pair.got(into)[: len(sent)] == sent
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tokens": 6}, "blocks of"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"order": "big"}, "order"),
+        ({"heads": 4}, "heads"),
+        ({"layers": 4}, "layers"),
+        ({"model": "another"}, "model"),
+    ],
+)
+def test_caches_that_do_not_pair_are_refused_with_a_reason(change: dict[str, object], named: str) -> None:
+    pair = Pair(small(), small(**change))
+    with pytest.raises(Incompatible, match=named):
+        pair.receiver.pair(pair.sender.peer, FAR)
+
+
+def test_a_lease_expires_unless_renewed() -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1], LEASE)
+    for _ in range(5):
+        pair.clock.advance(LEASE - 1)
+        pair.receiver.renew(ticket, FAR)
+    assert pair.sender.collect() == []
+    pair.clock.advance(LEASE)
+    for attempt in (pair.receiver.renew, pair.receiver.acknowledge, lambda t, d: pair.receiver.pull(t, [0], d)):
+        with pytest.raises(TicketOver, match="expired"):
+            attempt(ticket, FAR)
+    pair.receiver.release(ticket, FAR)  # harmless
+    assert [e.how for e in pair.sender.collect()] == [How.EXPIRED]
+
+
+def test_no_renewal_goes_beyond_the_deadline_of_the_whole() -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1], LEASE, deadline=LEASE + 10)
+    pair.clock.advance(LEASE - 1)
+    pair.receiver.renew(ticket, FAR)
+    pair.clock.advance(11)
+    with pytest.raises(TicketOver, match="expired"):
+        pair.receiver.renew(ticket, FAR)
+
+
+@pytest.mark.parametrize("how", ["acknowledge", "release", "close"])
+def test_a_ticket_cannot_be_replayed(how: str) -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1], LEASE)
+    if how == "close":
+        pair.sender.close(ticket)
+    else:
+        getattr(pair.receiver, how)(ticket, FAR)
+    with pytest.raises(TicketOver, match=how[:5]):
+        pair.receiver.pull(ticket, [0], FAR)
+    with pytest.raises(TicketOver):
+        pair.sender.extend(ticket, [2])
+    assert len(pair.sender.collect()) == 1
+    with pytest.raises(TicketOver, match="no such"):
+        pair.receiver.pull(replace(ticket, id="0" * 32), [0], FAR)
+
+
+def test_reuse_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1, 2], LEASE)
+
+    def meanwhile(*everything: Any) -> None:
+        move(*everything)
+        fill(pair.sender.region, [2], 5)
+
+    monkeypatch.setattr(local, "move", meanwhile)
+    progress = Progress()
+    with pytest.raises(BlockReused):
+        pair.receiver.pull(ticket, [0, 1], FAR, progress=progress)
+    assert progress.bytes == 0 and not progress.complete
+
+
+def test_a_lease_that_ends_during_the_copy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1, 2], LEASE)
+
+    def meanwhile(*everything: Any) -> None:
+        move(*everything)
+        pair.clock.advance(LEASE)
+
+    monkeypatch.setattr(local, "move", meanwhile)
+    progress = Progress()
+    with pytest.raises(TicketOver, match="expired"):
+        pair.receiver.pull(ticket, [0, 1], FAR, progress=progress)
+    assert progress.bytes == 0
+
+
+def test_reading_keeps_the_lease_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1, 2, 3], LEASE)
+
+    def slowly(*everything: Any) -> None:
+        move(*everything)
+        pair.clock.advance(LEASE - 1)
+
+    monkeypatch.setattr(local, "move", slowly)
+    assert pair.receiver.pull(ticket, [0, 1, 2], FAR).complete
+    assert pair.clock.now() > 2 * LEASE
+
+
+def test_a_pull_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    sent = fill(pair.sender.region, [1, 2, 3], 3)
+    ticket = pair.sender.publish([1, 2, 3], LEASE)
+    copied = []
+
+    def slowly(piece: Piece, *others: Any) -> None:
+        move(piece, *others)
+        copied.append(piece.size(small()))
+        pair.clock.advance(1)
+
+    monkeypatch.setattr(local, "move", slowly)
+    progress = Progress()
+    with pytest.raises(TransferTimeout):
+        pair.receiver.pull(ticket, [0, 1, 2], pair.clock.now() + 2, progress=progress)
+    assert 0 < progress.bytes < len(sent)
+    pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
+    assert progress.complete and pair.got([0, 1, 2]) == sent and sum(copied) == len(sent)
+    pair.receiver.release(ticket, FAR)
+    assert pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress) is progress  # nothing is left to ask for
+    with pytest.raises(BadTransfer):
+        pair.receiver.pull(ticket, [3, 4, 5], FAR, progress=progress)
+
+
+def test_a_cancelled_pull_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    ticket, progress, copied = pair.sender.publish([1, 2, 3], LEASE), Progress(), []
+
+    def once(*everything: Any) -> None:
+        copied.append(1)
+        progress.cancel()
+
+    monkeypatch.setattr(local, "move", once)
+    with pytest.raises(TransferCancelled):
+        pair.receiver.pull(ticket, [0, 1, 2], FAR, progress=progress)
+    assert copied == [1]
+
+
+@pytest.mark.parametrize("into", [[0], [0, 0], [0, 12], [-1, 0]])
+def test_blocks_to_fill_are_checked(into: list[int]) -> None:
+    pair = Pair()
+    with pytest.raises(BadTransfer):
+        pair.receiver.pull(pair.sender.publish([1, 2], LEASE), into, FAR)
+
+
+def test_what_changed_unnoticed_fails_its_seal() -> None:
+    pair = Pair(seal=True)
+    fill(pair.sender.region, [1, 2], 1)
+    ticket = pair.sender.publish([1, 2], LEASE)
+    pair.receiver.pull(ticket, [3, 4], FAR)
+    generations = pair.sender.region.generations.copy()
+    fill(pair.sender.region, [2], 9)
+    pair.sender.region.generations[:] = generations  # an owner that forgot to say so
+    with pytest.raises(Corrupted, match="block 1"):
+        pair.receiver.pull(ticket, [3, 4], FAR)
+
+
+def test_another_incarnation_is_another_peer() -> None:
+    pair = Pair()
+    ticket = pair.sender.publish([1], LEASE)
+    second = Sender(pair.sender.region, "p", clock=pair.clock)
+    offer(second, "here")
+    receiver = Receiver(pair.receiver.region, [LocalTransport([second])], clock=pair.clock)
+    with pytest.raises(PeerChanged):
+        receiver.pull(ticket, [0], FAR)
+    receiver = Receiver(pair.receiver.region, [], clock=pair.clock)
+    with pytest.raises(PeerUnreachable, match="no transport in common"):
+        receiver.pair(Peer.parsed(ticket.as_dict()["peer"]), FAR)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4000))
+def test_pieces_cover_everything_once(layers: int, blocks: int, most: int) -> None:
+    layout = small(layers=layers)
+    pieces = list(cut(range(layers), range(blocks), layout, most))
+    cells = [(y, x) for p in pieces for y in range(p.top, p.bottom) for x in range(p.first, p.last)]
+    assert sorted(cells) == [(y, x) for y in range(layers) for x in range(blocks)]
+    assert all(p.size(layout) <= max(most, layout.layer_bytes) for p in pieces)
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_the_native_checksum_is_zlibs(data: bytes, at: int) -> None:
+    for whole in (memoryview(data), memoryview(bytearray(data))):
+        assert chained(CRC, [whole[:at], whole[at:]]) == zlib.crc32(data)
+
+
+def test_neighbours_are_read_as_one() -> None:
+    assert runs(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
+    region: Region = blank(small(), 6)
+    assert len(region.views(Piece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2

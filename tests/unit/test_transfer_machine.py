@@ -1,0 +1,208 @@
+"""Any order of publishing, extending, pulling, ending, expiring and reusing: blocks come back once, bytes are right or
+an error says why, and nothing stays pinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from transfers import blank, content, fill, small
+
+from emberline.core.clock import ManualClock
+from emberline.kv.transfer.errors import BlockReused, TicketOver, TransferCancelled, TransferTimeout
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.local import LocalTransport, offer
+from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.ticket import Ticket
+
+BLOCKS, LEASE, FAR = 10, 10.0, 1e9
+
+
+class Interrupting:
+    """The clock of the transport, which is asked before every piece: at the chosen one, something happens first."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.left = -1
+        self.act: Callable[[], None] = lambda: None
+
+    def now(self) -> float:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return self.clock.now()
+
+
+@dataclass
+class Published:
+    ticket: Ticket
+    blocks: list[int]
+    content: bytes
+    complete: bool
+    into: list[int]
+    progress: Progress = field(default_factory=Progress)
+    over: How | None = None  # as we ended it; expiry is found out
+    spoiled: bool = False  # its owner broke the promise not to write
+
+
+class Handoffs(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.between = Interrupting(self.clock)
+        self.region = blank(small(), BLOCKS)
+        self.sender = Sender(self.region, "p", clock=self.clock)
+        offer(self.sender, "here")
+        transport = LocalTransport([self.sender], self.between)
+        self.receiver = Receiver(blank(small(), 4), [transport], clock=self.clock, piece_bytes=40)
+        self.free = set(range(BLOCKS))
+        self.all: list[Published] = []
+        self.returned: Counter[str] = Counter()
+        self.seed = 0
+
+    def fresh(self, count: int) -> tuple[list[int], bytes]:
+        blocks = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        self.seed += 1
+        return blocks, fill(self.region, blocks, self.seed)
+
+    @rule(count=st.integers(0, 3), complete=st.booleans())
+    def publish(self, count: int, complete: bool) -> None:
+        blocks, sent = self.fresh(count)
+        ticket = self.sender.publish(blocks, LEASE, complete=complete)
+        self.all.append(Published(ticket, blocks, sent, complete, [0, 1, 2, 3]))
+
+    @precondition(lambda self: any(not p.complete for p in self.all))
+    @rule(data=st.data(), complete=st.booleans())
+    def extend(self, data: st.DataObject, complete: bool) -> None:
+        it = data.draw(st.sampled_from([p for p in self.all if not p.complete]))
+        blocks, sent = self.fresh(min(1, 4 - len(it.blocks)))
+        try:
+            it.ticket = self.sender.extend(it.ticket, blocks, complete=complete)
+        except TicketOver:
+            assert self.is_over(it)
+            self.free.update(blocks)
+        else:
+            it.blocks += blocks
+            it.content += sent
+            it.complete = complete
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data(), again=st.booleans(), at=st.integers(1, 8))
+    def pull(self, data: st.DataObject, again: bool, at: int) -> None:
+        """Resumed or from the start, with something happening before its n-th piece."""
+        it = data.draw(st.sampled_from(self.all))
+        doing = data.draw(st.sampled_from(["nothing", "wait", "cancel", "close", "reuse"]))
+        progress = it.progress if again and not it.progress.complete else Progress()
+        acts = {"wait": lambda: self.clock.advance(LEASE), "cancel": progress.cancel, "close": lambda: self.close(it)}
+        self.between.left, self.between.act = at, acts.get(doing, lambda: None)
+        if doing == "reuse":
+            self.between.act = self.end_and_reuse
+        try:
+            self.receiver.pull(it.ticket, it.into, FAR, progress=progress, follow=False)
+        except TicketOver:
+            assert self.is_over(it)
+        except BlockReused:
+            assert it.spoiled
+        except TransferCancelled:
+            it.progress = Progress()
+        except TransferTimeout:
+            raise AssertionError("there was time enough") from None
+        else:
+            assert not self.is_over(it) and not it.spoiled
+            if progress.bytes == len(it.content):  # resumed, others may have pulled into the same blocks since
+                got = content(self.receiver.region, it.into[: len(it.blocks)])
+                assert got == it.content or progress is it.progress
+            assert progress.complete == it.complete
+        self.between.left = -1
+
+    def end_and_reuse(self) -> None:
+        """All that can end has ended, and its blocks have new content."""
+        self.clock.advance(LEASE)
+        self.collect()
+        self.fresh_and_back(BLOCKS)
+
+    def fresh_and_back(self, count: int) -> None:
+        blocks, _ = self.fresh(count)
+        self.free.update(blocks)
+
+    @rule(count=st.integers(1, BLOCKS))
+    def reuse(self, count: int) -> None:
+        self.fresh_and_back(count)
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data(), how=st.sampled_from([How.ACKNOWLEDGED, How.RELEASED]))
+    def end(self, data: st.DataObject, how: How) -> None:
+        it = data.draw(st.sampled_from(self.all))
+        say = self.receiver.acknowledge if how is How.ACKNOWLEDGED else self.receiver.release
+        was_over = self.is_over(it)
+        try:
+            say(it.ticket, FAR)
+        except TicketOver:
+            assert was_over and how is How.ACKNOWLEDGED
+        else:
+            it.over = it.over if was_over else how  # to release what has ended does nothing
+
+    @precondition(lambda self: self.all)
+    @rule(data=st.data())
+    def close_one(self, data: st.DataObject) -> None:
+        self.close(data.draw(st.sampled_from(self.all)))
+
+    def close(self, it: Published) -> None:
+        try:
+            self.sender.close(it.ticket)
+        except TicketOver:
+            assert self.is_over(it)
+        else:
+            it.over = it.over or How.CLOSED
+
+    @precondition(lambda self: any(p.blocks for p in self.all))
+    @rule(data=st.data())
+    def misuse(self, data: st.DataObject) -> None:
+        """The owner writes to a block that it has promised to hold."""
+        it = data.draw(st.sampled_from([p for p in self.all if p.blocks]))
+        if not self.is_over(it):
+            fill(self.region, it.blocks[-1:], 0)
+            it.spoiled = True
+
+    @rule(seconds=st.sampled_from([1.0, LEASE / 2, LEASE]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule()
+    def collect(self) -> None:
+        for ended in self.sender.collect():
+            self.returned[ended.id] += 1
+            it = next(p for p in self.all if p.ticket.id == ended.id)
+            assert list(ended.blocks) == it.blocks and (it.over or How.EXPIRED) is ended.how
+            it.over = ended.how
+            self.free.update(ended.blocks)
+
+    def is_over(self, it: Published) -> bool:
+        try:
+            self.sender._leases.find(it.ticket.id)
+        except TicketOver:
+            return True
+        return False
+
+    @invariant()
+    def conserved(self) -> None:
+        assert all(count == 1 for count in self.returned.values())
+        held = [block for p in self.all if not self.returned[p.ticket.id] for block in p.blocks]
+        assert len(held) == len(set(held)) and not self.free & set(held)
+        assert len(held) + len(self.free) == BLOCKS
+
+    def teardown(self) -> None:
+        self.clock.advance(LEASE)
+        self.collect()
+        assert self.sender.pinned() == [] and self.free == set(range(BLOCKS))
+        assert set(self.returned) == {p.ticket.id for p in self.all}
+
+
+Handoffs.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHandoffs = Handoffs.TestCase

@@ -1,0 +1,464 @@
+"""TCP and shared memory over real sockets and processes, whole and broken."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from transfers import Fault, Proxy, blank, content, fill, small, soon, via
+
+from emberline.core.clock import ManualClock
+from emberline.kv.transfer.base import Transport
+from emberline.kv.transfer.channel import CRC, HEAD, Channel, Kind
+from emberline.kv.transfer.errors import (
+    BadTransfer,
+    BlockReused,
+    Corrupted,
+    Incompatible,
+    PeerChanged,
+    PeerLost,
+    PeerUnreachable,
+    TicketOver,
+    TransferCancelled,
+    TransferError,
+    TransferTimeout,
+)
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.server import Server
+from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
+from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
+from emberline.kv.transfer.ticket import Ticket
+
+LEASE, PATIENCE = 30.0, 20.0
+SLACK = 16  # bytes by which one run may be shorter than another: seconds are told as decimals
+
+
+@dataclass
+class Host:
+    """A sender that both transports reach."""
+
+    sender: Sender
+    servers: list[Server]
+
+    def receiver(self, kind: str, layout: Layout | None = None, **habits: object) -> Receiver:
+        layout = layout or small()
+        how = replace(Habits(patience=PATIENCE, streams=1), **habits)
+        transport: Transport = TcpTransport(layout, how) if kind == "tcp" else ShmTransport(layout, how)
+        return Receiver(blank(layout, 12), [transport], piece_bytes=64)
+
+    def settled(self) -> None:
+        """Nobody is connected, and no thread is left."""
+        until = soon()
+        while any(server.num_open for server in self.servers):
+            assert time.monotonic() < until, "a connection stays open"
+            time.sleep(0.005)
+
+
+class Squeeze:
+    name = "zlib"
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def encode(self, data: memoryview) -> bytes:
+        self.used += 1
+        return zlib.compress(data)
+
+    def decode(self, data: memoryview, out: memoryview) -> None:
+        out[:] = zlib.decompress(data)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    segment = Segment(small(), 12)
+    sender = Sender(segment.region, "p")
+    made = Host(sender, [serve_tcp(sender, patience=PATIENCE), serve_shm(sender, segment, patience=PATIENCE)])
+    before = threading.active_count()
+    yield made
+    for server in made.servers:
+        server.stop()
+    assert all(server.num_open == 0 for server in made.servers)
+    assert threading.active_count() <= before - len(made.servers), "a thread was left behind"
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
+    receiver = host.receiver(kind, streams=streams)
+    receiver.pair(host.sender.peer, soon())
+    sent = fill(host.sender.region, [4, 5, 1, 7], 1)
+    ticket = Ticket.parsed(host.sender.publish([4, 5, 1, 7], LEASE).as_dict())
+    receiver.pull(ticket, [0, 3, 2, 9], soon())
+    assert content(receiver.region, [0, 3, 2, 9]) == sent
+    receiver.renew(ticket, soon())
+    receiver.acknowledge(ticket, soon())
+    assert [e.how for e in host.sender.collect()] == [How.ACKNOWLEDGED]
+    with pytest.raises(TicketOver, match="acknowledged"):
+        receiver.pull(ticket, [0, 3, 2, 9], soon())
+    receiver.close()
+    host.settled()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_it_follows_a_ticket_that_grows(host: Host, kind: str) -> None:
+    receiver = host.receiver(kind, small(8))
+    sent = fill(host.sender.region, [0], 1)
+    ticket = host.sender.publish([0], LEASE, complete=False)
+    progress = Progress()
+    thread = threading.Thread(target=receiver.pull, args=(ticket, [5, 3], soon()), kwargs={"progress": progress})
+    thread.start()
+    for block in (1, 2, 3):
+        sent += fill(host.sender.region, [block], block)
+        host.sender.extend(ticket, [block], complete=block == 3)
+        time.sleep(0.01)
+    thread.join(20)
+    assert progress.complete and content(receiver.region, [5, 3]) == sent
+    receiver.close()
+
+
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_block_sizes_may_differ(host: Host, tokens: int) -> None:
+    for kind in ("tcp", "shm"):
+        receiver = host.receiver(kind, small(tokens))
+        sent = fill(host.sender.region, [4, 1], 1)
+        into = [6, 2, 3, 9][: 8 // tokens]
+        receiver.pull(host.sender.publish([4, 1], LEASE), into, soon())
+        assert content(receiver.region, into) == sent
+        receiver.close()
+
+
+def test_a_codec_is_used_if_both_have_it() -> None:
+    ours, theirs = Squeeze(), Squeeze()
+    sender = Sender(blank(small(), 12), "p")
+    server = serve_tcp(sender, codecs=[theirs])
+    sent = fill(sender.region, [1, 2], 1)
+    for codecs, used in (([], False), ([ours], True)):
+        transport = TcpTransport(small(), Habits(codecs=codecs))
+        receiver = Receiver(blank(small(), 12), [transport], piece_bytes=64)
+        receiver.pull(sender.publish([1, 2], LEASE), [3, 4], soon())
+        assert content(receiver.region, [3, 4]) == sent and bool(theirs.used) is used
+        receiver.close()
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
+    receiver = host.receiver(kind)
+    ticket = host.sender.publish([1, 2], LEASE)
+    fill(host.sender.region, [2], 1)
+    with pytest.raises(BlockReused):
+        receiver.pull(ticket, [1, 2], soon())
+    fresh = host.sender.publish([1, 2], LEASE)  # the connection goes on
+    receiver.pull(fresh, [1, 2], soon())
+    if kind == "tcp":
+        forged = replace(fresh, generations=tuple(g + 1 for g in fresh.generations))
+        with pytest.raises(Corrupted, match="generation"):
+            receiver.pull(forged, [1, 2], soon())
+    receiver.close()
+
+
+def test_pairing_is_refused_with_a_reason(host: Host) -> None:
+    peer = host.sender.peer
+    for kind in ("tcp", "shm"):
+        with pytest.raises(PeerChanged):
+            host.receiver(kind).pair(replace(peer, incarnation="earlier"), soon())
+        lying = host.receiver(kind, small(heads=4))
+        with pytest.raises(Incompatible, match="heads"):  # also by the sender, whatever its description says
+            lying.pair(replace(peer, layout=small(heads=4)), soon())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", "nonsense", "127.0.0.1:x"):
+        with pytest.raises(PeerUnreachable):
+            host.receiver("tcp").pair(replace(peer, endpoints={"tcp": address}), soon())
+    with pytest.raises(PeerUnreachable):
+        host.receiver("shm").pair(replace(peer, endpoints={"shm": "nobody"}), soon())
+    host.settled()
+
+
+def test_the_next_transport_is_taken_if_the_first_is_broken(host: Host) -> None:
+    habits = Habits(patience=PATIENCE)
+    receiver = Receiver(blank(small(), 12), [ShmTransport(small()), TcpTransport(small(), habits)])
+    ticket = host.sender.publish([1], LEASE)
+    elsewhere = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "shm": "of another host"})
+    assert receiver.pull(replace(ticket, peer=elsewhere), [0], soon()).complete
+    receiver.close()
+
+
+def test_a_restarted_sender_at_the_same_address_is_not_mistaken(host: Host) -> None:
+    receiver = host.receiver("tcp")
+    ticket = host.sender.publish([1], LEASE)
+    receiver.pair(ticket.peer, soon())
+    port = int(host.sender.endpoints["tcp"].rpartition(":")[2])
+    host.servers[0].stop()
+    second = Sender(host.sender.region, "p")
+    host.servers[0] = serve_tcp(second, port=port, patience=PATIENCE)
+    with pytest.raises(PeerChanged):
+        receiver.pull(ticket, [0], soon())
+    receiver.close()
+
+
+def test_any_damage_to_a_message_is_noticed() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        sender, receiver = Channel(here), Channel(there)
+        sender.send(Kind.SEALED, 7, b"body", soon())
+        raw = there.recv(1000)
+        for at in range(len(raw)):
+            here.sendall(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+            with pytest.raises(Corrupted):
+                receiver.receive(soon())
+            there.recv(1000, socket.MSG_DONTWAIT) if at < HEAD.size + CRC.size else None  # the body that was not read
+        here.sendall(raw)
+        assert receiver.receive(soon()) == (Kind.SEALED, 7, b"body")
+
+
+def test_an_answer_to_another_question_is_refused(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            channel = Channel(listener.accept()[0])
+            hello = channel.receive(soon())
+            told = {"layout": hello.read()["layout"], "codec": None}
+            channel.tell(Kind.WELCOME, hello.transfer ^ 1, told, soon())
+            with contextlib.suppress(PeerLost):
+                channel.rest(20)
+            channel.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{listener.getsockname()[1]}"})
+        with pytest.raises(Corrupted, match="another question"):
+            host.receiver("tcp").pair(peer, soon())
+        thread.join(20)
+
+
+def clean_run(host: Host) -> Proxy:
+    with Proxy(host.sender.endpoints["tcp"]) as proxy:
+        receiver = host.receiver("tcp")
+        receiver.pull(via(host.sender.publish([1, 2], LEASE), proxy.address), [5, 3], soon())
+        receiver.close()
+    return proxy
+
+
+@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize("kind", ["cut", "flip"])
+def test_a_connection_broken_anywhere(host: Host, kind: str, down: bool) -> None:
+    """At what the proxy saw as borders of messages, and at every eleventh byte."""
+    whole = clean_run(host)
+    sent = fill(host.sender.region, [1, 2], 1)
+    failed = 0
+    for at in sorted(whole.borders[down] | set(range(0, whole.counts[down] - SLACK, 11))):
+        with Proxy(host.sender.endpoints["tcp"], Fault(kind, down, at)) as proxy:
+            receiver, progress = host.receiver("tcp"), Progress()
+            ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+            try:
+                receiver.pull(ticket, [5, 3], soon(), progress=progress)
+            except TransferError:
+                failed += 1
+                assert not progress.complete
+                receiver.pull(ticket, [5, 3], soon(), progress=progress)
+            assert proxy.happened
+            assert content(receiver.region, [5, 3]) == sent, f"wrong bytes after a {kind} at {at}"
+            receiver.acknowledge(ticket, soon())
+            receiver.close()
+        assert [e.id for e in host.sender.collect()] == [ticket.id]
+    assert failed > 20
+    host.settled()
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_a_silent_peer_is_given_up(host: Host, down: bool) -> None:
+    whole = clean_run(host)
+    for at in (0, whole.counts[down] // 2, whole.counts[down] - SLACK):
+        with Proxy(host.sender.endpoints["tcp"], Fault("hold", down, at)) as proxy:
+            receiver, progress = host.receiver("tcp", patience=0.3), Progress()
+            ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+            try:
+                receiver.pull(ticket, [5, 3], soon(), progress=progress)
+            except PeerLost as error:
+                assert "silent" in error.message or "ended" in error.message
+            assert proxy.happened
+            receiver.close()
+    host.settled()
+
+
+def test_a_deadline_holds_against_a_silent_peer(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # the system accepts, nobody answers
+        peer = replace(host.sender.peer, endpoints={"tcp": f"127.0.0.1:{mute.getsockname()[1]}"})
+        with pytest.raises(TransferTimeout):
+            host.receiver("tcp", patience=30.0).pair(peer, soon(0.2))
+        with pytest.raises(PeerLost, match="silent"):
+            host.receiver("tcp", patience=0.2).pair(peer, soon(30))
+
+
+def test_a_deadline_holds_for_a_ticket_that_does_not_grow(host: Host) -> None:
+    for kind in ("tcp", "shm"):
+        receiver, progress = host.receiver(kind), Progress()
+        ticket = host.sender.publish([1], LEASE, complete=False)
+        with pytest.raises(TransferTimeout):
+            receiver.pull(ticket, [0], soon(0.2), progress=progress)
+        assert progress.bytes == small().block_bytes and not progress.complete
+        receiver.close()
+
+
+def test_a_pull_is_cancelled_while_it_waits(host: Host) -> None:
+    whole = clean_run(host)
+    with Proxy(host.sender.endpoints["tcp"], Fault("hold", True, whole.counts[True] // 2)) as proxy:
+        receiver, progress = host.receiver("tcp", patience=30.0), Progress()
+        ticket = via(host.sender.publish([1, 2], LEASE), proxy.address)
+        ended: list[TransferError] = []
+
+        def pull() -> None:
+            try:
+                receiver.pull(ticket, [5, 3], soon(3600), progress=progress)
+            except TransferError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=pull, daemon=True)
+        thread.start()
+        while not proxy.happened:
+            time.sleep(0.005)
+        progress.cancel()
+        thread.join(20)  # the connection is held for longer than that
+        assert [type(error) for error in ended] == [TransferCancelled]
+        with pytest.raises(TransferCancelled):
+            receiver.pull(ticket, [5, 3], soon(), progress=progress)
+        receiver.release(ticket, soon())
+        receiver.close()
+    assert [e.how for e in host.sender.collect()] == [How.RELEASED]
+
+
+def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
+    """Its connection ends after the sender's patience, its lease by the clock, its blocks come back once."""
+    clock = ManualClock()
+    big = small(tokens=1 << 14, layers=32)
+    sender = Sender(blank(big, 4), "p", clock=clock)
+    server = serve_tcp(sender, patience=0.3)
+    ticket = sender.publish([0, 1, 2, 3], LEASE)
+    sock = socket.create_connection(("127.0.0.1", int(sender.endpoints["tcp"].rpartition(":")[2])))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    channel = Channel(sock)
+    told = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.tell(Kind.HELLO, 1, told, soon())
+    assert channel.receive(soon()).kind == Kind.WELCOME
+    asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True}
+    channel.tell(Kind.PULL, 2, asked, soon())
+    Host(sender, [server]).settled()
+    clock.advance(LEASE)
+    assert [e.how for e in sender.collect()] == [How.EXPIRED] and sender.collect() == []
+    channel.close()
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"id": 5, "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True},
+        {"id": "T", "pieces": [[0, 9, 0, 1]], "seconds": 1, "checked": True},
+        {"id": "T", "pieces": [[0, 1, 0, 3]], "seconds": 1, "checked": True},
+        {"id": "T", "pieces": [[0, 1, -1, 1]], "seconds": 1, "checked": True},
+        {"id": "T", "pieces": [["x"]], "seconds": 1, "checked": True},
+        {"id": "T", "seconds": 1},
+        {"id": [], "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True},
+    ],
+)
+def test_a_malformed_request_is_answered(host: Host, asked: dict[str, object]) -> None:
+    ticket = host.sender.publish([1, 2], LEASE)
+    sock = socket.create_connection(("127.0.0.1", int(host.sender.endpoints["tcp"].rpartition(":")[2])))
+    channel = Channel(sock)
+    told = {"incarnation": host.sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
+    channel.tell(Kind.HELLO, 1, told, soon())
+    assert channel.receive(soon()).kind == Kind.WELCOME
+    body = {**asked, "id": ticket.id if asked["id"] == "T" else asked["id"], "how": "closed"}
+    for kind in (Kind.PULL, Kind.OKAY, Kind.ATTACH, Kind.END):
+        channel.tell(kind, 2, body, soon())
+        answer = channel.receive(soon())
+        assert answer.kind == Kind.ERROR and isinstance(answer.error(), BadTransfer | TicketOver)
+    channel.close()
+    assert len(host.sender.pinned()) == 1
+
+
+def test_garbage_ends_the_connection_only(host: Host) -> None:
+    port = int(host.sender.endpoints["tcp"].rpartition(":")[2])
+    for junk in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"\0" * 64, b"EKV1" + b"\xff" * 60):
+        with socket.create_connection(("127.0.0.1", port)) as sock:
+            sock.sendall(junk)
+    host.settled()
+    assert host.receiver("tcp").pull(host.sender.publish([1], LEASE), [0], soon()).complete
+
+
+def test_two_pulls_of_one_ticket_share_a_link(host: Host) -> None:
+    receiver = host.receiver("tcp", streams=2)
+    sent = fill(host.sender.region, [1, 2], 1)
+    ticket = host.sender.publish([1, 2], LEASE)
+    threads = [threading.Thread(target=receiver.pull, args=(ticket, into, soon())) for into in ([0, 1], [2, 3], [4, 5])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert all(content(receiver.region, into) == sent for into in ([0, 1], [2, 3], [4, 5]))
+    receiver.close()
+
+
+# -- other processes ---------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys, time
+sys.path[:0] = json.loads(sys.argv[1])
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.shm import Segment, serve_shm
+from emberline.kv.transfer.tcp import serve_tcp
+from transfers import fill, small
+segment = Segment(small(), 12)
+sender = Sender(segment.region, "p")
+servers = [serve_tcp(sender), serve_shm(sender, segment)]
+sent = fill(segment.region, [4, 5, 1], 1)
+print(json.dumps([sender.publish([4, 5, 1], 30.0).as_dict(), sent.hex()]), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.Signals) -> None:
+    tests = Path(__file__).parents[1]
+    paths = json.dumps([str(tests), str(tests.parent / "src")])
+    child = subprocess.Popen([sys.executable, "-c", CHILD, paths], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        told, sent = json.loads(child.stdout.readline())
+        ticket = Ticket.parsed(told)
+        receiver = Host(None, []).receiver(kind, patience=0.5)  # type: ignore[arg-type]
+        receiver.pull(ticket, [0, 1, 2], soon())
+        assert content(receiver.region, [0, 1, 2]).hex() == sent
+        os.kill(child.pid, end)
+        os.waitpid(child.pid, os.WUNTRACED)
+        with pytest.raises((PeerLost, PeerUnreachable)):
+            receiver.pull(ticket, [3, 4, 5], soon())
+        with pytest.raises((PeerLost, PeerUnreachable)):
+            receiver.acknowledge(ticket, soon())
+        if end == signal.SIGKILL:
+            gc.collect()
+            assert "emberline-kv" not in Path("/proc/self/maps").read_text(), "memory of the dead is still mapped"
+        receiver.close()
+    finally:
+        child.kill()
+        child.wait()

@@ -1,0 +1,332 @@
+"""A router whose workers fail as told: what can be tried elsewhere is, what cannot is said, and all ends once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from routers import SRC, Fakes, get, start_router, stop, until
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[Fakes]:
+    made = Fakes(tmp_path, "--stuck-after", "2", "--lost-after", "1.5")
+    yield made
+    made.close()
+
+
+def chat(fakes: Fakes, tokens: int = 4, session: str = "", **more: Any) -> Any:
+    headers = {"x-session-affinity": session} if session else {}
+    return get(
+        f"{fakes.url}/v1/chat/completions", {"model": "fake", "messages": HELLO, "max_tokens": tokens, **more}, headers
+    )
+
+
+def open_stream(
+    fakes: Fakes, tokens: int, path: str = "/v1/chat/completions", session: str = ""
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
+    headers = {"x-session-affinity": session} if session else {}
+    body = {"model": "fake", "messages": HELLO, "max_tokens": tokens, "stream": True}
+    connection.request("POST", path, json.dumps(body), headers)
+    return connection, connection.getresponse()
+
+
+def home_of(fakes: Fakes, session: str) -> str:
+    """The worker that answers this session."""
+    connection, reply = open_stream(fakes, 1, session=session)
+    reply.read()
+    connection.close()
+    return str(reply.headers["x-emberline-worker"])
+
+
+def quiet(fakes: Fakes) -> bool:
+    status = fakes.status()
+    rows = status["workers"]
+    return not status["open_requests"] and not any(r["open"] or r["prefill_tokens"] or r["decode_tokens"] for r in rows)
+
+
+def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
+    fakes.start("a")
+    direct = f"http://127.0.0.1:{fakes.ports['a']}/v1/chat/completions"
+    for stream in (False, True):
+        body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "stream": stream}
+        assert get(direct, body) == get(f"{fakes.url}/v1/chat/completions", body)
+    odd = {"authorization": "Bearer mine", "x-odd": "\xe4 value"}
+    get(f"{fakes.url}/v1/chat/completions", {"model": "fake", "messages": HELLO}, odd)
+    seen = fakes.tell("a")["seen"][-1]
+    assert seen["authorization"] == "Bearer mine" and "x-odd" in seen
+    get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})
+    assert fakes.tell("a")["seen"][-1]["?"] == "beta=true&q=%20x"
+    assert quiet(fakes)
+
+
+@pytest.mark.parametrize("mode", ["refuse", "full", "stopped"])
+def test_before_the_first_byte_another_worker_is_tried(fakes: Fakes, mode: str) -> None:
+    fakes.start("a", "b")
+    first = home_of(fakes, "s")
+    if mode == "stopped":
+        fakes.workers[first].kill()
+        fakes.workers[first].wait()
+    else:
+        fakes.tell(first, mode)
+    for stream in (False, True):
+        assert "word" in str(chat(fakes, session="s", stream=stream))
+    reasons = fakes.status()["retries"]
+    assert set(reasons) <= {"unreached", "broken", "status 503", "status 429"} and sum(reasons.values()) >= 1
+    assert quiet(fakes)
+
+
+def test_a_worker_that_keeps_failing_is_asked_no_more(fakes: Fakes) -> None:
+    fakes.start("a", "b")
+    first = home_of(fakes, "s")
+    fakes.tell(first, "refuse")
+    asked = fakes.tell(first)["asked"]
+    for _ in range(12):
+        assert "word" in str(chat(fakes, session="s"))
+    assert fakes.row(first)["breaker"] == "open" and fakes.tell(first)["asked"] - asked < 8
+    fakes.tell(first, "well")
+    until(lambda: home_of(fakes, "s") == first)
+    assert fakes.row(first)["breaker"] == "closed"
+
+
+def test_when_nobody_can_answer_the_last_word_is_passed_on(fakes: Fakes) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="503") as raised:
+        chat(fakes)
+    assert "no worker has registered" in raised.value.read().decode()
+    fakes.start("a", "b")
+    for name in ("a", "b"):
+        fakes.tell(name, "full")
+    with pytest.raises(urllib.error.HTTPError, match="429") as raised:
+        chat(fakes)
+    assert raised.value.headers["retry-after"] == "7" and "not now" in raised.value.read().decode()
+    with pytest.raises(urllib.error.HTTPError, match="404") as raised:
+        chat(fakes, model="other")
+    assert "'fake'" in raised.value.read().decode()
+    assert quiet(fakes)
+
+
+def test_full_workers_are_a_429(fakes: Fakes) -> None:
+    fakes.start("a", "b", pace=0.05, max_running=1)  # and as many may wait at each
+    streams = [open_stream(fakes, 1000) for _ in range(4)]
+    assert sorted(row["open"] for row in fakes.status()["workers"]) == [2, 2]
+    client = openai.OpenAI(base_url=f"{fakes.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.RateLimitError, match="full") as raised:
+        client.chat.completions.create(model="fake", messages=HELLO)
+    assert int(raised.value.response.headers["retry-after"]) >= 1
+    for connection, reply in streams:
+        reply.close()
+        connection.close()
+    until(lambda: quiet(fakes))
+    assert "word" in str(chat(fakes))
+
+
+@pytest.mark.parametrize("how", ["break", "tear", "kill"])
+def test_after_the_first_byte_it_is_said_in_the_stream(fakes: Fakes, how: str) -> None:
+    fakes.start("a", pace=0.02)
+    if how != "kill":
+        fakes.tell("a", how)
+    connection, reply = open_stream(fakes, 100_000)
+    got = reply.readline()
+    if how == "kill":
+        fakes.workers["a"].kill()
+    events = [event for event in (got + reply.read()).decode().split("\n\n") if event]
+    connection.close()
+    assert events[-1] == "data: [DONE]" and json.loads(events[-2][6:])["error"]["code"] == "worker_lost"
+    assert all("word" in json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events[:-2])
+    assert fakes.status()["broken"] == 1 and quiet(fakes)
+
+
+def test_each_protocol_has_its_own_words_for_it(fakes: Fakes) -> None:
+    fakes.start("a")
+    fakes.tell("a", "break")
+    client = openai.OpenAI(base_url=f"{fakes.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.APIError, match="worker a was lost"):
+        list(client.chat.completions.create(model="fake", messages=HELLO, stream=True))
+    for path, kind in (("/v1/messages", "api_error"), ("/v1/responses", "worker_lost")):
+        connection, reply = open_stream(fakes, 50, path)
+        name, data = reply.read().decode().strip().split("\n\n")[-1].split("\n")
+        connection.close()
+        assert name == "event: error" and kind in data and json.loads(data[6:])["type"] == "error"
+        fakes.tell("a", "well")  # closes the breaker again
+        chat(fakes)
+        fakes.tell("a", "break")
+    claude = anthropic.Anthropic(base_url=fakes.url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.APIStatusError, match="worker a was lost"):
+        list(claude.messages.create(model="fake", messages=HELLO, max_tokens=50, stream=True))
+
+
+def test_a_worker_that_beats_but_makes_no_step_is_left(fakes: Fakes) -> None:
+    fakes.start("a", "b")
+    first = home_of(fakes, "s")
+    fakes.tell(first, "hang")
+    assert "word" in str(chat(fakes, session="s"))  # elsewhere, once it is found stuck
+    assert fakes.status()["retries"] == {"stuck": 1}
+    until(lambda: fakes.tell(first)["gone"] == 1 and not fakes.tell(first)["running"])
+    fakes.tell(first, "well")
+    until(lambda: fakes.health(first) == "ready")
+
+
+def test_a_frozen_worker_is_left_and_comes_back(fakes: Fakes) -> None:
+    fakes.start("a", "b", pace=0.02)
+    first = home_of(fakes, "s")
+    connection, reply = open_stream(fakes, 100_000, session="s")
+    reply.readline()
+    os.kill(fakes.workers[first].pid, signal.SIGSTOP)
+    try:
+        assert "word" in str(chat(fakes, session="s"))
+        assert b"worker_lost" in reply.read()
+    finally:
+        os.kill(fakes.workers[first].pid, signal.SIGCONT)
+    connection.close()
+    until(lambda: fakes.health(first) == "ready")
+    until(lambda: home_of(fakes, "s") == first)
+
+
+def test_a_client_that_leaves_is_noticed_by_the_worker(fakes: Fakes) -> None:
+    fakes.start("a", pace=0.02)
+    for stream in (True, False, False, False):
+        before = fakes.tell("a")["gone"]
+        connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
+        body = {"model": "fake", "messages": HELLO, "max_tokens": 100_000, "stream": stream}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        until(lambda: fakes.tell("a")["running"] == 1)
+        connection.close()
+        until(lambda b=before: fakes.tell("a")["gone"] == b + 1)  # type: ignore[misc]
+    until(lambda: quiet(fakes))
+    assert fakes.row("a")["left"] == 4 and fakes.row("a")["breaker"] == "closed"
+
+
+def test_who_reads_slowly_is_sent_slowly(fakes: Fakes) -> None:
+    fakes.start("a")
+    total = 100_000  # events, about 16 MB
+    connection, reply = open_stream(fakes, total)
+    counts = [-1, 0]
+
+    def settled() -> bool:
+        counts.append(fakes.tell("a")["generated"])
+        time.sleep(0.3)
+        return counts[-1] == counts[-2] == counts[-3]
+
+    until(settled)
+    assert 0 < counts[-1] < total
+    events = reply.read().count(b"\n\n")
+    connection.close()
+    assert events == total + 3 and quiet(fakes)
+
+
+def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
+    fakes.start("a", "b", pace=0.01)
+    first = home_of(fakes, "s")
+    connection, reply = open_stream(fakes, 150, session="s")
+    reply.readline()
+    command = [sys.executable, "-m", "emberline.cli", "drain", first, "--router", fakes.url]
+    drain = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(SRC)}, text=True)
+    until(lambda: fakes.health(first) == "draining")
+    asked = fakes.tell(first)["asked"]
+    for _ in range(5):
+        assert home_of(fakes, "s") != first
+    assert drain.poll() is None, "it waits for the open stream"
+    assert reply.read().endswith(b"data: [DONE]\n\n")
+    connection.close()
+    told, _ = drain.communicate(timeout=30)
+    assert drain.returncode == 0 and f"{first} is drained" in told and "1 requests still open" in told
+    assert fakes.tell(first)["asked"] == asked
+    subprocess.run([*command, "--undo"], check=True, env={**os.environ, "PYTHONPATH": str(SRC)})
+    assert home_of(fakes, "s") == first
+    unknown = subprocess.run([*command[:4], "nobody", *command[5:]], capture_output=True, text=True,
+                             env={**os.environ, "PYTHONPATH": str(SRC)})  # fmt: skip
+    assert unknown.returncode == 1 and "no worker 'nobody'" in unknown.stderr and "Traceback" not in unknown.stderr
+
+
+def test_of_two_with_one_name_the_newer_wins(fakes: Fakes) -> None:
+    fakes.start("a", pace=0.01)
+    old, port, incarnation = fakes.workers["a"], fakes.ports["a"], fakes.row("a")["incarnation"]
+    connection, reply = open_stream(fakes, 100)
+    reply.readline()
+    fakes.start("a")
+    until(lambda: fakes.row("a")["incarnation"] != incarnation)
+    newer = fakes.row("a")["incarnation"]
+    assert reply.read().endswith(b"data: [DONE]\n\n"), "what the old one has open may end"
+    connection.close()
+    until(lambda: "a newer worker has this name" in (fakes.home / "a").read_text())
+    before = get(f"http://127.0.0.1:{port}/fake")["asked"]
+    for _ in range(5):
+        chat(fakes)
+    assert get(f"http://127.0.0.1:{port}/fake")["asked"] == before and fakes.row("a")["incarnation"] == newer
+    stop(old)
+
+
+def test_workers_come_back_one_after_another(fakes: Fakes) -> None:
+    """A rolling restart under load: nobody notices."""
+    fakes.start("a", "b", pace=0.005)
+    with ThreadPoolExecutor(4) as pool:
+        going = True
+
+        def load() -> int:
+            count = 0
+            while going:
+                got = chat(fakes, 20, stream=True)
+                assert got.endswith("data: [DONE]\n\n") and "error" not in got
+                count += 1
+            return count
+
+        loads = [pool.submit(load) for _ in range(4)]
+        for name in ("a", "b"):
+            old = fakes.workers[name]
+            stop(old)
+            fakes.start(name, pace=0.005)
+        going = False
+        assert all(each.result(60) > 0 for each in loads)
+    assert quiet(fakes) and fakes.status()["broken"] == 0
+
+
+def test_workers_find_a_router_that_was_started_again(fakes: Fakes) -> None:
+    fakes.start("a", "b")
+    port = int(fakes.url.rsplit(":", 1)[1])
+    fakes.router.process.kill()
+    fakes.router.process.wait()
+    fakes.router = start_router(fakes.home / "router", port=port)
+    until(lambda: fakes.health("a") == fakes.health("b") == "ready")
+    assert "word" in str(chat(fakes))
+
+
+def test_only_workers_with_the_key_are_let_in(tmp_path: Path) -> None:
+    router = start_router(tmp_path / "log", "--cluster-key", "secret", "--api-key", "clients")
+    card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
+    try:
+        for headers in ({}, {"authorization": "Bearer clients"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                get(f"{router.url}/cluster/register", card, headers)
+        get(f"{router.url}/cluster/register", card, {"authorization": "Bearer secret"})
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            get(f"{router.url}/v1/models")
+        models = get(f"{router.url}/v1/models", headers={"authorization": "Bearer clients"})
+        assert [model["id"] for model in models["data"]] == ["m"]
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            get(f"{router.url}/cluster/register", {**card, "url": "file:///x"}, {"authorization": "Bearer secret"})
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            get(f"{router.url}/cluster/register", {**card, "name": "a\r\nb: c"}, {"authorization": "Bearer secret"})
+    finally:
+        stop(router.process)
+
+
+def test_without_a_key_no_page_in_a_browser_can_register(fakes: Fakes) -> None:
+    card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        get(f"{fakes.url}/cluster/register", card, {"origin": "http://evil.example"})
