@@ -256,6 +256,7 @@ BAD = [
     (item(**{**CALL, "arguments": "[]"}), "input[0].arguments"),
     (item(**{**CALL, "arguments": "[" * 100_000}), "input[0].arguments"),
     (item(type="reasoning", encrypted_content="theirs!"), "input[0].encrypted_content"),
+    (item(type="reasoning", encrypted_content="\u00b4 no letters"), "input[0].encrypted_content"),
     (item(type="reasoning", encrypted_content="gAAA/w=="), "input[0].encrypted_content"),
     ({"instructions": ["i"]}, "instructions"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

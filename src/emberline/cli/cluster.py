@@ -82,18 +82,18 @@ def _worker(args: argparse.Namespace, keys: list[str]) -> list[str]:
 
 async def _watch(url: str) -> None:
     """Says what the router sees, whenever that changes."""
-    told: dict[str, str] = {}
+    told: dict[str, tuple[str, str]] = {}  # of which process, and what
     while True:
         status = await asyncio.to_thread(_status, url)
         for row in status["workers"] if status else []:
             line = f"{row['health']}, {', '.join(row['models'])}"
-            if told.get(row["name"]) != line:
-                told[row["name"]] = line
+            if told.get(row["name"]) != (row["incarnation"], line):
+                told[row["name"]] = row["incarnation"], line
                 _say(row["name"], line)
         ready = sum(row["health"] == "ready" for row in status["workers"]) if status else 0
         line = f"{ready} of {len(status['workers'])} workers ready at {url}" if ready else "no worker is ready"
-        if told.get("") != line:
-            told[""] = line
+        if told.get("") != ("", line):
+            told[""] = "", line
             _say("cluster", line)
         await asyncio.sleep(POLL)
 

@@ -7,7 +7,6 @@ they came.
 from __future__ import annotations
 
 import base64
-import binascii
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
@@ -140,7 +139,7 @@ def _reasoning(item: ReasoningItem, path: str) -> str:
 def _unseal(sealed: str, param: str) -> str:
     try:
         return base64.b64decode(sealed, validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # what is not base64, not ASCII, or not UTF-8 inside
         hint = "give the item back as it came, or leave it out"
         raise InvalidRequest(f"{param} is not ours", param=param, hint=hint) from None
 
