@@ -17,7 +17,7 @@ from emberline.engine import memory
 from emberline.engine.boot import Loaded, boot
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import Host
-from emberline.kernels import ops
+from emberline.kernels import gpu, ops
 from emberline.models.config import ModelConfig
 from emberline.unweight import model as unweight
 from emberline.unweight.codec import find_codec
@@ -175,3 +175,7 @@ def test_they_refuse_the_same(
 
 def test_names_mean_the_same() -> None:
     assert {name: dtype.itemsize for name, dtype in gpu_boot.KV_DTYPES.items()} == memory.DTYPE_BYTES
+
+
+def test_the_plan_knows_how_much_of_a_head_is_unpacked_at_a_time() -> None:
+    assert memory.UNPACKED == gpu.UNPACKED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 
 PAIRS = [(o, m) for o in OPERATIONS for m in GenerationMode if o.method != "get" or m is GenerationMode.POSITIVE]
-TRIES = 3
+TRIES = 2  # before one that counts whatever happens
 LENGTH = {"/v1/responses": "max_output_tokens"}
 GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
@@ -43,11 +44,10 @@ def test_api(operation: Any, mode: GenerationMode, server: str) -> None:
         case.call_and_validate(base_url=server, checks=CHECKS, timeout=60)
 
     for _ in range(TRIES):
-        try:
-            return fuzz()
-        except InvalidSchema:  # its generator negated a schema into one that nothing satisfies
-            continue
-    pytest.skip("schemathesis could not generate anything")
+        with suppress(InvalidSchema):  # its generator negated a schema into one that nothing satisfies: once more
+            fuzz()
+            return
+    fuzz()
 
 
 def _reach_the_model(path: str, body: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.errors import ModelError
-from emberline.engine.memory import RESERVE, MemoryPlan, kv_token_bytes, plan, weight_bytes
+from emberline.engine.memory import RESERVE, UNPACKED, MemoryPlan, kv_token_bytes, plan, weight_bytes
 from emberline.models.config import ModelConfig
 
 LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
@@ -107,3 +107,16 @@ def test_table() -> None:
     text = str(planned())
     assert "weights" in text and "14.96 GiB" in text and "kv cache" in text
     assert f"{planned().kv_tokens} tokens" in text
+
+
+def test_scratch_holds_the_largest_matrix_that_is_unpacked() -> None:
+    """A layer's is unpacked whole for many rows, however large; a head in parts."""
+
+    def more(config: ModelConfig) -> int:
+        plain, packed = planned(config), planned(config, packed=True)
+        return packed.scratch - plain.scratch
+
+    assert more(LLAMA_8B) == 2 * 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
+    wide = replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)
+    assert more(wide) == 2 * more(LLAMA_8B)
+    assert more(replace(LLAMA_8B, ffn=64, vocab=10**6)) == 2 * UNPACKED

@@ -16,8 +16,8 @@ from transfers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
 from emberline.core.config import cache_dir
+from emberline.kv.checksum import chained, find_crc
 from emberline.kv.transfer import local
-from emberline.kv.transfer.checksum import chained, find_crc
 from emberline.kv.transfer.errors import (
     BadTransfer,
     BlockReused,

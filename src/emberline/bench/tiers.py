@@ -31,7 +31,7 @@ from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 from emberline.hub.source import resolve
 from emberline.kernels import ops
-from emberline.kv.tiers.checksum import checksum_of
+from emberline.kv.checksum import crc_of
 from emberline.kv.tiers.copier import Copier
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
@@ -81,9 +81,9 @@ def add_files(report: Report, block_bytes: int, where: Path, rounds: int) -> Non
         buffer[:] = os.urandom(len(buffer))
     size = COUNT * host.buffer_bytes
     backend = ops.start(threads=core_count(), cache=cache_dir() / "kernels")
-    checksum, seeds = checksum_of(backend.library), count()
-    disk = DiskTier(where / "free", "bench", block_bytes, 4 * rounds * size, checksum=checksum)
-    full = DiskTier(where / "full", "bench", block_bytes, size, checksum=checksum)
+    crc, seeds = crc_of(backend.library), count()
+    disk = DiskTier(where / "free", "bench", block_bytes, 4 * rounds * size, crc=crc)
+    full = DiskTier(where / "full", "bench", block_bytes, size, crc=crc)
     order = random.Random(0).sample(range(COUNT), COUNT)
     names: list[bytes] = []
 

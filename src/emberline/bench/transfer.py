@@ -24,8 +24,8 @@ import numpy as np
 from emberline.bench.report import Report
 from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest
+from emberline.kv.checksum import Crc, find_crc
 from emberline.kv.transfer.base import Transport
-from emberline.kv.transfer.checksum import Crc, find_crc
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Habits
 from emberline.kv.transfer.local import LocalTransport, offer

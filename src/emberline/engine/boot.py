@@ -17,8 +17,8 @@ from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
+from emberline.kv.checksum import crc_of
 from emberline.kv.tiers.base import buffer_size
-from emberline.kv.tiers.checksum import checksum_of
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
@@ -154,8 +154,7 @@ def _tiers(config: EngineConfig, layout: str, block_bytes: int, library: ctypes.
     if config.kv_disk is None or config.kv_disk_size is None:
         return TierStack(host)
     where, size = Path(config.kv_disk), config.kv_disk_size
-    checksum = checksum_of(library)
-    return TierStack(host, [DiskTier(where, layout, block_bytes, size, policy=config.kv_policy, checksum=checksum)])
+    return TierStack(host, [DiskTier(where, layout, block_bytes, size, policy=config.kv_policy, crc=crc_of(library))])
 
 
 def _compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:

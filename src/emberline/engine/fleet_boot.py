@@ -102,7 +102,7 @@ def room_for_kv(configs: Mapping[str, EngineConfig], free: int) -> int:
     asked = sum(config.kv_memory or 0 for config in configs.values())
     left = free - sum(weights.values()) - asked
     if left < 0:
-        raise _too_much(weights, f" and {_gib(asked)} GiB of keys and values" if asked else "", free)
+        raise _too_much(weights, f" and {memory.gib(asked)} GiB of keys and values" if asked else "", free)
     return int(left * FOR_KV) // len(configs)
 
 
@@ -135,13 +135,9 @@ def taking_turns(
 
 
 def _too_much(weights: Mapping[str, int], besides: str, free: int) -> ModelError:
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in weights.items())
+    parts = ", ".join(f"{name} {memory.gib(size)}" for name, size in weights.items())
     return ModelError(
-        f"the models do not fit: {_gib(sum(weights.values()))} GiB of weights ({parts}){besides}; "
-        f"{_gib(free)} GiB of memory are free",
+        f"the models do not fit: {memory.gib(sum(weights.values()))} GiB of weights ({parts}){besides}; "
+        f"{memory.gib(free)} GiB of memory are free",
         hint="serve fewer models, or smaller ones",
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"

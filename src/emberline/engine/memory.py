@@ -24,7 +24,7 @@ LEAST_BLOCKS = 2
 F32 = 4
 PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are written out once more
 PACKED_GRAIN, PACKED_BLOCK = 64, 16  # what rows and columns are multiples of, or stay plain; rows with one header
-UNPACKED = 2 * 28_672 * 4096  # bytes that packed weights are unpacked to at a time
+UNPACKED = 28_672 * 4096  # weights of a packed head that are unpacked at a time, as kernels/gpu.py has it
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
@@ -62,7 +62,7 @@ class MemoryPlan:
         return [*((name, getattr(self, name)) for name in parts), ("kv cache", self.kv_bytes), ("spare", self.spare)]
 
     def __str__(self) -> str:
-        lines = [f"{name:<12}{_gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
+        lines = [f"{name:<12}{gib(size):>9} GiB" for name, size in [*self.rows(), ("total", self.total)]]
         contexts = self.kv_tokens / self.max_context
         return "\n".join([*lines, f"{self.kv_tokens} tokens of keys and values: {contexts:.1f} full contexts"])
 
@@ -155,7 +155,7 @@ def plan(
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
-        "scratch": _scratch(config, block_size, max_running, max_context) + packed * UNPACKED,
+        "scratch": _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config),
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
         "reserve": RESERVE,
@@ -214,21 +214,28 @@ def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context
     return partials + tables + angles
 
 
+def _unpacked(config: ModelConfig) -> int:
+    """The largest matrix as bf16: for many rows a layer's is unpacked whole, the head's in parts."""
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
+    return 2 * max(widest, min(UNPACKED, config.vocab * config.hidden))
+
+
 def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: int) -> ModelError:
     usable = int(total * fraction)
     room = usable - sum(fixed.values())
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in fixed.items())
-    left = f"leaves {_gib(room)} GiB" if room >= 0 else f"is {_gib(-room)} GiB too little"
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in fixed.items())
+    left = f"leaves {gib(room)} GiB" if room >= 0 else f"is {gib(-room)} GiB too little"
     if fixed["weights"] + RESERVE >= usable:
         hint = "take a smaller model, or a device with more memory"
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit: {fraction:.0%} of {_gib(total)} GiB {left}, and keys and values need "
-        f"{_gib(needed)} GiB (in GiB: {parts})",
+        f"the model does not fit: {fraction:.0%} of {gib(total)} GiB {left}, and keys and values need "
+        f"{gib(needed)} GiB (in GiB: {parts})",
         hint=hint,
     )
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.2f}"

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
@@ -52,6 +52,7 @@ class LoadTimes:
 
 class DeviceWeights(Weights):
     times: LoadTimes | None = None  # once finished
+    decodes = True
 
     def __init__(
         self,
@@ -144,14 +145,6 @@ class DeviceWeights(Weights):
             return Arrival(name, info, DTYPES[info.dtype], place)
         kind = CodedArrival if is_coded(info) else CheckedArrival
         return kind(name, info, DTYPES[info.dtype], place, self._codec)
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        try:
-            super()._check(name, shape)
-        except UnsupportedModel:
-            info = self.checkpoint.info(name)
-            if not is_coded(info) or info.dtype not in DTYPES:  # what others cannot decode, we can
-                raise
 
     def _fill(self, reader: Reader) -> LoadTimes:
         places = Places(self._arrivals)

@@ -29,6 +29,11 @@ class Weights:
     device = torch.device("cpu")  # where its tensors are
     packed = False  # whether matrices are kept in 12 bits a weight
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it reads packed files."""
+        return self.device.type == "cpu"
+
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype  # of matrices; None: as in the file, but float16 widens, since no kernel reads it
@@ -102,8 +107,8 @@ class Weights:
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
             raise UnsupportedModel(f"tensor {name!r} in {info.file} has the dtype {info.dtype}", hint=hint)
-        if is_coded(info) and self.device.type != "cpu":
-            raise UnsupportedModel(f"{info.file} is packed; a GPU cannot load it yet", hint="emberline unweight unpack")
+        if is_coded(info) and not self.decodes:
+            raise UnsupportedModel(f"{info.file} is packed", hint="emberline unweight unpack")
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check(name, shape)

@@ -18,7 +18,7 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import ModelError, ModelNotFound, Overloaded
 from emberline.core.events import Turns
 from emberline.engine.engine import Engine
-from emberline.engine.memory import FRACTION, RESERVE, MemoryPlan
+from emberline.engine.memory import FRACTION, RESERVE, MemoryPlan, gib
 from emberline.kv.manager import KVManager
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Sleeper:
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
-                f"{name} needs {_gib(resident.nbytes)} GiB and there are {_gib(self.memory)} GiB for models",
+                f"{name} needs {gib(resident.nbytes)} GiB and there are {gib(self.memory)} GiB for models",
                 hint="give it fewer tokens of keys and values, or take a smaller model",
             )
         self._models[name] = resident
@@ -116,7 +116,7 @@ class Sleeper:
         if missing > 0:
             busy = " ".join(other for other in self._awake if other not in leaving)
             raise Overloaded(
-                f"{name} needs {_gib(missing)} GiB more than there are while others have open requests: {busy}",
+                f"{name} needs {gib(missing)} GiB more than there are while others have open requests: {busy}",
                 hint="try again when they are done",
             )
         return leaving
@@ -260,7 +260,3 @@ def _forget_addresses(runner: GPURunner) -> None:
     runner.forget()
     for weight in every(Weight, runner.model):
         weight.forget()
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"

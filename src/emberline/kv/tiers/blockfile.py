@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
+from emberline.kv.checksum import Crc
 from emberline.kv.tiers.base import PAGE
-from emberline.kv.tiers.checksum import Checksum
 
 MAGIC = b"EMBERKV\0"
 VERSION = 1
@@ -51,7 +51,7 @@ class BlockFiles:
 
     layout: bytes
     buffer_bytes: int
-    checksum: Checksum
+    crc: Crc
     direct: bool = field(default=bool(DIRECT))  # until the file system refuses
 
     @property
@@ -61,7 +61,7 @@ class BlockFiles:
     def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview) -> None:
         """`temporary` may be an old file, as long as any."""
         page = memoryview(mmap.mmap(-1, PAGE))
-        head = self._head(digest, self.checksum(buffer))
+        head = self._head(digest, self.crc(buffer, 0))
         page[: len(head)] = head
         try:
             handle = self._open(temporary, WRITE)
@@ -89,7 +89,7 @@ class BlockFiles:
                 raise FileNotFoundError(errno.ENOENT, "evicted while it was read", str(path))
             if not whole:
                 return False
-            head = self._head(digest, self.checksum(buffer))
+            head = self._head(digest, self.crc(buffer, 0))
             if page[: len(head)] != head:
                 return False
             os.utime(handle)  # those used last survive a restart longest
@@ -99,7 +99,7 @@ class BlockFiles:
 
     def _head(self, digest: bytes, crc: int) -> bytes:
         head = FIELDS.pack(MAGIC, VERSION, 0, self.layout, digest, self.buffer_bytes, crc)
-        return head + SEAL.pack(self.checksum(memoryview(bytearray(head))))
+        return head + SEAL.pack(self.crc(memoryview(bytearray(head)), 0))
 
     def _open(self, path: Path, flags: int) -> int:
         if self.direct:

@@ -25,9 +25,9 @@ from pathlib import Path
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
+from emberline.kv.checksum import Crc, crc_of
 from emberline.kv.tiers.base import buffer_size
 from emberline.kv.tiers.blockfile import BlockFiles, layout_hash
-from emberline.kv.tiers.checksum import Checksum, checksum_of
 from emberline.kv.tiers.policy import policy_of
 
 log = logging.getLogger("emberline.kv")
@@ -48,11 +48,11 @@ class DiskTier:
         quota: int,
         *,
         policy: str = "lru",
-        checksum: Checksum | None = None,
+        crc: Crc | None = None,
         clock: Clock | None = None,
     ) -> None:
         digest = layout_hash(layout)
-        self._files = BlockFiles(digest, buffer_size(block_bytes), checksum or checksum_of(None))
+        self._files = BlockFiles(digest, buffer_size(block_bytes), crc or crc_of(None))
         self.capacity = quota // self._files.file_bytes
         if self.capacity < 1:
             raise InvalidRequest(f"{quota} bytes hold no block of {self._files.file_bytes}", param="kv_disk_size")

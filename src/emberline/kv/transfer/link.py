@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from emberline.kv.checksum import Crc, chained
 from emberline.kv.transfer.base import Codec, Fetch
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
-from emberline.kv.transfer.checksum import Crc, chained
 from emberline.kv.transfer.errors import Corrupted, PeerLost, PeerUnreachable
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.lease import How

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
+from emberline.kv.checksum import Crc
 from emberline.kv.transfer.base import Fetch, Link, Transport
-from emberline.kv.transfer.checksum import Crc
 from emberline.kv.transfer.errors import (
     BadTransfer,
     Corrupted,

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.kv.transfer.checksum import Crc, chained
+from emberline.kv.checksum import Crc, chained
 from emberline.kv.transfer.errors import BadTransfer, BlockReused, TicketOver
 from emberline.kv.transfer.lease import Ended, How, Lease, Leases
 from emberline.kv.transfer.piece import Piece

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
+from emberline.kv.checksum import chained
 from emberline.kv.transfer.base import Codec
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
-from emberline.kv.transfer.checksum import chained
 from emberline.kv.transfer.errors import BadTransfer, PeerChanged, PeerLost, TransferError
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.lease import How, Lease

@@ -1,4 +1,4 @@
-"""CRC-32 of memory that lies in several places: native where the library could be built, zlib's otherwise."""
+"""CRC-32 of blocks on a disk and on the wire: native where the library could be built, zlib's otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def chained(crc: Crc, views: Iterable[memoryview], before: int = 0) -> int:
     return before
 
 
-def native_crc(library: ctypes.CDLL) -> Crc:
+def crc_of(library: ctypes.CDLL | None) -> Crc:
+    if library is None:
+        return zlib.crc32
+
     def crc(view: memoryview, before: int) -> int:
         if view.readonly or not view:
             address = np.frombuffer(view, np.uint8).ctypes.data
@@ -35,6 +38,6 @@ def native_crc(library: ctypes.CDLL) -> Crc:
 def find_crc(cache: Path) -> Crc:
     """`cache`: where the native library is, or is to be built."""
     try:
-        return native_crc(load(build(cache)))
+        return crc_of(load(build(cache)))
     except (BuildError, OSError):
-        return zlib.crc32
+        return crc_of(None)
