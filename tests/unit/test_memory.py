@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import llama_8b
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.errors import ModelError
+from emberline.core.plan import Work
+from emberline.engine.gpu.shape import Shape, shapes
 from emberline.engine.memory import RESERVE, UNPACKED, MemoryPlan, kv_token_bytes, plan, weight_bytes
 from emberline.models.config import ModelConfig
 
@@ -64,7 +67,7 @@ def test_everything_that_grows_takes_from_the_cache() -> None:
         "max_running": 512,
         "max_batch_tokens": 16384,
         "max_context": 1 << 20,
-        "graphs": 100,
+        "graphs": 500,
     }.items():
         assert planned(**{name: more}).kv_tokens < base.kv_tokens, name
     assert planned(fraction=0.8).kv_tokens < base.kv_tokens
@@ -120,3 +123,23 @@ def test_scratch_holds_the_largest_matrix_that_is_unpacked() -> None:
     wide = replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)
     assert more(wide) == 2 * more(LLAMA_8B)
     assert more(replace(LLAMA_8B, ffn=64, vocab=10**6)) == 2 * UNPACKED
+
+
+@given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))
+def test_graphs_of_all_shapes_that_steps_can_have_are_counted(running: int, batch: int, rng: Random) -> None:
+    counted = shapes(running, batch)
+    singles = rng.randint(0, min(running, batch))
+    left = min(running, batch) - singles
+    chunks = [rng.randint(1, max(1, (batch - singles) // left)) for _ in range(rng.randint(0, left))]
+    if singles or chunks:
+        found = Shape.of([_work(1)] * singles, [_work(count) for count in chunks])
+        assert found is None or found in counted
+
+
+def test_a_step_of_each_kind_has_its_graph_in_the_plan() -> None:
+    assert {Shape(1, 0, 0), Shape(256, 0, 0), Shape(0, 8, 128), Shape(64, 32, 1088)} <= shapes(256, 8192)
+    assert planned().graphs == planned(graphs=len(shapes(256, 8192))).graphs
+
+
+def _work(tokens: int) -> Work:
+    return Work("a", 0, [1] * tokens, [0], samples=True)

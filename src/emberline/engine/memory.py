@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError
-from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS
+from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS, shapes
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
 FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
 RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels and cuBLAS's workspace
-GRAPHS = 36  # captured graphs, one for each size of batch
 GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activations are shared by all
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
@@ -147,11 +146,13 @@ def plan(
     max_batch_tokens: int,
     max_context: int,
     fraction: float = FRACTION,
-    graphs: int = GRAPHS,
+    graphs: int | None = None,
     kv_tokens: int | None = None,
     packed: bool = False,
 ) -> MemoryPlan:
-    """`kv_tokens`: so many and no more; by default as many as fit."""
+    """`graphs`: captured steps, by default one of each shape there can be. `kv_tokens`: so many and no more; by
+    default as many as fit."""
+    graphs = len(shapes(max_running, max_batch_tokens)) if graphs is None else graphs
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),

@@ -51,6 +51,19 @@ def beside(singles: int) -> int:
     return -(-singles // BESIDE) * BESIDE
 
 
+def shapes(max_running: int, max_batch_tokens: int) -> set[Shape]:
+    """All that steps can have, so that the memory of their graphs can be counted."""
+    alone = {Shape(captured_size(rows), 0, 0) for rows in range(1, max_running + 1)}
+    most = min(MOST_TOKENS, max_batch_tokens)
+    mixed = {
+        Shape(padded, rows, total - padded)
+        for padded in range(0, beside(max_running - 1) + 1, BESIDE)
+        for rows in CHUNKS
+        for total in range(padded // GRAIN * GRAIN + GRAIN, padded + most + GRAIN, GRAIN)
+    }
+    return alone | mixed
+
+
 def most_rows(rows: int) -> int:
     """Of a step with so many requests, padding included."""
     return max(captured_size(rows), beside(rows)) + CHUNKS[-1]
