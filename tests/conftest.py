@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
 
 
@@ -19,3 +20,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(running: Server) -> str:
     return running.url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL of our own, one for the whole run; a test makes its own database in it."""
+    tools = find_tools()
+    if tools is None:
+        pytest.skip("PostgreSQL is not installed")
+    started = start_postgres(tools)
+    yield started
+    stop_postgres(started)

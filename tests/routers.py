@@ -91,21 +91,31 @@ class Fakes:
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self.ports: dict[str, int] = {}
 
-    def start(self, *names: str, pace: float = 0.0, max_running: int = 64) -> None:
+    def start(
+        self,
+        *names: str,
+        pace: float = 0.0,
+        max_running: int = 64,
+        role: str = "both",
+        shy: bool = False,
+    ) -> None:
         before = {name: self.row(name).get("incarnation") for name in names}
         for name in names:
             self.ports[name] = free_port()
             options = ("--port", str(self.ports[name]), "--pace", str(pace), "--max-running", str(max_running))
             module = ("-m", "emberline.cluster.fake", "--router", self.url, "--name", name)
-            self.workers[name] = spawn(self.home / name, *module, *options)
+            more = ("--role", role, *(("--shy",) if shy else ()))
+            self.workers[name] = spawn(self.home / name, *module, *options, *more)
         until(lambda: all(self._is_new(name, before[name]) for name in names))
 
     def _is_new(self, name: str, before: str | None) -> bool:
         row = self.row(name)
         return bool(row) and row["health"] == "ready" and row["incarnation"] != before
 
-    def tell(self, name: str, mode: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = get(f"http://127.0.0.1:{self.ports[name]}/fake", {"mode": mode} if mode else None)
+    def tell(self, name: str, mode: str = "", **how: Any) -> dict[str, Any]:
+        """How it is to fail (`cluster.fake.Fault`); what it counted."""
+        fault = {"mode": mode, **how} if mode else None
+        found: dict[str, Any] = get(f"http://127.0.0.1:{self.ports[name]}/fake", fault)
         return found
 
     def status(self) -> dict[str, Any]:

@@ -32,6 +32,14 @@ def test_up_a_death_and_ctrl_c(tmp_path: Path) -> None:
 
         pids = {name: int(pid) for name, pid in re.findall(r"(\S+) +started, pid (\d+)", out.read_text())}
         assert set(pids) == {"router", "worker-1", "worker-2"}
+        kept = tmp_path / "logs" / "cluster.key"
+        key = kept.read_text().strip()
+        assert kept.stat().st_mode & 0o777 == 0o600 and len(key) == 32
+        assert not any(key in Path(f"/proc/{pid}/cmdline").read_text() for pid in (*pids.values(), cluster.pid))
+        drain = [sys.executable, "-m", "emberline.cli", "drain", "worker-2", "--router", f"http://127.0.0.1:{port}"]
+        for secret, status in (("", 1), (key, 0)):
+            env = {**os.environ, "PYTHONPATH": str(SRC), "EMBERLINE_CLUSTER_KEY": secret}
+            assert subprocess.run([*drain, "--undo"], env=env, capture_output=True, timeout=60).returncode == status
         os.kill(pids["worker-1"], signal.SIGKILL)
         until(lambda: "ended by SIGKILL; again in" in out.read_text())
         until(lambda: out.read_text().count("worker-1   ready") == 2, 120)

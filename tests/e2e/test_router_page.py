@@ -75,3 +75,24 @@ def test_workers_come_work_drain_and_die(browser: Chromium, fakes: Fakes) -> Non
     fakes.router.process.kill()
     browser.wait("document.querySelector('#state').dataset.state === 'offline'")
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
+
+
+def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
+    browser.complaints.clear()
+    browser.open(fakes.url)
+    fakes.start("p", role="prefill")
+    fakes.start("d", "e", role="decode", pace=0.01)
+    browser.wait("document.querySelector('[data-name=p] .role')?.textContent === 'prefill'")
+    browser.until(lambda: number(browser, "takes from", "[data-name=d]") == "p", "pairs are shown")
+    fakes.tell("d", "break", after=5, times=1, calls="/cluster/resume")
+    fakes.tell("e", "break", after=5, times=1, calls="/cluster/resume")
+    body = {"model": "fake", "messages": [{"role": "user", "content": "x" * 4000}], "max_tokens": 20, "stream": True}
+    assert "error" not in get(f"{fakes.url}/v1/chat/completions", body)
+    browser.until(lambda: number(browser, "prompts split", "#moves") == "1", "splits are counted")
+    browser.until(lambda: int(number(browser, "streams moved", "#moves")) >= 1, "moves are counted")
+    assert int(number(browser, "moved: broken", "#moves")) >= 1 and number(browser, "prefilled", "#moves") == "1"
+    browser.until(lambda: number(browser, "handed out", "[data-name=p]") == "1", "transfers are shown")
+    browser.until(lambda: any("MB at" in number(browser, "taken", f"[data-name={n}]") for n in "de"), "and how much")
+    browser.screenshot(SHOTS / "router-roles.png")
+    assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
+    assert fakes.status()["decisions"] == {"load": 1, "split": 1, "again": 2}

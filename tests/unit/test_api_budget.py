@@ -33,6 +33,7 @@ from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine
 from emberline.server.generator import Generator
+from emberline.server.journey import Journey
 from emberline.server.metrics import Metrics, exposition
 from emberline.server.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
@@ -53,7 +54,7 @@ class Thinker(FakeRunner):
 
     def _next(self, work: Work) -> int:
         length = work.start + len(work.tokens)
-        flat = [t for block in work.blocks for t in self._memory[block]][:length]
+        flat = [t for block in work.blocks for t in self._memory[self._slots(block)]][:length]
         reply = self._tokenizer.decode(flat, skip_special=False).partition("|")[2]
         thought, closed, answer = reply.partition("</think>")
         thought = thought.removeprefix("<think>") if reply.startswith("<think>") else thought
@@ -136,9 +137,15 @@ class House:
         body = {"model": "m", "max_tokens": 300, "thinking": thinking, "messages": messages, **fields}
         return anthropic.parse(json.dumps(body).encode())
 
+    async def deltas(self, budget: int, **fields: Any) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self.generator.run(self.ask(budget, **fields), Journey())) as groups:
+            async for group in groups:
+                for delta in group.deltas:
+                    yield delta
+
     def reply(self, budget: int, **fields: Any) -> list[Delta]:
         async def collect() -> list[Delta]:
-            async with aclosing(self.generator.chat(self.ask(budget, **fields))) as deltas:
+            async with aclosing(self.deltas(budget, **fields)) as deltas:
                 return [delta async for delta in deltas]
 
         deltas = asyncio.run(collect())
@@ -268,7 +275,7 @@ def test_a_client_that_leaves_frees_everything(taken: int) -> None:
     house = House()
 
     async def leave() -> None:
-        async with aclosing(house.generator.chat(house.ask(12))) as deltas:
+        async with aclosing(house.deltas(12)) as deltas:
             for _ in range(taken):
                 await anext(deltas)
 
@@ -301,7 +308,7 @@ def test_a_second_part_that_is_refused_ends_the_reply_with_the_error() -> None:
     house = House()
 
     async def refused() -> None:
-        async with aclosing(house.generator.chat(house.ask(12))) as deltas:
+        async with aclosing(house.deltas(12)) as deltas:
             async for delta in deltas:
                 if isinstance(delta, ReasoningDelta) and len(house.engine.submissions) == 1:
                     house.engine.engine.config = SchedulerConfig(max_running=1, max_waiting=1)
@@ -317,9 +324,9 @@ def test_a_full_queue_does_not_keep_the_second_part_out() -> None:
     house = House()
 
     async def crowd() -> None:
-        ours = house.generator.chat(house.ask(12))
+        ours = house.deltas(12)
         await anext(ours)
-        theirs = [house.generator.chat(house.ask(12)) for _ in range(2)]
+        theirs = [house.deltas(12) for _ in range(2)]
         waiting = [asyncio.ensure_future(anext(each)) for each in theirs]
         deltas = [delta async for delta in ours]
         assert isinstance(deltas[-1], Usage) and text(deltas) == ANSWER.strip()

@@ -18,6 +18,7 @@ from emberline.cli.__main__ import main
 from emberline.engine.memory import FIRST, kv_token_bytes, plan
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 from emberline.kernels.cuda import nvrtc
+from emberline.kv import mooncake
 from emberline.models.config import ModelConfig
 
 H200 = doctor.GPU("NVIDIA H200", 150_123_642_880, (9, 0))
@@ -36,6 +37,8 @@ def write_model(directory: Path, dtype: str = "BF16") -> Path:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """On a machine with the given GPU, or with none."""
+
+    monkeypatch.setattr(mooncake, "probe", lambda: None)  # starts a process
 
     def go(*arguments: object, gpu: doctor.GPU | None = None) -> tuple[int, str]:
         monkeypatch.setattr(doctor, "_gpu", lambda: gpu)
@@ -137,6 +140,20 @@ def test_a_gpu_needs_its_compilers(run: Run, tmp_path: Path, monkeypatch: pytest
     assert re.search(r"^!!  triton +missing", output, re.M) and re.search(r"^!!  nvrtc +missing", output, re.M)
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  triton +missing", output, re.M)
+
+
+def test_transports_are_named_and_a_broken_one_is_no_error(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "m")
+    code, output = run("--model", model)
+    assert code == 0 and re.search(r"^ok  transport tcp", output, re.M) and re.search(r"mooncake.* works", output)
+    monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")
+    code, output = run("--model", model)
+    assert code == 0 and re.search(r"^--  transport mooncake .*broken: it died of signal 11", output, re.M)
+    monkeypatch.setattr(mooncake, "distribution", lambda: None)
+    code, output = run("--model", model)
+    assert code == 0 and re.search(r"^--  transport mooncake +not installed", output, re.M)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emberline.core.breaker import Breaker
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
 from emberline.router.ask import Ask
-from emberline.router.breaker import Breaker
 from emberline.router.estimate import Estimate
 from emberline.router.policy import Decision, Rules, Why, affinity, choose
 from emberline.router.worker import Load, Worker

@@ -91,7 +91,7 @@ DAMAGES = {
     "a bit of the last byte": lambda data: data[:-1] + bytes([data[-1] ^ 128]),
     "zeros": lambda data: bytes(len(data)),
     "the end never written": lambda data: data[:8192] + bytes(len(data) - 8192),
-    "another version": lambda data: data[:8] + b"\2" + data[9:],
+    "an older version": lambda data: data[:8] + b"\1" + data[9:],
     "another layout": lambda data: data[:20] + bytes(16) + data[36:],
     "the CRC itself": lambda data: data[:60] + b"\0\0\0\0" + data[64:],
 }

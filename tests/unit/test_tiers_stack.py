@@ -53,6 +53,12 @@ class MemoryTier:
         for name in hashes:
             self.blocks.pop(name, None)
 
+    def guess(self, hashes: Sequence[bytes]) -> int:
+        return self.lookup(hashes)
+
+    def close(self) -> None:
+        pass
+
     def refresh(self) -> None:
         self.refreshed += 1
 

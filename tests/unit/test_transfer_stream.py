@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -39,6 +40,7 @@ from emberline.kv.transfer.errors import (
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.lease import How
 from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
 from emberline.kv.transfer.progress import Progress
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
@@ -48,12 +50,18 @@ from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
 
 LEASE, PATIENCE = 30.0, 20.0
+KINDS = ["tcp", "shm", "mooncake"]
 SLACK = 16  # bytes by which one run may be shorter than another: seconds are told as decimals
+
+
+@functools.cache
+def mooncake() -> Mooncake:
+    return Mooncake()
 
 
 @dataclass
 class Host:
-    """A sender that both transports reach."""
+    """A sender that all transports reach."""
 
     sender: Sender
     servers: list[Server]
@@ -62,6 +70,8 @@ class Host:
         layout = layout or small()
         how = replace(Habits(patience=PATIENCE, streams=1), **habits)
         transport: Transport = TcpTransport(layout, how) if kind == "tcp" else ShmTransport(layout, how)
+        if kind == "mooncake":
+            transport = MooncakeTransport(layout, mooncake(), how)
         return Receiver(blank(layout, 12), [transport], piece_bytes=64)
 
     def settled(self) -> None:
@@ -78,19 +88,29 @@ class Squeeze:
     def __init__(self) -> None:
         self.used = 0
 
-    def encode(self, data: memoryview) -> bytes:
-        self.used += 1
-        return zlib.compress(data)
+    def room(self, size: int) -> int:
+        return 2 * size + 64
 
-    def decode(self, data: memoryview, out: memoryview) -> None:
-        out[:] = zlib.decompress(data)
+    def encode(self, data: memoryview, out: memoryview) -> int:
+        self.used += 1
+        made = zlib.compress(data)
+        out[: len(made)] = made
+        return len(made)
+
+    def decode(self, data: memoryview, out: memoryview) -> bool:
+        try:
+            out[:] = zlib.decompress(data)
+        except zlib.error:
+            return False
+        return True
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
     segment = Segment(small(), 12)
     sender = Sender(segment.region, "p")
-    made = Host(sender, [serve_tcp(sender, patience=PATIENCE), serve_shm(sender, segment, patience=PATIENCE)])
+    servers = [serve_tcp(sender, patience=PATIENCE), serve_shm(sender, segment, patience=PATIENCE)]
+    made = Host(sender, [*servers, serve_mooncake(sender, mooncake(), patience=PATIENCE)])
     yield made
     for server in made.servers:
         server.stop()
@@ -102,7 +122,7 @@ def host() -> Iterator[Host]:
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
     receiver = host.receiver(kind, streams=streams)
     receiver.pair(host.sender.peer, soon())
@@ -119,7 +139,7 @@ def test_blocks_arrive(host: Host, kind: str, streams: int) -> None:
     host.settled()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_follows_a_ticket_that_grows(host: Host, kind: str) -> None:
     receiver = host.receiver(kind, small(8))
     sent = fill(host.sender.region, [0], 1)
@@ -138,7 +158,7 @@ def test_it_follows_a_ticket_that_grows(host: Host, kind: str) -> None:
 
 @pytest.mark.parametrize("tokens", [2, 8])
 def test_block_sizes_may_differ(host: Host, tokens: int) -> None:
-    for kind in ("tcp", "shm"):
+    for kind in KINDS:
         receiver = host.receiver(kind, small(tokens))
         sent = fill(host.sender.region, [4, 1], 1)
         into = [6, 2, 3, 9][: 8 // tokens]
@@ -152,8 +172,8 @@ def test_a_codec_is_used_if_both_have_it() -> None:
     sender = Sender(blank(small(), 12), "p")
     server = serve_tcp(sender, codecs=[theirs])
     sent = fill(sender.region, [1, 2], 1)
-    for codecs, used in (([], False), ([ours], True)):
-        transport = TcpTransport(small(), Habits(codecs=codecs))
+    for codecs, always, used in (([], True, False), ([ours], False, False), ([ours], True, True)):
+        transport = TcpTransport(small(), Habits(codecs=codecs, always=always))
         receiver = Receiver(blank(small(), 12), [transport], piece_bytes=64)
         receiver.pull(sender.publish([1, 2], LEASE), [3, 4], soon())
         assert content(receiver.region, [3, 4]) == sent and bool(theirs.used) is used
@@ -161,7 +181,7 @@ def test_a_codec_is_used_if_both_have_it() -> None:
     server.stop()
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
     receiver = host.receiver(kind)
     ticket = host.sender.publish([1, 2], LEASE)
@@ -170,7 +190,7 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
         receiver.pull(ticket, [1, 2], soon())
     fresh = host.sender.publish([1, 2], LEASE)  # the connection goes on
     receiver.pull(fresh, [1, 2], soon())
-    if kind == "tcp":
+    if kind != "shm":
         forged = replace(fresh, generations=tuple(g + 1 for g in fresh.generations))
         with pytest.raises(Corrupted, match="generation"):
             receiver.pull(forged, [1, 2], soon())
@@ -179,7 +199,7 @@ def test_generation_misuse_is_noticed(host: Host, kind: str) -> None:
 
 def test_pairing_is_refused_with_a_reason(host: Host) -> None:
     peer = host.sender.peer
-    for kind in ("tcp", "shm"):
+    for kind in KINDS:
         with pytest.raises(PeerChanged):
             host.receiver(kind).pair(replace(peer, incarnation="earlier"), soon())
         lying = host.receiver(kind, small(heads=4))
@@ -312,7 +332,7 @@ def test_a_deadline_holds_against_a_silent_peer(host: Host) -> None:
 
 
 def test_a_deadline_holds_for_a_ticket_that_does_not_grow(host: Host) -> None:
-    for kind in ("tcp", "shm"):
+    for kind in KINDS:
         receiver, progress = host.receiver(kind), Progress()
         ticket = host.sender.publish([1], LEASE, complete=False)
         with pytest.raises(TransferTimeout):
@@ -361,7 +381,7 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
     told = {"incarnation": sender.peer.incarnation, "layout": ticket.as_dict()["peer"]["layout"]}
     channel.tell(Kind.HELLO, 1, told, soon())
     assert channel.receive(soon()).kind == Kind.WELCOME
-    asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True}
+    asked = {"id": ticket.id, "pieces": [[0, 32, 0, 4]], "seconds": 60, "checked": True, "coded": False}
     channel.tell(Kind.PULL, 2, asked, soon())
     Host(sender, [server]).settled()
     clock.advance(LEASE)
@@ -373,13 +393,13 @@ def test_a_receiver_that_stops_reading_frees_the_sender(host: Host) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"id": 5, "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True},
-        {"id": "T", "pieces": [[0, 9, 0, 1]], "seconds": 1, "checked": True},
-        {"id": "T", "pieces": [[0, 1, 0, 3]], "seconds": 1, "checked": True},
-        {"id": "T", "pieces": [[0, 1, -1, 1]], "seconds": 1, "checked": True},
-        {"id": "T", "pieces": [["x"]], "seconds": 1, "checked": True},
+        {"id": 5, "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True, "coded": False},
+        {"id": "T", "pieces": [[0, 9, 0, 1]], "seconds": 1, "checked": True, "coded": False},
+        {"id": "T", "pieces": [[0, 1, 0, 3]], "seconds": 1, "checked": True, "coded": False},
+        {"id": "T", "pieces": [[0, 1, -1, 1]], "seconds": 1, "checked": True, "coded": False},
+        {"id": "T", "pieces": [["x"]], "seconds": 1, "checked": True, "coded": False},
         {"id": "T", "seconds": 1},
-        {"id": [], "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True},
+        {"id": [], "pieces": [[0, 1, 0, 1]], "seconds": 1, "checked": True, "coded": False},
     ],
 )
 def test_a_malformed_request_is_answered(host: Host, asked: dict[str, object]) -> None:
@@ -425,20 +445,21 @@ def test_two_pulls_of_one_ticket_share_a_link(host: Host) -> None:
 CHILD = """
 import json, sys, time
 sys.path[:0] = json.loads(sys.argv[1])
+from emberline.kv.transfer.mooncake import Mooncake, serve_mooncake
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.shm import Segment, serve_shm
 from emberline.kv.transfer.tcp import serve_tcp
 from transfers import fill, small
 segment = Segment(small(), 12)
 sender = Sender(segment.region, "p")
-servers = [serve_tcp(sender), serve_shm(sender, segment)]
+servers = [serve_tcp(sender), serve_shm(sender, segment), serve_mooncake(sender, Mooncake())]
 sent = fill(segment.region, [4, 5, 1], 1)
 print(json.dumps([sender.publish([4, 5, 1], 30.0).as_dict(), sent.hex()]), flush=True)
 time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.Signals) -> None:
     tests = Path(__file__).parents[1]

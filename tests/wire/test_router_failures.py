@@ -25,7 +25,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[Fakes]:
-    made = Fakes(tmp_path, "--stuck-after", "2", "--lost-after", "1.5")
+    made = Fakes(tmp_path, "--stuck-after", "2", "--lost-after", "1.5", "--migration-wait", "0")
     yield made
     made.close()
 
@@ -65,12 +65,13 @@ def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
     fakes.start("a")
     direct = f"http://127.0.0.1:{fakes.ports['a']}/v1/chat/completions"
     for stream in (False, True):
-        body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "stream": stream}
+        body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "stream": stream, "seed": 7, "uneven": True}
         assert get(direct, body) == get(f"{fakes.url}/v1/chat/completions", body)
-    odd = {"authorization": "Bearer mine", "x-odd": "\xe4 value"}
+    odd = {"authorization": "Bearer mine", "x-odd": "\xe4 value", "X-Emberline-Track": "1", "x-emberline-other": "1"}
     get(f"{fakes.url}/v1/chat/completions", {"model": "fake", "messages": HELLO}, odd)
     seen = fakes.tell("a")["seen"][-1]
-    assert seen["authorization"] == "Bearer mine" and "x-odd" in seen
+    assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "\xe4 value"
+    assert {name for name in seen if name.startswith("x-emberline")} == {"x-emberline-seed"}, "a client's are not ours"
     get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})
     assert fakes.tell("a")["seen"][-1]["?"] == "beta=true&q=%20x"
     assert quiet(fakes)
@@ -174,7 +175,7 @@ def test_each_protocol_has_its_own_words_for_it(fakes: Fakes) -> None:
 def test_a_worker_that_beats_but_makes_no_step_is_left(fakes: Fakes) -> None:
     fakes.start("a", "b")
     first = home_of(fakes, "s")
-    fakes.tell(first, "hang")
+    fakes.tell(first, "stall", after=0)
     assert "word" in str(chat(fakes, session="s"))  # elsewhere, once it is found stuck
     assert fakes.status()["retries"] == {"stuck": 1}
     until(lambda: fakes.tell(first)["gone"] == 1 and not fakes.tell(first)["running"])
@@ -185,12 +186,14 @@ def test_a_worker_that_beats_but_makes_no_step_is_left(fakes: Fakes) -> None:
 def test_a_frozen_worker_is_left_and_comes_back(fakes: Fakes) -> None:
     fakes.start("a", "b", pace=0.02)
     first = home_of(fakes, "s")
-    connection, reply = open_stream(fakes, 100_000, session="s")
-    reply.readline()
+    connection, reply = open_stream(fakes, 200, session="s")
+    got = reply.readline()
     os.kill(fakes.workers[first].pid, signal.SIGSTOP)
     try:
         assert "word" in str(chat(fakes, session="s"))
-        assert b"worker_lost" in reply.read()
+        got += reply.read()
+        assert b"error" not in got and got.endswith(b"data: [DONE]\n\n") and got.count(b"\n\n") == 203
+        assert fakes.status()["migrations"] == [{"reason": "lost", "outcome": "went on", "count": 1}]
     finally:
         os.kill(fakes.workers[first].pid, signal.SIGCONT)
     connection.close()

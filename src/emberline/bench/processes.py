@@ -15,6 +15,7 @@ LISTEN = "0A"
 class Usage:
     cpu: float  # seconds, user and system, since its start
     rss: int  # bytes
+    waited: float = 0.0  # seconds in which it could have run, had a core been free
 
 
 def listener(port: int) -> int | None:
@@ -51,7 +52,14 @@ def usage(pid: int) -> Usage | None:
     except OSError:
         return None
     ticks = int(stat[11]) + int(stat[12])
-    return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"))
+    return Usage(ticks / os.sysconf("SC_CLK_TCK"), int(stat[21]) * os.sysconf("SC_PAGE_SIZE"), _waited(pid))
+
+
+def _waited(pid: int) -> float:
+    """Of its first thread; zero where the kernel does not count it."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def busy_cores(seconds: float) -> float:

@@ -40,6 +40,7 @@ class Turn:
     cpu: float  # of the router
     first: list[float]  # seconds to the first byte
     rss: int
+    waited: float  # seconds in which the router could have run, had a core been free
 
 
 def bench(plan: Plan, rounds: int) -> Report:
@@ -75,6 +76,7 @@ def _tell(report: Report, plan: Plan, turns: list[Turn], direct: list[Turn], sho
     more = [(long.cpu - one.cpu) / requests / (plan.events - 1) for long, one in zip(turns, short, strict=True)]
     report.add("cpu_per_event", [1e6 * each for each in more], "us")
     report.add("cores_busy", [turn.cpu / turn.wall for turn in turns], "cores")
+    report.add("waited_for_a_core", [turn.waited / turn.wall for turn in turns], "of the time")
     report.add("events", [requests * sent / turn.wall for turn in turns], "events/s")
     report.add("events/direct", [requests * sent / turn.wall for turn in direct], "events/s")
     for name, share in (("p50", 49), ("p99", 98)):
@@ -92,7 +94,7 @@ async def _drive(url: str, router: int, plan: Plan, events: int) -> Turn:
     await asyncio.gather(*(_client(url, left, plan, events, first, i / plan.streams) for i in range(plan.streams)))
     wall, after = time.perf_counter() - began, processes.usage(router)
     assert before is not None and after is not None and len(first) == plan.requests
-    return Turn(wall, after.cpu - before.cpu, first, after.rss)
+    return Turn(wall, after.cpu - before.cpu, first, after.rss, after.waited - before.waited)
 
 
 async def _client(url: str, left: Iterator[int], plan: Plan, events: int, first: list[float], phase: float) -> None:

@@ -1,14 +1,14 @@
-"""`python -m emberline.bench.tiers`: blocks that come back from main memory and from disk, beside computing them anew.
+"""`emberline bench tiers`: blocks that come back from main memory, a disk and a store, beside computing them anew.
 
-First the ways themselves, in GB/s: a block between the cache and a buffer, a buffer to a file and back with its checks;
-beside them what the memory and the file system do with the same bytes. Then a request: the time to its first token when
-its prompt has to be computed, is in main memory, or is on disk. Files are read around the page cache, so the disk is
-asked each time where it allows that.
+First the ways themselves, in GB/s: a block between the cache and a buffer, a buffer to a file or a store and back with
+its checks, as it is and coded (`_uw`); beside them what the memory and the file system do with the same bytes. Then a
+request: the time to its first token when its prompt has to be computed, is in main memory, on disk, or in the store.
+Files are read around the page cache, so the disk is asked each time where it allows that. The store's master runs on
+this machine; without it, its figures are left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import random
@@ -17,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from emberline.bench import report as reports
+import numpy as np
+
+from emberline.bench.master import Master
 from emberline.bench.report import Report
-from emberline.core.config import DEFAULT_MODEL, EngineConfig, cache_dir, core_count
+from emberline.core.config import EngineConfig, cache_dir, core_count
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Copy
 from emberline.core.request import Submission
@@ -32,9 +33,12 @@ from emberline.engine.engine import Engine
 from emberline.hub.source import resolve
 from emberline.kernels import ops
 from emberline.kv.checksum import crc_of
+from emberline.kv.codec import codec_of
+from emberline.kv.mooncake import distribution
 from emberline.kv.tiers.copier import Copier
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.remote import RemoteTier
 
 COUNT = 64  # blocks moved for one figure
 OTHERS = 3  # prompts that push the one measured out of the cache
@@ -73,36 +77,64 @@ def add_copies(report: Report, engine: Engine, rounds: int) -> None:
     report.add("host_load", speeds(lambda: copier.load(copies), size, rounds), "GB/s", limit=memcpy)
 
 
-def add_files(report: Report, block_bytes: int, where: Path, rounds: int) -> None:
+def add_files(report: Report, block_bytes: int, where: Path, master: str | None, rounds: int) -> None:
     """Peers are the same bytes in one large file, written at its end and read at random."""
     host = HostTier(block_bytes, (COUNT + 2) * 2 * block_bytes)
     buffers = [host.area[i * host.buffer_bytes : (i + 1) * host.buffer_bytes] for i in range(COUNT)]
-    for buffer in buffers:
-        buffer[:] = os.urandom(len(buffer))
+    for i, buffer in enumerate(buffers):  # as keys and values are distributed
+        values = np.random.default_rng(i).standard_normal(len(buffer) // 2, np.float32)
+        buffer[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     size = COUNT * host.buffer_bytes
-    backend = ops.start(threads=core_count(), cache=cache_dir() / "kernels")
-    crc, seeds = crc_of(backend.library), count()
-    disk = DiskTier(where / "free", "bench", block_bytes, 4 * rounds * size, crc=crc)
-    full = DiskTier(where / "full", "bench", block_bytes, size, crc=crc)
+    library = ops.start(threads=core_count(), cache=cache_dir() / "kernels").library
+    crc, codec = crc_of(library), codec_of("auto", library, "bfloat16")
     order = random.Random(0).sample(range(COUNT), COUNT)
+    direct = DiskTier(where / "probe", "bench", block_bytes, size).direct
+    report.config["direct_io"] = direct
+    peers = segment(where / "segment", buffers, order, rounds, direct=direct)
+    for coding, end in (("none", ""), *([("uw", "_uw")] if codec is not None else [])):
+        full = DiskTier(where / f"full{end}", "bench", block_bytes, size, crc=crc, codec=codec, coding=coding)
+        stores(full, buffers)
+        report.add(f"disk_store_evicting{end}", speeds(partial(stores, full, buffers), size, rounds), "GB/s")
+        free = DiskTier(
+            where / f"free{end}", "bench", block_bytes, 4 * rounds * size, crc=crc, codec=codec, coding=coding
+        )
+        add_tier(report, free, end, buffers, order, rounds, peers)
+        if master is not None:
+            memory = 4 * rounds * size
+            far = RemoteTier(master, f"bench{end}", block_bytes, memory, crc=crc, codec=codec, coding=coding)
+            add_tier(report, far, end, buffers, order, rounds, (None, None))
+            far.close()
+
+
+def add_tier(
+    report: Report,
+    tier: DiskTier | RemoteTier,
+    end: str,
+    buffers: list[memoryview],
+    order: list[int],
+    rounds: int,
+    peers: tuple[float | None, float | None],
+) -> None:
+    size = sum(map(len, buffers))
     names: list[bytes] = []
 
-    def store(tier: DiskTier) -> None:
-        """Blocks that it has not seen."""
-        names[:] = [random.Random(next(seeds)).randbytes(16) for _ in buffers]
-        if tier.store(names, buffers) != COUNT:
-            raise RuntimeError("a block could not be stored; the log says why")
+    def store() -> None:
+        names[:] = stores(tier, buffers)
 
     def load() -> None:
-        if disk.load([names[i] for i in order], [buffers[i] for i in order]) != COUNT:
+        if tier.load([names[i] for i in order], [buffers[i] for i in order]) != len(order):
             raise RuntimeError("a block that was stored could not be loaded")
 
-    writes, reads = segment(where / "segment", buffers, order, rounds, direct=disk.direct)
-    store(full)
-    report.add("disk_store_evicting", speeds(lambda: store(full), size, rounds), "GB/s")
-    report.add("disk_store", speeds(lambda: store(disk), size, rounds), "GB/s", peer=writes)
-    report.add("disk_load", speeds(load, size, rounds), "GB/s", peer=reads)
-    report.config["direct_io"] = disk.direct
+    report.add(f"{tier.name}_store{end}", speeds(store, size, rounds), "GB/s", peer=peers[0])
+    report.add(f"{tier.name}_load{end}", speeds(load, size, rounds), "GB/s", peer=peers[1])
+
+
+def stores(tier: DiskTier | RemoteTier, buffers: list[memoryview]) -> list[bytes]:
+    """Under names that it has not seen."""
+    names = [os.urandom(16) for _ in buffers]
+    if tier.store(names, buffers) != len(buffers):
+        raise RuntimeError("a block could not be stored; the log says why")
+    return names
 
 
 def segment(
@@ -136,8 +168,8 @@ def first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, in
     return seconds, cached
 
 
-def add_requests(report: Report, tier: str, engine: Engine, tokens: int, rounds: int) -> list[float]:
-    """The prompt is asked for, pushed out of the cache by others, and asked for again. Gives what computing took."""
+def add_requests(report: Report, tier: str, engine: Engine, tokens: int, rounds: int) -> None:
+    """The prompt is asked for, pushed out of the cache by others, and asked for again."""
     tiers, rng = engine.kv.tiers, random.Random(tier)
     assert tiers is not None
     computed, loaded = [], []
@@ -154,19 +186,34 @@ def add_requests(report: Report, tier: str, engine: Engine, tokens: int, rounds:
     report.add(f"ttft_{tier}_{tokens}", loaded, "s", peer=sorted(computed)[len(computed) // 2])
     report.add(f"ttft_computed_{tokens}/{tier}", computed, "s")
     report.config[f"hit_tokens_{tier}_{tokens}"] = tiers.stats()[tier].hit_tokens
-    return computed
+    engine.close()
 
 
-def bench(name: str, where: Path, lengths: list[int], rounds: int, config: dict[str, Any]) -> Report:
-    model = str(resolve(name))
-    report = Report("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths, **config})
+def bench(name: str, directory: Path | None, lengths: list[int], rounds: int) -> Report:
+    """`directory`: on the disk that is meant; None: where temporary files are."""
+    report = Report("kv-tiers", {"model": name, "rounds": rounds, "tokens": lengths})
+    where, master = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=directory)), Master()
+    try:
+        address = master.start().address
+        report.config["store"] = distribution()
+    except OSError as error:
+        address, report.config["store"] = None, str(error)
+    try:
+        measure(report, str(resolve(name)), where, address, lengths, rounds)
+    finally:
+        master.kill()
+        shutil.rmtree(where)
+    return report
+
+
+def measure(report: Report, model: str, where: Path, master: str | None, lengths: list[int], rounds: int) -> None:
     for tokens in lengths:
         probe = boot(EngineConfig(model, device="cpu"))
         block = probe.kv_bytes * probe.engine.config.block_size // probe.kv_tokens
         if tokens == lengths[0]:
             report.config |= {"block_bytes": block, "kernels": probe.kernels}
             add_copies(report, probe.engine, rounds)
-            add_files(report, block, where, rounds)
+            add_files(report, block, where, master, rounds)
         blocks = -(-(tokens + 1) // probe.engine.config.block_size)
         near = EngineConfig(
             model,
@@ -179,26 +226,7 @@ def bench(name: str, where: Path, lengths: list[int], rounds: int, config: dict[
         far = replace(
             near, kv_host_memory=2 * blocks * block, kv_disk=str(where / "kv"), kv_disk_size=64 * blocks * block
         )
-        engine = boot(far).engine
-        add_requests(report, "disk", engine, tokens, rounds)
-        engine.close()
-    return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m emberline.bench.tiers", description=__doc__)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--directory", type=Path, help="on the disk that is meant (default: where temporary files are)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--rounds", type=int, default=3)
-    reports.add_arguments(parser)
-    args = parser.parse_args()
-    where = Path(tempfile.mkdtemp(prefix="emberline-tiers-", dir=args.directory))
-    try:
-        bench(args.model, where, args.tokens, args.rounds, {}).emit(args.json, args.commit)
-    finally:
-        shutil.rmtree(where)
-
-
-if __name__ == "__main__":
-    main()
+        add_requests(report, "disk", boot(far).engine, tokens, rounds)
+        if master is not None:
+            far = replace(near, kv_host_memory=2 * blocks * block, kv_store=master, kv_store_memory=64 * blocks * block)
+            add_requests(report, "store", boot(far).engine, tokens, rounds)

@@ -1,7 +1,8 @@
 """`emberline bench transfer`: how fast blocks move from one cache into another, and what it costs, over each transport.
 
 The sender is another process, except for `local`. Blocks lie scattered in both caches, the worst case, and once side by
-side. Beside it: one memcpy of the same size, and bare sockets that do nothing but move it.
+side; they hold bfloat16 of a normal distribution. Beside it: one memcpy of the same size, and bare sockets that do
+nothing but move it. `_uw`: coded on the way, whether that is faster or not.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from emberline.bench.report import Report
 from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest
 from emberline.kv.checksum import Crc, find_crc
+from emberline.kv.codec import Codec, find_codec
+from emberline.kv.mooncake import distribution, probe
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Habits
 from emberline.kv.transfer.local import LocalTransport, offer
+from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.region import Region
@@ -54,14 +58,17 @@ def bench(sizes: list[int], total: int, rounds: int, piece: int) -> Report:
     """`sizes`: bytes of a block. `total`: bytes moved each time."""
     if any(size <= 0 or size % STEP for size in sizes):
         raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
-    crc = find_crc(cache_dir().expanduser() / "kernels")
+    library = cache_dir().expanduser() / "kernels"
+    crc, codec, broken = find_crc(library), find_codec(library, "bfloat16"), probe()
+    engine = Mooncake() if broken is None else None
     config = {"block_bytes": sizes, "total_bytes": total, "rounds": rounds, "piece_bytes": piece, "layers": LAYERS}
+    config["mooncake"] = broken or distribution()
     report = Report("transfer", config)
     limit = _memcpy(report, total, rounds)
     raw = {streams: _raw(report, total, rounds, streams) for streams in STREAMS}
     for size in sizes:
         for order in ("adjacent", "scattered"):
-            _size(report, Case(size, total // size, order, piece, rounds, crc), limit, raw)
+            _size(report, Case(size, total // size, order, piece, rounds, crc, codec, engine), limit, raw)
     return report
 
 
@@ -73,6 +80,8 @@ class Case:
     piece: int
     rounds: int
     crc: Crc
+    codec: Codec | None
+    mooncake: Mooncake | None
 
     @property
     def layout(self) -> Layout:
@@ -89,7 +98,8 @@ def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> No
     target = _region(case.layout, case.count)
     with _host(case) as ask:
         expected = ask("sums")
-        for kind in ("local", "shm", *(f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked"))):
+        tcp = (f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked", "_uw"))
+        for kind in ("local", "shm", *tcp, *(["mooncake"] if case.mooncake else [])):
             if kind == "local":
                 found = _local(case, target)
             else:
@@ -105,8 +115,13 @@ def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> No
 def _transport(kind: str, case: Case) -> Transport:
     if kind == "shm":
         return ShmTransport(case.layout)
-    habits = Habits(streams=int(kind.split("_")[1]), checked=not kind.endswith("unchecked"), crc=case.crc)
-    return TcpTransport(case.layout, habits)
+    if kind == "mooncake":
+        assert case.mooncake is not None
+        return MooncakeTransport(case.layout, case.mooncake, Habits(streams=1, crc=case.crc))
+    _, streams, *how = kind.split("_")
+    codecs = [case.codec] if how == ["uw"] and case.codec else []
+    checked = how != ["unchecked"]
+    return TcpTransport(case.layout, Habits(int(streams), checked, codecs, always=True, crc=case.crc))
 
 
 def _measured(case: Case, target: Region, transport: Transport, ask: Callable[..., Any]) -> list[Round]:
@@ -211,7 +226,9 @@ def _host(case: Case) -> Iterator[Callable[..., Any]]:
     """A process that publishes the case's blocks when asked to."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(theirs, case.layout, case.count, case.ids(1)))
+    child = context.Process(
+        target=_serve, args=(theirs, case.layout, case.count, case.ids(1), case.mooncake is not None)
+    )
     child.start()
 
     def ask(what: str) -> Any:
@@ -225,11 +242,15 @@ def _host(case: Case) -> Iterator[Callable[..., Any]]:
         child.join()
 
 
-def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int]) -> None:
+def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int], mooncake: bool) -> None:
     segment = Segment(layout, count)
     _paint(segment.region)
-    sender = Sender(segment.region, "bench", crc=find_crc(cache_dir().expanduser() / "kernels"))
-    servers = [serve_tcp(sender), serve_shm(sender, segment)]
+    library = cache_dir().expanduser() / "kernels"
+    codec = find_codec(library, "bfloat16")
+    sender = Sender(segment.region, "bench", crc=find_crc(library))
+    servers = [serve_tcp(sender, codecs=[codec] if codec else []), serve_shm(sender, segment)]
+    if mooncake:
+        servers.append(serve_mooncake(sender, Mooncake()))
     answers: dict[str, Callable[[], Any]] = {
         "publish": lambda: sender.publish(ids, LEASE).as_dict(),
         "cpu": time.process_time,
@@ -252,9 +273,12 @@ def _whole(region: Region) -> Piece:
 
 
 def _paint(region: Region) -> None:
+    """As keys and values are distributed; each plane differs from its neighbours."""
     rng = np.random.default_rng(1)
+    values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
     for view in region.views(_whole(region), np.arange(region.blocks)):
-        np.frombuffer(view, np.uint64)[:] = rng.integers(0, 1 << 63, len(view) // 8, dtype=np.uint64)
+        plane = np.frombuffer(view, np.uint16)
+        plane[:] = np.resize(np.roll(values, -int(rng.integers(1 << 22))), len(plane))
 
 
 def _wipe(region: Region) -> None:

@@ -24,7 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _start(kinds.add_parser("start", help="from start to ready"))
     _unweight(kinds.add_parser("unweight", help="packed weights: their size, and the speed of the codec"))
     _transfer(kinds.add_parser("transfer", help="blocks from one cache into another, over each transport"))
+    _tiers(kinds.add_parser("tiers", help="blocks that come back from main memory, a disk and a store"))
+    _kv_codec(kinds.add_parser("kv-codec", help="keys and values of a real prompt, compressed for wire and disk"))
     _router(kinds.add_parser("router", help="what the router adds, with workers that are fakes"))
+    _routing(kinds.add_parser("routing", help="what ways of routing save, on a simulated cluster"))
+    _gateway(kinds.add_parser("gateway", help="what the gateway adds, with a provider that is a fake"))
+    _gateway_logs(kinds.add_parser("gateway-logs", help="a log of many rows: its pages, and dropping a day"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
     plot.add_argument("files", type=Path, nargs="+")
     plot.add_argument("-o", "--out", type=Path, required=True)
@@ -38,7 +43,17 @@ def run(args: argparse.Namespace) -> int:
         plot(args.files, args.out)
         return 0
     runs = {"cpu": _run_cpu, "serve": _run_serve, "soak": _run_soak, "overhead": _run_overhead, "start": _run_start}
-    return {**runs, "unweight": _run_unweight, "router": _run_router, "transfer": _run_transfer}[args.what](args)
+    return {
+        **runs,
+        "unweight": _run_unweight,
+        "router": _run_router,
+        "routing": _run_routing,
+        "transfer": _run_transfer,
+        "tiers": _run_tiers,
+        "kv-codec": _run_kv_codec,
+        "gateway": _run_gateway,
+        "gateway-logs": _run_gateway_logs,
+    }[args.what](args)
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:
@@ -147,6 +162,98 @@ def _run_transfer(args: argparse.Namespace) -> int:
 
     sizes = [int(size) << 10 for size in args.blocks]
     transfer.bench(sizes, args.total << 20, args.rounds, args.piece << 10).emit(args.json, args.commit)
+    return 0
+
+
+def _routing(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--sessions", type=int, default=160, help="conversations of 10 to 20 turns")
+    p.add_argument("--workers", type=int, default=4)
+    p.add_argument("--kv-tokens", type=int, default=81_920, help="of each worker")
+    p.add_argument("--store-blocks", type=int, default=1 << 20)
+    p.add_argument("--seeds", type=int, default=3)
+    reports.add_arguments(p)
+
+
+def _run_routing(args: argparse.Namespace) -> int:
+    from emberline.bench import routing
+    from emberline.sim.agents import Habits
+    from emberline.sim.cluster import Shape
+
+    shape = Shape(workers=args.workers, kv_tokens=args.kv_tokens)
+    report = routing.bench(Habits(sessions=args.sessions), shape, args.store_blocks, args.seeds)
+    report.emit(args.json, args.commit)
+    return 0
+
+
+def _tiers(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=DEFAULT_MODEL)
+    p.add_argument("--directory", type=Path, help="on the disk that is meant (default: where temporary files are)")
+    p.add_argument("--tokens", type=_names, default=["256", "1024"], help="of a prompt")
+    p.add_argument("--rounds", type=int, default=3)
+    reports.add_arguments(p)
+
+
+def _run_tiers(args: argparse.Namespace) -> int:
+    from emberline.bench import tiers
+
+    lengths = [int(length) for length in args.tokens]
+    tiers.bench(args.model, args.directory, lengths, args.rounds).emit(args.json, args.commit)
+    return 0
+
+
+def _kv_codec(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", default=DEFAULT_MODEL)
+    p.add_argument("--tokens", type=int, default=2048, help="of the prompt")
+    p.add_argument("--links", type=_names, default=["1", "2.5", "10", "25"], help="Gbit/s, besides loopback")
+    p.add_argument("--rounds", type=int, default=5)
+    reports.add_arguments(p)
+
+
+def _run_kv_codec(args: argparse.Namespace) -> int:
+    from emberline.bench import kvcodec
+
+    rates = [float(rate) for rate in args.links]
+    kvcodec.bench(args.model, args.tokens, rates, args.rounds).emit(args.json, args.commit)
+    return 0
+
+
+def _gateway(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--requests", type=int, default=2000)
+    p.add_argument("--clients", type=int, default=32, help="connections with a request open at any time")
+    p.add_argument("--prompt", type=int, default=1024, help="bytes")
+    p.add_argument("--streams", type=int, default=32, help="open at any time")
+    p.add_argument("--events", type=int, default=200, help="of one stream")
+    p.add_argument("--pace", type=float, default=0.01, help="seconds between two events of a stream")
+    p.add_argument("--soak", type=int, default=100_000, help="events that pass while its memory is watched")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--litellm", action="store_true", help="beside it; scripts/bench-peers litellm installs it")
+    p.add_argument("--peers-dir", type=Path, default=Path("build/peers"), help="peers' environments")
+    reports.add_arguments(p)
+
+
+def _run_gateway(args: argparse.Namespace) -> int:
+    from emberline.bench import gateway
+
+    names = ("requests", "clients", "prompt", "streams", "events", "pace", "soak", "rounds")
+    plan = gateway.Plan(*(getattr(args, name) for name in names))
+    gateway.bench(plan, args.peers_dir if args.litellm else None).emit(args.json, args.commit)
+    return 0
+
+
+def _gateway_logs(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--rows", type=int, default=1_000_000)
+    p.add_argument("--days", type=int, default=7, help="over which they are spread")
+    p.add_argument("--payload-every", type=int, default=20, help="rows: one of so many has a payload")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--store", metavar="URL", help="an empty one (default: SQLite in a temporary directory)")
+    reports.add_arguments(p)
+
+
+def _run_gateway_logs(args: argparse.Namespace) -> int:
+    from emberline.bench import gateway_logs
+
+    plan = gateway_logs.Plan(args.rows, args.days, args.payload_every, args.rounds)
+    gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
     return 0
 
 

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from emberline.core.config import DEFAULT_MODEL, RouterConfig, core_count
+from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
 
 POLL = 0.5  # seconds
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up = kinds.add_parser("up", help="start all; Ctrl-C stops all")
     default = RouterConfig()
     up.add_argument("model", nargs="?", default=DEFAULT_MODEL)
-    up.add_argument("--workers", type=int, default=2)
+    up.add_argument("--workers", type=int, help="that answer alone (default: 2, without --prefill and --decode)")
+    up.add_argument("--prefill", type=int, default=0, help="workers that compute prompts for others")
+    up.add_argument("--decode", type=int, default=0, help="workers that go on from there")
     up.add_argument("--host", default=default.host, help="of the router; workers stay on this machine")
     up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
     up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
@@ -38,15 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.workers < 1:
-        raise InvalidRequest("there must be at least one worker", param="workers")
+    workers = _workers(args)
     logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-cluster-"))
     logs.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_up(args, logs))
+    asyncio.run(_up(args, workers, logs))
     return 0
 
 
-async def _up(args: argparse.Namespace, logs: Path) -> None:
+def _workers(args: argparse.Namespace) -> dict[Role, int]:
+    split = args.prefill or args.decode
+    alone = args.workers if args.workers is not None else 0 if split else 2
+    counts: dict[Role, int] = {"prefill": args.prefill, "decode": args.decode, "both": alone}
+    if min(counts.values()) < 0 or not sum(counts.values()):
+        raise InvalidRequest("there must be at least one worker", param="workers")
+    if args.prefill and not args.decode + alone:
+        raise InvalidRequest("somebody must go on from the prompts", param="decode", hint="add --decode 1")
+    return counts
+
+
+async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) -> None:
     import secrets
 
     from emberline.cluster.supervisor import Supervisor, children
@@ -55,7 +67,10 @@ async def _up(args: argparse.Namespace, logs: Path) -> None:
     url = f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     router = ["--host", args.host, "--port", str(port), *keys]
-    made = children(router, args.workers, _worker(args, keys), url=url, key=secrets.token_hex(16), logs=logs)
+    key = cluster_key() or secrets.token_hex(16)
+    kept = _keep(logs / "cluster.key", key)
+    options = _worker(args, sum(workers.values()), keys)
+    made = children(router, workers, options, url=url, key=key, logs=logs)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -64,6 +79,7 @@ async def _up(args: argparse.Namespace, logs: Path) -> None:
     try:
         for child in made:
             await supervisor.start(child)
+        _say("cluster", f"its key, as for emberline drain: export EMBERLINE_CLUSTER_KEY=$(cat {kept})")
         await stopped.wait()
         _say("cluster", "stops")
     finally:
@@ -71,12 +87,20 @@ async def _up(args: argparse.Namespace, logs: Path) -> None:
         await supervisor.stop()
 
 
-def _worker(args: argparse.Namespace, keys: list[str]) -> list[str]:
+def _keep(file: Path, key: str) -> Path:
+    """Where only the user can read it."""
+    file.unlink(missing_ok=True)
+    file.touch(mode=0o600, exist_ok=False)
+    file.write_text(key + "\n")
+    return file
+
+
+def _worker(args: argparse.Namespace, workers: int, keys: list[str]) -> list[str]:
     """Its share of the machine, unless the options say otherwise."""
     options = [word for word in args.options if word != "--"]
     shared = []
     if not any(word.startswith(("--threads", "--device")) for word in options):
-        shared = ["--threads", str(max(1, core_count() // args.workers)), "--device", "cpu"]
+        shared = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
     return [args.model, *keys, *shared, *options]
 
 

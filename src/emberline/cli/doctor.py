@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     gpu = _gpu()
-    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_model(args, gpu)]
+    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_transports(), *_model(args, gpu)]
     width = max(len(f.what) for f in findings)
     for f in findings:
         print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}")
@@ -165,6 +166,23 @@ def _kernels() -> Iterator[Finding]:
     backend = ops.start(cache=cache_dir() / "kernels")
     hint = "" if backend.library else "plain torch is used: correct, but slow"
     yield Finding("kernels", str(backend), not hint, hint)
+
+
+def _transports() -> Iterator[Finding]:
+    """How keys and values can travel between workers; one that is broken is left out by them too."""
+    from emberline.kv.mooncake import distribution, probe, protocol
+
+    memory = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+    yield Finding("transport tcp", "built in")
+    yield Finding("transport shm", "workers on this machine" if memory else "needs Linux", True if memory else None)
+    if (found := distribution()) is None:
+        hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"
+        yield Finding("transport mooncake", "not installed (RDMA; prefixes shared by a cluster)", None, hint)
+    elif (reason := probe()) is not None:
+        yield Finding("transport mooncake", f"{found} is broken: {reason}", None, "workers go on without it")
+    else:
+        over = "rdma" if protocol() == "rdma" else "tcp: there is no RDMA device"
+        yield Finding("transport mooncake", f"{found} works, over {over}")
 
 
 def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from emberline.core.config import RouterConfig
+from emberline.core.config import RouterConfig, cluster_key
 from emberline.core.errors import EmberlineError
 
 POLL = 0.2  # seconds
@@ -20,13 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("worker", help="its name, as the router's page shows it")
     parser.add_argument("--router", metavar="URL", default=f"http://{default.host}:{default.port}")
     parser.add_argument("--cluster-key", help="the router's, if it has one")
+    parser.add_argument(
+        "--move", action="store_true", help="streams go on at other workers instead of being waited for"
+    )
     parser.add_argument("--undo", action="store_true", help="give it requests again")
     parser.add_argument("--no-wait", action="store_true", help="return at once")
 
 
 def run(args: argparse.Namespace) -> int:
-    key = {"authorization": f"Bearer {args.cluster_key}"} if args.cluster_key else {}
-    _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo}, key)
+    given = args.cluster_key or cluster_key()
+    key = {"authorization": f"Bearer {given}"} if given else {}
+    _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, key)
     if args.undo:
         print(f"{args.worker} takes requests again")
         return 0

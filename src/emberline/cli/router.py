@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 
-from emberline.core.config import RouterConfig
+from emberline.core.config import Foreign, RouterConfig, cluster_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +36,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.decode_weight,
         help="a token to generate counts as so many of a prompt (default: %(default)g)",
     )
+    parser.add_argument(
+        "--split-tokens",
+        type=float,
+        default=default.split_tokens,
+        help="uncached tokens of a prompt that are worth a prefill worker (default: %(default)g; inf: never)",
+    )
+    parser.add_argument(
+        "--ticket-timeout", type=float, default=default.ticket_timeout, help="seconds to wait for a prefill worker"
+    )
+    parser.add_argument(
+        "--migrations", type=int, default=default.migrations, help="times a stream may go on at another worker"
+    )
+    parser.add_argument(
+        "--migration-wait",
+        type=float,
+        default=default.migration_wait,
+        help="seconds a stream waits for a worker to go on at",
+    )
+    parser.add_argument(
+        "--foreign",
+        action="append",
+        default=[],
+        metavar="KIND[:ROLE[:PORT]]=URL",
+        help="a vLLM or SGLang server, as in vllm:decode=http://host:8000; may be given several times",
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
 
 
@@ -51,13 +76,18 @@ def run(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=tuple(args.api_key),
-        cluster_key=args.cluster_key,
+        cluster_key=args.cluster_key or cluster_key(),
         request_timeout=args.request_timeout,
         stuck_after=args.stuck_after,
         lost_after=args.lost_after,
         queue=args.queue,
         affinity_slack=args.affinity_slack,
         decode_weight=args.decode_weight,
+        split_tokens=args.split_tokens,
+        ticket_timeout=args.ticket_timeout,
+        migrations=args.migrations,
+        migration_wait=args.migration_wait,
+        foreign=tuple(map(Foreign.parsed, args.foreign)),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(route(config))

@@ -10,7 +10,15 @@ import sys
 import time
 from pathlib import Path
 
-from emberline.core.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, EngineConfig, FleetConfig, ServerConfig, WorkerConfig
+from emberline.core.config import (
+    DEFAULT_EMBEDDER,
+    DEFAULT_MODEL,
+    EngineConfig,
+    FleetConfig,
+    ServerConfig,
+    WorkerConfig,
+    cluster_key,
+)
 from emberline.core.errors import InvalidRequest
 
 
@@ -84,7 +92,27 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument("--kv-disk", metavar="DIR", help="where such prefixes are kept on disk, also after a restart")
     parser.add_argument("--kv-disk-size", type=_size, help="bytes there, each model's own")
     parser.add_argument(
+        "--kv-store", metavar="HOST:PORT", help="mooncake_master of a store that all workers of a cluster share"
+    )
+    parser.add_argument(
+        "--kv-store-memory",
+        type=_size,
+        default=engine.kv_store_memory,
+        help="bytes of main memory that each model gives to it",
+    )
+    parser.add_argument(
         "--kv-policy", default=engine.kv_policy, choices=["lru", "arc"], help="which prefixes leave these first"
+    )
+    parser.add_argument(
+        "--kv-mooncake",
+        action="store_true",
+        help="a worker moves prefixes by Mooncake's Transfer Engine too (RDMA where there is some)",
+    )
+    parser.add_argument(
+        "--kv-codec",
+        default=engine.kv_codec,
+        choices=["auto", "none", "uw"],
+        help="lossless compression of prefixes on disk and between hosts; auto: where it measures faster",
     )
 
 
@@ -92,7 +120,7 @@ def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--router", metavar="URL", help="take requests from this router too")
     parser.add_argument("--worker-name", help="there; one that is started again keeps it (default: host:port)")
     parser.add_argument("--worker-url", help="under which the router reaches this server (default: host and port)")
-    parser.add_argument("--cluster-key", help="the router's, if it has one")
+    parser.add_argument("--cluster-key", help="the router's, if it has one (better: EMBERLINE_CLUSTER_KEY)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,7 +160,11 @@ def run(args: argparse.Namespace) -> int:
         kv_host_memory=args.kv_host_memory,
         kv_disk=args.kv_disk,
         kv_disk_size=args.kv_disk_size,
+        kv_store=args.kv_store,
+        kv_store_memory=args.kv_store_memory,
         kv_policy=args.kv_policy,
+        kv_codec=args.kv_codec,
+        kv_mooncake=args.kv_mooncake,
     )
     rules = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
     import uvloop
@@ -144,7 +176,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _worker(args: argparse.Namespace) -> WorkerConfig | None:
     if args.router is not None:
-        return WorkerConfig(args.router, args.worker_name, args.worker_url, args.cluster_key)
+        key = args.cluster_key or cluster_key()
+        return WorkerConfig(args.router, args.worker_name, args.worker_url, key, getattr(args, "role", "both"))
     for name in ("worker_name", "worker_url", "cluster_key"):
         if getattr(args, name) is not None:
             raise InvalidRequest(

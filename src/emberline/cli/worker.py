@@ -6,13 +6,16 @@ import argparse
 from typing import get_args
 
 from emberline.cli import serve
-from emberline.cluster.card import Role
+from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--role", default="both", choices=get_args(Role), help="both: it computes prompts and generates"
+        "--role",
+        default="both",
+        choices=get_args(Role),
+        help="prefill: it computes prompts for others; decode: it goes on from there; both: it answers alone",
     )
     serve.add_arguments(parser)
     parser.set_defaults(port=0)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from emberline.core.config import Role
+from emberline.core.events import TransferStats
+
+Dialect = Literal["native", "vllm", "sglang"]
+
 _PLAIN = re.compile("[ -~]{1,128}")
-Role = Literal["both"]  # prefill and decode come with the handoff between them
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -17,6 +21,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     url: str
     models: tuple[ModelCard, ...]
     role: Role = "both"
+    dialect: Dialect = "native"  # what it understands
 
     def __post_init__(self) -> None:
         if not _PLAIN.fullmatch(self.name) or not _PLAIN.fullmatch(self.incarnation):  # they travel in headers
@@ -34,6 +39,7 @@ class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_running: int = 0  # 0: it keeps no batch (an embedder)
     kv_tokens: int = 0
     block_size: int = 0
+    peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
 
 
 class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,9 +57,13 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    paired: tuple[str, ...] = ()  # incarnations of engines it can take blocks from
+    refused: dict[str, str] = {}  # those it cannot, and why
+    transfer: TransferStats | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True):
     """The router's answer to a card."""
 
     beat_seconds: float
+    peers: dict[str, list[dict[str, Any]]] = {}  # by model: engines to be paired with, all of them

@@ -1,46 +1,77 @@
-"""FakeWorker: a worker without an engine. It registers, beats and streams like a real one, at a pace, and can be told
-to hang, to refuse or to break off: `python -m emberline.cluster.fake --router URL`."""
+"""FakeWorker: a worker without an engine. It registers, beats, streams, prefills and goes on with what others began
+like a real one, at a pace, and can be told to fail: `python -m emberline.cluster.fake --router URL`."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from emberline.cluster.card import Beat, Card, ModelCard
-from emberline.cluster.registrar import Registrar
+from emberline.cluster.registrar import Peers, Registrar
+from emberline.cluster.speech import Asked, Envelope, Speech
+from emberline.core.config import Role
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import TransferStats
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
 
-EVENT = (
-    b'data: {"id":"chatcmpl-fake","object":"chat.completion.chunk","created":1,"model":"fake","choices":'
-    b'[{"index":0,"delta":{"content":" word"},"finish_reason":null}]}\n\n'
-)
-FINISH = EVENT.replace(b'{"content":" word"}', b"{}").replace(b"null", b'"stop"')
-DONE = b"data: [DONE]\n\n"
+RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 JSON = [(b"content-type", b"application/json")]
+LINES = [(b"content-type", b"application/x-ndjson")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+BYTES = 1 << 12  # of keys and values, for a token
+STATUS = {"bad": 400, "missing": 404, "full": 429, "fail": 500, "refuse": 503}
+
+
+class Fault(msgspec.Struct):
+    """How it fails, as a test tells it."""
+
+    mode: str = "well"  # or one of STATUS; or break, tear (half a write goes out), stall, die
+    after: int = 3  # writes
+    calls: str = ""  # only at this path
+    times: int = 1 << 30
 
 
 class FakeWorker:
-    def __init__(self, name: str, pace: float = 0.0, max_running: int = 64) -> None:
+    def __init__(
+        self,
+        name: str,
+        pace: float = 0.0,
+        max_running: int = 64,
+        role: Role = "both",
+        shy: bool = False,
+    ) -> None:
         self.name, self.incarnation = name, uuid.uuid4().hex
+        self.peer = {"name": name, "incarnation": uuid.uuid4().hex}
         self.pace = pace
         self.max_running = max_running
-        self.mode = "well"  # or hang, refuse, full, break (after three events), tear (within the fourth)
+        self.role: Role = role
+        self.shy = shy  # pairs with nobody
+        self.met: tuple[str, ...] = ()  # whose blocks it can take
+        self.fault = Fault()
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
+        self.resumed = self.prefilled = self.pulled = 0
+        self.transfer = TransferStats()
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
     def card(self, url: str) -> Card:
-        return Card(self.name, self.incarnation, url, (ModelCard("fake", "fake", 8192, self.max_running, 65536, 16),))
+        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer)
+        return Card(self.name, self.incarnation, url, (model,), self.role)
+
+    def meet(self, peers: Peers) -> None:
+        self.met = tuple(peer["incarnation"] for peer in peers.get("fake", ()) if not self.shy)
 
     def beat(self) -> Beat:
+        self.step += self.fault.mode != "stall"  # an engine goes on while clients read slowly
         return Beat(
             self.name,
             self.incarnation,
@@ -49,29 +80,25 @@ class FakeWorker:
             prompt_tokens=self.prompts,
             generated_tokens=self.generated,
             prefix_queries=self.prompts,
+            paired=self.met,
+            transfer=self.transfer,
         )
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        body = b""
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body"):
-                break
-        if scope["path"] == "/fake":  # told by a test
-            self.mode = msgspec.json.decode(body)["mode"] if body else self.mode
-            counts = {name: getattr(self, name) for name in ("asked", "gone", "running", "generated", "seen")}
-            return await _reply(send, 200, msgspec.json.encode(counts))
+        body = await _body(receive)
+        path, headers = scope["path"], {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        if path == "/fake":  # told by a test
+            self.fault = msgspec.json.decode(body, type=Fault) if body else self.fault
+            return await _reply(send, 200, msgspec.json.encode(self._counts()))
         self.asked += 1
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode()}]
-        if self.mode in ("refuse", "full"):
+        self.seen = [*self.seen[-15:], {**headers, "?": scope["query_string"].decode(), "path": path}]
+        fault = self._strikes(path)
+        if (status := STATUS.get(fault.mode)) is not None:
             said = b'{"error":{"message":"not now","code":"queue_full"}}'
-            status = 503 if self.mode == "refuse" else 429
             return await _reply(send, status, said, [(b"retry-after", b"7")])
         self.running += 1
         leaving = asyncio.create_task(_gone(receive))
-        work = asyncio.create_task(self._generate(msgspec.json.decode(body), send))
+        work = asyncio.create_task(self._work(path, headers, body, fault, send))
         try:
             await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
             self.gone += not work.done()
@@ -79,38 +106,92 @@ class FakeWorker:
             self.running -= 1
             leaving.cancel()
             work.cancel()
-        return None
+        return await work if work.done() else None
 
-    async def _generate(self, asked: dict[str, Any], send: Send) -> None:
-        if self.mode == "hang":
-            await asyncio.Event().wait()
-        tokens = asked.get("max_tokens") or 16
-        prompt = len(msgspec.json.encode(asked)) // 4
-        self.prompts += prompt
-        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "prompt_tokens_details": {"cached_tokens": 0}}
-        if not asked.get("stream"):
-            await asyncio.sleep(self.pace * tokens)
-            self._count(tokens)
-            message = {"role": "assistant", "content": " word" * tokens}
-            choice = {"index": 0, "message": message, "finish_reason": "stop"}
-            whole = {"id": "chatcmpl-fake", "object": "chat.completion", "created": 1, "model": "fake"}
-            return await _reply(send, 200, msgspec.json.encode({**whole, "choices": [choice], "usage": usage}))
-        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-        for i in range(tokens):
-            if i == 3 and self.mode in ("break", "tear"):
-                await send(
-                    {"type": "http.response.body", "body": EVENT[: 40 * (self.mode == "tear")], "more_body": True}
-                )
-                raise ConnectionError("as told")
-            self._count(1)
-            await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+    def _counts(self) -> dict[str, Any]:
+        names = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled", "seen")
+        return {name: getattr(self, name) for name in names}
+
+    def _strikes(self, path: str) -> Fault:
+        fault = self.fault
+        if fault.mode == "well" or fault.times < 1 or fault.calls not in ("", path):
+            return Fault()
+        fault.times -= 1
+        return fault
+
+    async def _work(self, path: str, headers: dict[str, str], body: bytes, fault: Fault, send: Send) -> None:
+        if path == PREFILL:
+            self.prefilled += 1
+            self.transfer.published += 1
+            await self._prefill(msgspec.json.decode(body, type=Envelope), fault, send)
+        elif path == RESUME:
+            self.resumed += 1
+            envelope = msgspec.json.decode(body, type=Envelope)
+            await self._answer(bytes(envelope.body), envelope.seed, envelope, True, fault, send)
+        else:
+            tracked = headers.get("x-emberline-track") == "1"
+            await self._answer(body, int(headers.get("x-emberline-seed", "0")), None, tracked, fault, send)
+
+    async def _prefill(self, envelope: Envelope, fault: Fault, send: Send) -> None:
+        self.prompts += len(bytes(envelope.body)) // 4
+        ticket = {"id": uuid.uuid4().hex, "peer": self.peer}
+        lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.pace}})
+        await self._write([msgspec.json.encode(line) + b"\n" for line in lines], LINES, fault, send)
+
+    async def _answer(
+        self, body: bytes, seed: int, envelope: Envelope | None, tracked: bool, fault: Fault, send: Send
+    ) -> None:
+        asked = msgspec.json.decode(body, type=Asked)
+        tracked = tracked and not asked.untracked
+        speech = Speech(seed if asked.seed is None else asked.seed, asked)
+        prompt, after = len(body) // 4, 0
+        if envelope is not None:
+            try:
+                after = speech.said_before(envelope)
+            except InvalidRequest as e:
+                return await _reply(send, 400, str(e).encode())
+        if envelope is not None and envelope.handoff["source"]:
+            self.pulled += 1
+            self.transfer.pulls += 1
+            self.transfer.pulled_bytes += prompt * BYTES
+            self.transfer.pull_seconds += 0.001
+        else:
+            self.prompts += prompt
+        if asked.stream:
+            return await self._write(speech.writes(prompt, after, tracked), EVENTS, fault, send)
+        await asyncio.sleep(self.pace * speech.length)
+        whole = speech.whole(prompt)
+        return await self._write([whole], [*JSON, (b"content-length", str(len(whole)).encode())], fault, send)
+
+    async def _write(self, writes: Iterable[bytes], headers: Headers, fault: Fault, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for i, data in enumerate(writes):
+            if i == fault.after and fault.mode != "well":
+                await _fail(fault, data, send)
+            self.generated += 1
+            await send({"type": "http.response.body", "body": data, "more_body": True})
             await asyncio.sleep(self.pace)
-        counted = b"data: %b\n\n" % msgspec.json.encode({"choices": [], "usage": usage})
-        return await send({"type": "http.response.body", "body": FINISH + counted + DONE})
+        await send({"type": "http.response.body", "body": b""})
 
-    def _count(self, tokens: int) -> None:
-        self.step += 1
-        self.generated += tokens
+
+async def _fail(fault: Fault, data: bytes, send: Send) -> None:
+    match fault.mode:
+        case "stall":
+            await asyncio.Event().wait()
+        case "die":
+            os._exit(1)
+        case "tear":
+            await send({"type": "http.response.body", "body": data[: len(data) // 2], "more_body": True})
+    raise ConnectionError("as told")
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
 
 
 async def _gone(receive: Receive) -> None:
@@ -118,7 +199,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _reply(send: Send, status: int, body: bytes, more: list[tuple[bytes, bytes]] | None = None) -> None:
+async def _reply(send: Send, status: int, body: bytes, more: Headers | None = None) -> None:
     headers = [*JSON, (b"content-length", str(len(body)).encode()), *(more or [])]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -131,7 +212,7 @@ async def run(worker: FakeWorker, router: str | None, port: int) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    registrar = Registrar(router, None, worker.card(url), worker.beat) if router else None
+    registrar = Registrar(router, None, lambda: worker.card(url), worker.beat, worker.meet) if router else None
     settings = uvicorn.Config(worker, loop="none", http="httptools", lifespan="off", log_level="critical")
 
     class Server(uvicorn.Server):
@@ -154,9 +235,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between two tokens")
     parser.add_argument("--max-running", type=int, default=64)
+    parser.add_argument("--role", default="both", choices=["prefill", "decode", "both"])
+    parser.add_argument("--shy", action="store_true", help="it can take blocks from nobody")
     args = parser.parse_args()
+    worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run(FakeWorker(args.name, args.pace, args.max_running), args.router, args.port))
+        runner.run(run(worker, args.router, args.port))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Registrar: a worker's side of membership. It registers, beats, registers again with a router that has forgotten it,
-and says goodbye. A router that is away does not disturb the worker."""
+"""Registrar: a worker's side of membership. It registers, beats, registers again with a router that has forgotten it or
+when its card has changed, and says goodbye. A router that is away does not disturb the worker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,16 +18,28 @@ log = logging.getLogger("emberline.worker")
 
 PATIENCE = 3.0  # seconds for an answer
 PAUSE = 1.0  # seconds between attempts to register
+SOON = 0.1  # seconds until a worker that is not ready says how it goes
+
+Peers = dict[str, list[dict[str, Any]]]  # as Welcome has them
 
 
 class Registrar:
-    def __init__(self, router: str, key: str | None, card: Card, beat: Callable[[], Beat]) -> None:
+    def __init__(
+        self,
+        router: str,
+        key: str | None,
+        card: Callable[[], Card],
+        beat: Callable[[], Beat],
+        meet: Callable[[Peers], None] = lambda peers: None,  # told with every answer of the router's
+    ) -> None:
         self._router = router.rstrip("/")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._card = card
         self._beat = beat
+        self._meet = meet
+        self._shown: Card | None = None  # the card that the router has, if it answered the last time
         self._task: asyncio.Task[None] | None = None
-        self._complaint = ""
+        self._complaint: str | None = None
 
     def start(self) -> None:
         assert self._task is None
@@ -34,7 +47,8 @@ class Registrar:
 
     async def leave(self) -> None:
         """Nothing new comes after this; what is open goes on, and the beats with it."""
-        leaving = {"name": self._card.name, "incarnation": self._card.incarnation}
+        card = self._card()
+        leaving = {"name": card.name, "incarnation": card.incarnation}
         with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
             async with aiohttp.ClientSession() as session:
                 await self._post(session, "/cluster/leave", msgspec.json.encode(leaving))
@@ -47,28 +61,38 @@ class Registrar:
 
     async def _run(self) -> None:
         async with aiohttp.ClientSession() as session:
-            registered = False
-            pause = PAUSE
-            while True:
+            pause: float | None = 0.0
+            while pause is not None:
+                await asyncio.sleep(pause)
                 try:
-                    if not registered:
-                        status, body = await self._post(session, "/cluster/register", msgspec.json.encode(self._card))
-                        if registered := status == 200:
-                            pause = msgspec.json.decode(body, type=Welcome).beat_seconds
-                            self._say("")
-                    else:
-                        status, body = await self._post(session, "/cluster/beat", msgspec.json.encode(self._beat()))
-                        registered = status != 404
-                    if status == 409:
-                        log.error("%s: a newer worker has this name; the router sends nothing here", self._card.name)
-                        return
-                    if status not in (200, 404):
-                        self._say(f"{status} {body[:200].decode(errors='replace')}")
-                    if status == 404 and not registered:
-                        continue  # at once: the router was started again
+                    pause = await self._turn(session)
                 except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as e:
                     self._say(f"{type(e).__name__}: {e}")
-                await asyncio.sleep(pause)
+                    pause = PAUSE
+
+    async def _turn(self, session: aiohttp.ClientSession) -> float | None:
+        """A card or a beat. Seconds until the next; None: nobody wants one."""
+        card = self._card()
+        beat = self._beat() if card == self._shown else None
+        path, told = ("/cluster/register", card) if beat is None else ("/cluster/beat", beat)
+        self._shown = None
+        status, body = await self._post(session, path, msgspec.json.encode(told))
+        match status:
+            case 200:
+                welcome = msgspec.json.decode(body, type=Welcome)
+                self._shown = card
+                self._say("")
+                self._meet(welcome.peers)
+                if beat is None:
+                    return 0.0  # and at once how it goes
+                return welcome.beat_seconds if beat.ready else min(SOON, welcome.beat_seconds)
+            case 404 if beat is not None:
+                return 0.0  # the router was started again
+            case 409:
+                log.error("%s: a newer worker has this name; the router sends nothing here", card.name)
+                return None
+        self._say(f"{status} {body[:200].decode(errors='replace')}")
+        return PAUSE
 
     def _say(self, complaint: str) -> None:
         """Once for each change."""
@@ -78,7 +102,7 @@ class Registrar:
         if complaint:
             log.warning("router %s: %s", self._router, complaint)
         else:
-            log.info("registered with %s as %s", self._router, self._card.name)
+            log.info("registered with %s as %s", self._router, self._card().name)
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: bytes) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=PATIENCE)

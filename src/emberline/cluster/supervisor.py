@@ -8,9 +8,11 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from emberline.core.config import Role, environment
 
 LONGEST_PAUSE = 30.0
 STEADY = 60.0  # seconds: who ran so long is started again at once
@@ -22,6 +24,7 @@ class Child:
     name: str
     arguments: list[str]  # of `emberline`
     log: Path
+    environment: Mapping[str, str] = field(repr=False)
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
     pause: float = 0.5
@@ -65,7 +68,12 @@ class Supervisor:
         with child.log.open("ab") as out:
             command = (sys.executable, "-m", "emberline.cli", *child.arguments)
             child.process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env=child.environment,
             )
         self._say(child.name, f"started, pid {child.process.pid}")
 
@@ -89,11 +97,14 @@ def _ending(status: int) -> str:
 
 
 def children(
-    router: Sequence[str], workers: int, worker: Sequence[str], *, url: str, key: str, logs: Path
+    router: Sequence[str], workers: Mapping[Role, int], worker: Sequence[str], *, url: str, key: str, logs: Path
 ) -> list[Child]:
-    made = [Child("router", ["router", *router, "--cluster-key", key], logs / "router.log")]
-    for i in range(workers):
-        name = f"worker-{i + 1}"
-        own = ["--router", url, "--worker-name", name, "--cluster-key", key]
-        made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log"))
+    """The router first. All know the cluster's key from their environment, where only their user can read it."""
+    secret = environment(key)
+    made = [Child("router", ["router", *router], logs / "router.log", secret)]
+    for role, count in workers.items():
+        for i in range(count):
+            name = f"{'worker' if role == 'both' else role}-{i + 1}"
+            own = ["--role", role, "--router", url, "--worker-name", name]
+            made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", secret))
     return made

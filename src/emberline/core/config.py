@@ -5,16 +5,35 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, cast, get_args
 
 from emberline.core.errors import InvalidRequest
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
+MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
+
+Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
 
 
 def cache_dir() -> Path:
     """Where pulled models and built kernels are kept: EMBERLINE_CACHE, or ~/.cache/emberline."""
     return Path(os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline")
+
+
+def secret(name: str) -> str | None:
+    """Of an environment variable that a configuration names."""
+    return os.environ.get(name)
+
+
+def cluster_key() -> str | None:
+    """Of a cluster whose key no option says: EMBERLINE_CLUSTER_KEY. Options are seen by everybody on the machine."""
+    return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
+
+
+def environment(cluster_key: str) -> dict[str, str]:
+    """For a process of a cluster: ours, with its key."""
+    return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
 
 
 def core_count() -> int:
@@ -43,6 +62,24 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """Of an engine that hands blocks of its cache to others and takes theirs."""
+
+    name: str  # that others know it by
+    host: str = "127.0.0.1"  # where it listens
+    port: int = 0  # 0: any that is free
+    advertise: str | None = None  # the host that others reach it at; None: as `host`
+    lease: float = 10.0  # seconds that published blocks are kept unless somebody wants them
+    patience: float = 30.0  # seconds that a request waits for a peer that lives and sends nothing; the rest is computed
+    required: bool = True  # whether an engine that cannot do it refuses to start, or goes without
+
+    def __post_init__(self) -> None:
+        for name in ("lease", "patience"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine process is started with, on whatever device."""
 
@@ -64,6 +101,11 @@ class EngineConfig:
     kv_disk: str | None = None  # a directory for them
     kv_disk_size: int | None = None  # bytes there
     kv_policy: str = "lru"  # or arc: who leaves these when they are full
+    kv_store: str | None = None  # HOST:PORT of the master of a store that a cluster shares, for them too
+    kv_store_memory: int = 1 << 30  # bytes of main memory that this engine gives to it
+    kv_codec: str = "auto"  # of blocks on a disk and between hosts; auto: where it is faster; uw: always; none
+    kv_mooncake: bool = False  # blocks travel by Mooncake's Transfer Engine too, if it works here
+    transfer: TransferConfig | None = None  # None: it keeps its blocks to itself
 
     def __post_init__(self) -> None:
         if (self.kv_disk is None) != (self.kv_disk_size is None):
@@ -74,10 +116,12 @@ class EngineConfig:
             raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
         if self.weights not in ("auto", "plain", "packed"):
             raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
+        if self.kv_codec not in ("auto", "none", "uw"):
+            raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it is auto, none or uw", param="kv_codec")
 
     @property
     def has_tiers(self) -> bool:
-        return self.kv_host_memory > 0 or self.kv_disk is not None
+        return self.kv_host_memory > 0 or self.kv_disk is not None or self.kv_store is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +174,34 @@ class FleetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreign:
+    """A server of another kind behind the router; it does not register, it is looked for."""
+
+    url: str
+    dialect: str  # vllm or sglang
+    role: Role = "both"
+    bootstrap: int = 8998  # SGLang: where those that decode meet it
+
+    def __post_init__(self) -> None:
+        if self.dialect not in ("vllm", "sglang"):
+            raise InvalidRequest(f"{self.dialect!r} is no kind of server known here", hint="vllm or sglang")
+        if self.role not in get_args(Role):
+            raise InvalidRequest(f"{self.role!r} is no role", hint="prefill, decode or both")
+        if not self.url.startswith(("http://", "https://")):
+            raise InvalidRequest(f"{self.url!r} is not an http or https URL")
+
+    @staticmethod
+    def parsed(text: str) -> Foreign:
+        """vllm=URL, vllm:decode=URL, sglang:prefill:8998=URL"""
+        kind, _, url = text.partition("=")
+        dialect, *rest = kind.split(":")
+        if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
+            raise InvalidRequest(f"{text!r} is not KIND[:ROLE[:PORT]]=URL")
+        role = cast("Role", rest[0] if rest else "both")
+        return Foreign(url.rstrip("/"), dialect, role, int(rest[1]) if len(rest) == 2 else 8998)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -141,18 +213,39 @@ class RouterConfig:
     lost_after: float = 4.0  # seconds without one
     stuck_after: float = 30.0  # seconds in which a worker that has requests makes no step
     attempts: int = 3  # workers a request is tried on, before its first byte
+    migrations: int = 3  # times that a stream goes on at another worker
+    migration_wait: float = 10.0  # seconds until there is one
+    split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker; inf: never split
+    ticket_timeout: float = 10.0  # seconds a prompt may wait at the worker that is to compute it for another
     queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
     affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
     decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
     prefixes: int = 1 << 16  # beginnings of prompts remembered
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
+    foreign: tuple[Foreign, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout", "beat_seconds", "stuck_after", "attempts", "prefixes", "breaker_failures"):
+        for name in (
+            "request_timeout",
+            "beat_seconds",
+            "stuck_after",
+            "attempts",
+            "ticket_timeout",
+            "prefixes",
+            "breaker_failures",
+        ):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} must be above 0", param=name)
-        for name in ("queue", "affinity_slack", "decode_weight", "breaker_pause"):
+        for name in (
+            "queue",
+            "affinity_slack",
+            "decode_weight",
+            "breaker_pause",
+            "migrations",
+            "migration_wait",
+            "split_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be below 0", param=name)
         if self.lost_after <= self.beat_seconds:
@@ -166,7 +259,41 @@ class WorkerConfig:
     router: str  # URL
     name: str | None = None  # None: made from host and port
     url: str | None = None  # under which the router reaches it; None: host and port
-    cluster_key: str | None = None
+    cluster_key: str | None = None  # None: whoever is on this machine
+    role: Role = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Of a gateway process; what each gateway in it does is its Settings."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_keys: tuple[str, ...] = ()  # tokens that always work, and manage
+    engine: str = "http://127.0.0.1:8000"  # URL of our own engine or router
+    store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
+    redis: str | None = None  # redis://..., where several replicas count together
+    redis_gone: str = "local"  # limits while Redis does not answer: counted by each process, or "closed": refused
+    cache: str | None = None  # of replies: sqlite:FILE or redis://...; None: in memory
+    embedder: str = DEFAULT_EMBEDDER  # at the engine, for gateways that want similar questions answered alike
+    master_key: str | None = None  # a file, made when it is missing; None: in the cache directory
+    max_body: int = 32 << 20
+    catalogue: str | None = None  # a file of models and prices that lies over ours
+    private_providers: bool = False  # those that the management API made may be on private addresses
+
+    def __post_init__(self) -> None:
+        if self.max_body < 1:
+            raise InvalidRequest("max_body must be at least 1", param="max_body")
+        if self.redis_gone not in ("local", "closed"):
+            raise InvalidRequest("redis_gone must be local or closed", param="redis_gone")
+
+    @property
+    def store_url(self) -> str:
+        return self.store or f"sqlite:{cache_dir() / 'gateway'}"
+
+    @property
+    def master_file(self) -> Path:
+        return Path(self.master_key) if self.master_key else cache_dir() / "gateway" / "master.key"
 
 
 @dataclass(frozen=True, slots=True)

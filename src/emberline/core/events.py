@@ -3,8 +3,10 @@ definition of TTFT and its kin."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
@@ -56,9 +58,10 @@ class Output:
     prompt_logprobs: list[TokenLogprob] | None = None  # of prompt tokens 1.., once, with the first output
     cached_tokens: int = 0
     finish: FinishReason | None = None
-    stop_token: int | None = None  # the stop or eos id that ended it; it is the last of `tokens`
+    stop_token: int | None = None  # the stop or eos id that ended it, which is the last of `tokens`
     error: str | None = None
     timing: Timing | None = None  # with the first and the last
+    ticket: dict[str, Any] | None = None  # where its blocks can be had, if it is published: once early, and at its end
 
 
 @dataclass(slots=True)
@@ -99,6 +102,44 @@ class TierStats:
         return replace(self)
 
 
+@dataclass(slots=True)
+class TransferStats:
+    """Of blocks that move between engines. Counters since start, but for the last four."""
+
+    pulls: int = 0  # that ended, however
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    pull_failures: dict[str, int] = field(default_factory=dict)  # by the code of kv.transfer.errors
+    hit_tokens: int = 0  # that requests did not have to compute
+    recomputed: int = 0  # requests that computed what they should have been able to pull
+    published: int = 0  # requests
+    published_blocks: int = 0
+    sent_bytes: int = 0
+    ended: dict[str, int] = field(default_factory=dict)  # leases, by how
+    leases: int = 0
+    pinned_blocks: int = 0  # by leases
+    oldest_lease: float = 0.0  # seconds
+    quarantined_blocks: int = 0  # nobody's, until a pull that was given up has let go of them
+
+    @staticmethod
+    def total(all_: Iterable[TransferStats]) -> TransferStats | None:
+        """Of several engines together; None if there is none."""
+        every = list(all_)
+        if not every:
+            return None
+        counters = ("pull_failures", "ended")
+        sums: dict[str, Any] = {
+            name: sum(getattr(one, name) for one in every) for name in TransferStats.__slots__ if name not in counters
+        }
+        for name in counters:
+            sums[name] = dict(sum((Counter(getattr(one, name)) for one in every), Counter()))
+        sums["oldest_lease"] = max(one.oldest_lease for one in every)
+        return TransferStats(**sums)
+
+    def copy(self) -> TransferStats:
+        return replace(self, pull_failures=dict(self.pull_failures), ended=dict(self.ended))
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since start and gauges of now; what /metrics and the charts are made of."""
@@ -123,15 +164,17 @@ class Stats:
     host_seconds: float = 0.0  # of the engine loop outside the runner
     residency: list[BlockSample] = field(default_factory=list)  # seen since the last report
     tiers: dict[str, TierStats] = field(default_factory=dict)  # below the main cache, by name
+    transfer: TransferStats | None = None  # None: it has no peers
 
     @staticmethod
     def total(all_: Iterable[Stats]) -> Stats:
         """Of the engines of one process together: the last step's tokens are each one's own last step's."""
         every = list(all_)
-        apart = ("residency", "tiers")
+        apart = ("residency", "tiers", "transfer")
         sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in apart}
         sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # the process's: each tells the same
-        return Stats(**sums)
+        transfer = TransferStats.total(one.transfer for one in every if one.transfer is not None)
+        return Stats(**sums, transfer=transfer)
 
     @property
     def kv_usage(self) -> float:

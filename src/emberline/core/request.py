@@ -1,7 +1,7 @@
 """Request: one sequence of tokens on its way through the engine, with the lengths that say how far it is.
 
     0 ........ cached ........ computed ........ planned ........ known ........ limit
-    |  [0, cached)         came from the prefix cache or a lower tier                     |
+    |  [0, cached)         came from the cache or a lower tier, here or at its source     |
     |  [0, computed)       has its keys and values in the cache                           |
     |  [computed, planned) is being computed by steps under way                           |
     |  [planned, known)    is known (prompt, or sampled) and still to be planned          |
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Any
 
+from emberline.core.handoff import Note
 from emberline.core.params import SamplingParams
 
 
 class Status(Enum):
     WAITING = "waiting"
-    LOADING = "loading"  # has its blocks, and waits for content that a lower tier has
+    LOADING = "loading"  # has its blocks, and waits for content that a lower tier or another engine has
     RUNNING = "running"
     ENDED = "ended"
 
@@ -38,6 +40,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    HANDOFF = "handoff"  # the prompt is computed and one token is sampled: another engine goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,9 @@ class Submission:
     salt: str = ""  # tenants with different salts never share cached blocks
     timeout: float = 600.0  # seconds until it ends with an error, wherever it is
     model: str = ""  # which, where there are several: engine.fleet's to read
+    resumed: tuple[tuple[int, ...], ...] = ()  # output that each of the n has already, elsewhere; (): none has any
+    source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket): blocks of the prompt may be had there
+    publish: bool = False  # for another engine to go on: blocks of the prompt under a lease, one token, HANDOFF
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +74,10 @@ class Request:
     arrival: float
     deadline: float
     leader: str | None = None  # n > 1: the sibling that computes the prompt first
+    resumed: int = 0  # output tokens that it came with
+    source: dict[str, Any] | None = None  # where blocks of its prompt may be had; None once that was tried
+    note: Note | None = None  # what its source said in the end
+    publish: bool = False
     status: Status = Status.WAITING
     computed: int = 0
     planned: int = 0
@@ -93,7 +103,13 @@ class Request:
     @property
     def scores(self) -> bool:
         """Whether log-probabilities of its prompt are wanted and not yet told."""
-        return self.params.prompt_logprobs is not None and self.first_token is None
+        return self.params.prompt_logprobs is not None and self.first_token is None and not self.resumed
+
+    @property
+    def told(self) -> Note | None:
+        """A note whose first token is as good as one that is sampled here."""
+        plain = self.params.logprobs is None and self.params.prompt_logprobs is None and self.output_len == 0
+        return self.note if plain and self.note is not None and self.note.tokens else None
 
     @property
     def remaining(self) -> int:

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, cache_dir, core_count
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
+from emberline.kv.cache import KVShape
 from emberline.kv.checksum import crc_of
-from emberline.kv.tiers.base import buffer_size
+from emberline.kv.codec import codec_of
+from emberline.kv.tiers.base import Tier, buffer_size
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
+from emberline.kv.transfer.dock import Dock, Ways
+from emberline.kv.transfer.shm import Segment
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
 
@@ -65,8 +70,10 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
         raise InvalidRequest("threads is for an engine on the CPU", param="threads")
     if config.has_tiers:
-        param = "kv_disk" if config.kv_disk is not None else "kv_host_memory"
+        param = next(name for name in ("kv_disk", "kv_store", "kv_host_memory") if getattr(config, name))
         raise InvalidRequest(f"{param} is for an engine on the CPU", param=param)
+    if config.transfer is not None and config.transfer.required:
+        raise InvalidRequest("so far only engines on the CPU exchange blocks with others", param="transfer")
     given = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")
@@ -123,6 +130,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         block_size=block,
         memory=config.kv_memory or kv_room or (free_memory() - config.kv_host_memory) // 2,
         max_tokens=_most_tokens(config, running, model.context),
+        shared=config.transfer is not None,
     )
     eos = frozenset(model.config.eos)
     runner = TorchRunner(model, cache, eos, lambda: _compiler(Path(config.model), model.config))
@@ -134,8 +142,9 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         max_context=model.context,
         prefix_cache=config.prefix_cache,
     )
-    tiers = _tiers(config, runner.layout, cache.shape.block_bytes, backend.library) if config.has_tiers else None
-    engine = Engine(scheduler, runner, tiers=tiers)
+    tiers = _tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
+    dock = _dock(config, config.transfer, cache.segment, backend.library) if config.transfer and cache.segment else None
+    engine = Engine(scheduler, runner, tiers=tiers, dock=dock)
     planned = time.perf_counter()
     return Loaded(
         engine=engine,
@@ -148,13 +157,30 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     )
 
 
-def _tiers(config: EngineConfig, layout: str, block_bytes: int, library: ctypes.CDLL | None) -> TierStack:
-    memory = config.kv_host_memory or STAGING_BLOCKS * buffer_size(block_bytes)
-    host = HostTier(block_bytes, memory, config.kv_policy)
-    if config.kv_disk is None or config.kv_disk_size is None:
-        return TierStack(host)
-    where, size = Path(config.kv_disk), config.kv_disk_size
-    return TierStack(host, [DiskTier(where, layout, block_bytes, size, policy=config.kv_policy, crc=crc_of(library))])
+def _tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
+    size, crc = shape.block_bytes, crc_of(library)
+    codec = codec_of(config.kv_codec, library, str(shape.dtype))
+    host = HostTier(size, config.kv_host_memory or STAGING_BLOCKS * buffer_size(size), config.kv_policy)
+    below: list[Tier] = []
+    if config.kv_disk is not None and config.kv_disk_size is not None:
+        where, quota, policy = Path(config.kv_disk), config.kv_disk_size, config.kv_policy
+        below.append(DiskTier(where, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec))
+    if config.kv_store is not None:
+        memory = config.kv_store_memory
+        below.append(RemoteTier(config.kv_store, layout, size, memory, crc=crc, codec=codec, coding=config.kv_codec))
+    return TierStack(host, below)
+
+
+def _dock(config: EngineConfig, transfer: TransferConfig, segment: Segment, library: ctypes.CDLL | None) -> Dock | None:
+    codec = codec_of(config.kv_codec, library, segment.region.layout.dtype)
+    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", config.kv_mooncake)
+    try:
+        return Dock.opened(transfer, segment, ways)
+    except OSError as error:
+        if transfer.required:
+            where = f"{transfer.host}:{transfer.port}"
+            raise InvalidRequest(f"no blocks can be sent from {where}: {error}", param="transfer") from error
+        return None
 
 
 def _compiler(directory: Path, config: ModelConfig) -> GrammarCompiler:

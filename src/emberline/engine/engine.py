@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from hashlib import blake2b
 from typing import Any, Protocol, runtime_checkable
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import SchedulerConfig
-from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
-from emberline.core.events import Output, Stats
+from emberline.core.errors import InvalidRequest, Overloaded
+from emberline.core.events import Output, Stats, TransferStats
 from emberline.core.params import Grammar
 from emberline.core.plan import StepPlan, StepResult
-from emberline.core.request import Request, Submission
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.intake import Intake
+from emberline.engine.pairing import Pairing
+from emberline.engine.publisher import Publisher
 from emberline.engine.scheduler import Scheduler
 from emberline.kv.manager import KVManager
+from emberline.kv.pulls import Pulls
 from emberline.kv.tiers.stack import TierStack
+from emberline.kv.transfer.dock import Dock
 
-PAUSE = 0.002  # seconds of a step that has nothing to do but wait for a grammar; other engines may share the loop
+PAUSE = 0.002  # seconds of a step that has nothing to do but wait; other engines may share the loop
 
 
 class Runner(Protocol):
@@ -58,6 +61,17 @@ class GrammarRunner(Runner, Protocol):
         ...
 
 
+class Matching(Protocol):
+    """A compiled grammar, and how far an output has come in it."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def accept(self, token: int) -> bool: ...
+
+    def fork(self) -> Matching: ...
+
+
 class Engine:
     def __init__(
         self,
@@ -65,8 +79,10 @@ class Engine:
         runner: Runner,
         clock: Clock | None = None,
         tiers: TierStack | None = None,
+        dock: Dock | None = None,
     ) -> None:
-        """`tiers`: below the runner's cache, for a runner that makes a plan's copies."""
+        """`tiers`: below the runner's cache, for a runner that makes a plan's copies. `dock`: of the runner's cache, if
+        other engines are to exchange blocks with it."""
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
@@ -76,10 +92,17 @@ class Engine:
             runner.layout,
             prefix_cache=config.prefix_cache,
             clock=self.clock,
+            load_timeout=config.load_timeout,
             tiers=tiers,
+            pulls=Pulls(dock.receiver, patience=dock.config.patience, clock=self.clock) if dock else None,
+            on_take=dock.receiver.region.renew if dock else lambda block: None,
         )
-        self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos)
+        self.dock = dock
+        self.pairing = Pairing(dock.receiver) if dock else None
+        self._publisher = Publisher(dock.sender, self.kv, dock.config.lease) if dock else None
+        self.scheduler = Scheduler(config, self.kv, self.clock, runner.eos, self._publisher)
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
+        self._intake = Intake(self.max_context, runner.vocab_size, publishes=dock is not None)
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self._children: dict[str, list[str]] = {}
@@ -92,35 +115,16 @@ class Engine:
     def add(self, submission: Submission, arrival: float | None = None) -> None:
         """Takes a submission in, or raises; what is taken in ends exactly once per completion. `arrival`: of one that
         has waited elsewhere, on the engine's clock."""
-        self._validate(submission)
+        if submission.id in self._children:
+            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
+        self._intake.check(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
             raise Overloaded(f"{self.scheduler.num_waiting} requests are waiting", hint="retry after the given time")
         self._prepare(submission)
-        prompt, params = submission.prompt, submission.params
-        now = self.clock.now() if arrival is None else arrival
-        room = self.max_context - len(prompt)
-        limit = len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        ids = [f"{submission.id}#{i}" for i in range(params.n)]
-        self._children[submission.id] = ids
-        for i, request_id in enumerate(ids):
-            self.scheduler.add(
-                Request(
-                    id=request_id,
-                    parent=submission.id,
-                    index=i,
-                    prompt_len=len(prompt),
-                    tokens=list(prompt),
-                    params=params,
-                    seed=_child_seed(seed, i),
-                    limit=limit,
-                    priority=submission.priority,
-                    salt=submission.salt,
-                    arrival=now,
-                    deadline=now + submission.timeout,
-                    leader=ids[0] if i else None,
-                )
-            )
+        requests = self._intake.requests(submission, self.clock.now() if arrival is None else arrival)
+        self._children[submission.id] = [request.id for request in requests]
+        for request in requests:
+            self.scheduler.add(request)
 
     def abort(self, submission_id: str) -> None:
         for request_id in self._children.get(submission_id, ()):
@@ -132,15 +136,21 @@ class Engine:
 
     def step(self) -> list[Output]:
         self._release()
+        if self._publisher is not None:
+            self._publisher.collect()
+        steps = self._steps
         outputs = self._step_plainly() if self._ahead is None else self._step_ahead(self._ahead)
-        held = self.scheduler.waiting.held
-        if held and not outputs and not self.scheduler.running and not self._under_way:
-            futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
-        loading = self.scheduler.num_loading
-        if loading and loading == len(self.scheduler.running) and not outputs and not self._under_way:
-            assert self.kv.tiers is not None
-            self.kv.tiers.wait(PAUSE)
+        if steps == self._steps and not outputs and not self._under_way and not self.idle:
+            self._rest()
         return outputs
+
+    def _rest(self) -> None:
+        """There are requests, and nothing to be done: they wait for a grammar, for content of their blocks, or for
+        blocks that another engine reads or writes."""
+        if held := self.scheduler.waiting.held:
+            futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
+        elif (source := self.kv.pulls or self.kv.tiers) is not None:
+            source.wait(PAUSE)
 
     def _step_plainly(self) -> list[Output]:
         began = time.perf_counter()
@@ -180,10 +190,22 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle and not self._under_way
 
+    @property
+    def attentive(self) -> bool:
+        """Whether it should be stepped soon, idle as it may be: others hold blocks of it, or are being paired with."""
+        unsettled = self.pairing is not None and self.pairing.unsettled
+        return unsettled or self.kv.has_pinned or self.kv.num_quarantined > 0
+
     def close(self) -> None:
-        """Writes what is to be written to lower tiers, if that does not take long."""
+        """Writes what is to be written to lower tiers, if that does not take long, and parts from other engines."""
         if self.kv.tiers is not None:
             self.kv.tiers.close()
+        if self.kv.pulls is not None:
+            self.kv.pulls.close()
+        if self.pairing is not None:
+            self.pairing.close()
+        if self.dock is not None:
+            self.dock.close()
 
     def stats(self) -> Stats:
         """As of now; samples of blocks are told once."""
@@ -208,7 +230,16 @@ class Engine:
             host_seconds=self._host,
             residency=self.kv.residency.drain(),
             tiers=self.kv.tiers.stats() if self.kv.tiers is not None else {},
+            transfer=self._transfer(),
         )
+
+    def _transfer(self) -> TransferStats | None:
+        if self.kv.pulls is None or self._publisher is None:
+            return None
+        stats = self.kv.pulls.stats()
+        self._publisher.report(stats)
+        stats.quarantined_blocks = self.kv.num_quarantined
+        return stats
 
     def _collect(self) -> list[Output]:
         outputs = self.scheduler.drain()
@@ -234,32 +265,20 @@ class Engine:
         held = self.scheduler.waiting.held
         for name in [name for name in held if self._grammars[name].done()]:
             held.remove(name)
-            if (error := self._grammars[name].exception()) is not None:
-                for request_id in self._children[name]:
+            error = self._grammars[name].exception()
+            for request_id in self._children[name]:
+                if error is not None:
                     self.scheduler.abort(request_id, str(error))
+                elif self._completes(request_id, self._grammars[name].result()):
+                    self.scheduler.end(request_id, FinishReason.STOP)
 
-    def _validate(self, submission: Submission) -> None:
-        prompt, vocab = submission.prompt, self.runner.vocab_size
-        if submission.id in self._children:
-            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
-        if not prompt:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if len(prompt) >= self.max_context:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens, which leaves none of the context of {self.max_context}",
-                param="prompt",
-                hint="shorten the prompt, or serve with a larger --max-context or --kv-memory",
-            )
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise InvalidRequest(f"prompt tokens must be in [0, {vocab})", param="prompt")
-        params = submission.params
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            if any(not 0 <= token < vocab for token in ids):
-                raise InvalidRequest(f"{name} names a token outside [0, {vocab})", param=name)
-
-
-def _child_seed(seed: int, index: int) -> int:
-    """Completion 0 has the seed as given; the others follow from it."""
-    if index == 0:
-        return seed % (1 << 64)
-    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")
+    def _completes(self, request_id: str, grammar: Matching) -> bool:
+        """Whether the output that a request came with is all that its grammar allows."""
+        request = self.scheduler.requests.get(request_id)
+        if request is None or not request.resumed:
+            return False
+        matcher = grammar.fork()
+        for token in request.tokens[request.prompt_len :]:
+            if token not in self.runner.eos:
+                matcher.accept(token)
+        return matcher.done

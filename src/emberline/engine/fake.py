@@ -8,6 +8,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.region import Region
 
 
 class FakeRunner:
@@ -21,23 +23,24 @@ class FakeRunner:
         self.steps = 0
         self.block_bytes = 8 * block_size
         self._block_size = block_size
-        self._memory = [[-1] * block_size for _ in range(num_blocks)]
+        self._memory = array("q", [-1]) * (num_blocks * block_size)
         self._known: dict[str, Admission] = {}
         self._newest: dict[str, int] = {}  # the last token each request sampled
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
         for save in plan.saves:
-            save.buffer[: self.block_bytes] = array("q", self._memory[save.block]).tobytes()
+            save.buffer[: self.block_bytes] = self._memory[self._slots(save.block)].tobytes()
         for load in plan.loads:
-            self._memory[load.block] = array("q", load.buffer[: self.block_bytes].tobytes()).tolist()
+            self._memory[self._slots(load.block)] = array("q", load.buffer[: self.block_bytes].tobytes())
         for admission in plan.admitted:
             assert admission.id not in self._known
             self._known[admission.id] = admission
         for work in plan.work:
             for offset, token in enumerate(work.tokens):
                 block, slot = divmod(work.start + offset, self._block_size)
-                self._memory[work.blocks[block]][slot] = self._newest[work.id] if token == PENDING else token
+                at = work.blocks[block] * self._block_size + slot
+                self._memory[at] = self._newest[work.id] if token == PENDING else token
         sampled = {work.id: Sampled(self._next(work)) for work in plan.work if work.samples}
         self._newest.update((name, one.token) for name, one in sampled.items())
         logprobs = {work.id: self._logprobs(work) for work in plan.work if work.prompt_logprobs}
@@ -46,9 +49,17 @@ class FakeRunner:
             self._newest.pop(ended, None)
         return StepResult(plan.step, sampled, logprobs)
 
+    def region(self) -> Region:
+        """Its memory, for transfers."""
+        layout = Layout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
+        return Region(layout, [memoryview(self._memory)])
+
+    def _slots(self, block: int) -> slice:
+        return slice(block * self._block_size, (block + 1) * self._block_size)
+
     def _next(self, work: Work) -> int:
         length = work.start + len(work.tokens)
-        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[b]]
+        flat = [t for b in work.blocks[: -(-length // self._block_size)] for t in self._memory[self._slots(b)]]
         admission = self._known[work.id]
         seed = 0 if admission.params.greedy else admission.seed
         digest = blake2b(f"{seed}:{flat[:length]}".encode(), digest_size=8).digest()

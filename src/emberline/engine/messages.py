@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,13 @@ class Abort(msgspec.Struct, tag=True):
     index: int | None = None  # one of the n completions, or all
 
 
+class Peers(msgspec.Struct, tag=True):
+    """Whom a model's engine is to be paired with from now on; those not listed are forgotten."""
+
+    model: str
+    peers: list[dict[str, Any]]  # as in Facts
+
+
 class Facts(msgspec.Struct):
     """Of a model that has been loaded."""
 
@@ -40,6 +48,7 @@ class Facts(msgspec.Struct):
     layout: str  # of its KV blocks
     max_running: int
     seconds: dict[str, float]
+    peer: dict[str, Any] | None = None  # kv.transfer.ticket's Peer: how other engines reach its blocks
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -58,6 +67,14 @@ class Turned(msgspec.Struct, tag=True):
     model: str
     awake: bool
     turns: Turns
+
+
+class Paired(msgspec.Struct, tag=True):
+    """With whom a model's engine is paired, by incarnation; said whenever that changes."""
+
+    model: str
+    paired: list[str]
+    refused: dict[str, str]  # why not
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -82,7 +99,7 @@ class Refused(msgspec.Struct, tag=True):
         return kind(self.message, param=self.param, hint=self.hint)
 
 
-Message = Start | Submit | Abort | Ready | Progress | Turned | Refused
+Message = Start | Submit | Abort | Peers | Ready | Progress | Turned | Paired | Refused
 
 
 def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:

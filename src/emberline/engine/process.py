@@ -6,6 +6,7 @@ python -m emberline.engine.process FD
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import signal
 import socket
@@ -25,6 +26,8 @@ from emberline.engine.messages import (
     Facts,
     Inbox,
     Message,
+    Paired,
+    Peers,
     Progress,
     Ready,
     Refused,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from emberline.models.reader import Reader
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
+GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
 
 
 def main() -> int:
@@ -73,6 +77,7 @@ def main() -> int:
 
 
 def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
+    dock = loaded.engine.dock
     return Facts(
         max_context=loaded.max_context,
         vocab_size=loaded.engine.runner.vocab_size,
@@ -84,6 +89,7 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
         layout=loaded.engine.runner.layout,
         max_running=loaded.engine.config.max_running,
         seconds={**imports, **loaded.seconds},
+        peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
     )
 
 
@@ -104,7 +110,7 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> N
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
     while True:
-        for message in _take(inbox, wait=fleet.idle):
+        for message in _take(inbox, wait=_pause(fleet)):
             match message:
                 case None:
                     return
@@ -117,6 +123,9 @@ def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message
                     fleet.abort(id)
                 case Abort(id, int(index)):
                     fleet.abort_one(id, index)
+                case Peers(model, peers):
+                    if (pairing := fleet.engines[model].pairing) is not None:
+                        pairing.meet(peers)
                 case _:
                     raise AssertionError(f"the engine cannot take {type(message).__name__}")
         channel.sendall(b"".join(map(encode, _news(fleet))))
@@ -131,14 +140,24 @@ def _news(fleet: Fleet) -> Iterator[Message]:
         yield Progress(name, made, fleet.stats(name))
     for submission_id, error in report.refused:
         yield Refused.of(submission_id, error)
+    for name, engine in fleet.engines.items():
+        if engine.pairing is not None and (pairs := engine.pairing.news()) is not None:
+            yield Paired(name, *pairs)
 
 
-def _take(inbox: queue.SimpleQueue[Message | None], *, wait: bool) -> list[Message | None]:
+def _pause(fleet: Fleet) -> float:
+    """How long it may wait for messages."""
+    if not fleet.idle:
+        return 0.0
+    return GLANCE if any(engine.attentive for engine in fleet.engines.values()) else IDLE_REPORT
+
+
+def _take(inbox: queue.SimpleQueue[Message | None], *, wait: float) -> list[Message | None]:
     """All that has come; with nothing to compute, waits for the first a while."""
     messages: list[Message | None] = []
     try:
         if wait:
-            messages.append(inbox.get(timeout=IDLE_REPORT))
+            messages.append(inbox.get(timeout=wait))
         while True:
             messages.append(inbox.get_nowait())
     except queue.Empty:

@@ -14,6 +14,7 @@ from emberline.engine.batch import build
 from emberline.engine.sampler import RowMaker, Sampler, scored_rows
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.copier import Copier
+from emberline.kv.transfer.shm import Segment
 from emberline.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class TorchRunner:
         return scores, logits[keep]
 
 
-def plan_cache(model: Decoder, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int) -> KVCache:
-    """As many blocks as the memory holds and `max_tokens` can use."""
+def plan_cache(
+    model: Decoder, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
+) -> KVCache:
+    """As many blocks as the memory holds and `max_tokens` can use. `shared`: where other processes can read them."""
     config = model.config
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
     blocks = min(memory // shape.block_bytes, -(-max_tokens // block_size))
@@ -76,4 +79,4 @@ def plan_cache(model: Decoder, *, dtype: torch.dtype, block_size: int, memory: i
             f"{memory} bytes hold {blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed",
             hint="raise --kv-memory",
         )
-    return KVCache(shape, blocks)
+    return KVCache(shape, blocks, segment=Segment(shape.layout(model.fingerprint), blocks) if shared else None)

@@ -15,17 +15,26 @@ from emberline.core.plan import PENDING, Admission, Copy, Sampled, StepPlan, Ste
 from emberline.core.request import FinishReason, Request, Status
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.pacing import Pacer
+from emberline.engine.publisher import Publisher
 from emberline.kv.manager import KVManager
 
 MOST_SCORED = 512  # prompt tokens of a step whose log-probabilities are wanted: each has a row of logits
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, kv: KVManager, clock: Clock, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVManager,
+        clock: Clock,
+        eos: frozenset[int] = frozenset(),
+        publisher: Publisher | None = None,
+    ) -> None:
         self.config = config
         self.kv = kv
         self.clock = clock
         self.eos = eos
+        self.publisher = publisher
         self.waiting = WaitingQueue(config.ageing_seconds)
         self.running: list[Request] = []  # in rank order
         self.requests: dict[str, Request] = {}  # all that have not ended
@@ -36,7 +45,7 @@ class Scheduler:
         self._scored = MOST_SCORED  # what is left of it
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
-        self._loading: dict[str, float] = {}  # requests whose prefix comes from a lower tier, and until when they wait
+        self._loading: dict[str, Request] = {}  # those whose prefix is on its way from somewhere else
         self._loads: list[Copy] = []  # of the plan that is being made
         self._unmet: dict[str, Request] = {}  # running, but the runner has not heard of these
         self._met: set[str] = set()
@@ -49,15 +58,22 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.id not in self.requests
         self.requests[request.id] = request
+        self.kv.expect(request)
         if request.leader is not None and request.leader in self.requests:
             self._followers.setdefault(request.leader, []).append(request)
         else:
             self.waiting.push(request)
+        if request.resumed and (finish := self._ending(request)) is not None:
+            self._end(request, finish)  # all but its ending was told elsewhere
 
     def abort(self, request_id: str, error: str | None = None) -> None:
         """Ends a request and frees its blocks at once; unknown ids have ended already."""
+        self.end(request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
+
+    def end(self, request_id: str, finish: FinishReason, error: str | None = None) -> None:
+        """The same, for another reason."""
         if request := self.requests.get(request_id):
-            self._end(request, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
+            self._end(request, finish, error)
 
     def drain(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
@@ -77,16 +93,17 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.requests and not self.kv.has_unsaved
+        return not self.requests and not self.kv.has_unsaved and not self._outputs
 
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run."""
         self._expire()
-        saves = self.kv.saves()
-        for request_id in list(self._loading):
-            self._load(self.requests[request_id])
+        if self.kv.num_quarantined:
+            self.kv.clear_quarantine()
+        for request in list(self._loading.values()):
+            self._load(request)
         planned: dict[str, int] = {}
         chunks = []
         for request in self.running[:]:
@@ -103,6 +120,7 @@ class Scheduler:
             if admitted.status is Status.RUNNING:
                 planned[admitted.id] = self._share(admitted, budget)
                 budget -= planned[admitted.id]
+        saves = self.kv.saves()  # last: also what a request brought that has ended since
         if not (planned or self._ended or saves or self._loads):
             return None
         self._step += 1
@@ -136,6 +154,7 @@ class Scheduler:
                 self._computed(request, work, result)
             if work.samples:
                 request.pending -= 1
+                self.generated_tokens += 1
                 self._advance(request, result.sampled[work.id], now)
 
     # -- the parts of a step --------------------------------------------------------------------------------------
@@ -147,6 +166,8 @@ class Scheduler:
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
         self.kv.commit(request)
+        if request.publish and self.publisher is not None and (ticket := self.publisher.publish(request)):
+            self._outputs.append(Output(request.parent, request.index, ticket=ticket))
         if self._followers and request.computed >= request.prompt_len:
             self._release_followers(request)
 
@@ -169,18 +190,19 @@ class Scheduler:
         self.running.sort(key=self.waiting.rank)
         if self.kv.is_loading(request):
             request.status = Status.LOADING
-            self._loading[request.id] = self.clock.now() + self.config.load_timeout
+            self._loading[request.id] = request
             self._load(request)
         return request
 
     def _load(self, request: Request) -> None:
-        """Takes what has come of its prefix. It starts when that is all, or when it has waited long enough."""
+        """Takes what has come of its prefix. It starts when that is all, or when it has waited long enough; perhaps
+        with a first token that was sampled where its prefix is from."""
         self._loads += self.kv.load(request)
-        if self.kv.is_loading(request) and self.clock.now() >= self._loading[request.id]:
-            self.kv.stop_loading(request)
         if not self.kv.is_loading(request):
             del self._loading[request.id]
             request.status = Status.RUNNING
+            if (told := request.told) is not None:
+                self._advance(request, Sampled(told.tokens[0], stop=told.stop), self.clock.now())
 
     def _introduce(self, planned: dict[str, int]) -> list[Admission]:
         """To the runner, with the first work of each: so that what it has against one is an answer to that."""
@@ -276,13 +298,10 @@ class Scheduler:
         if first:
             request.first_token = now
         request.tokens.append(sampled.token)
-        self.generated_tokens += 1
         request.check()
-        params = request.params
-        stops = sampled.token in params.stop_token_ids or (sampled.token in self.eos and not params.ignore_eos)
-        finish = FinishReason.STOP if stops or sampled.stop else None
-        if finish is None and len(request.tokens) >= request.limit:
-            finish = FinishReason.LENGTH
+        finish, ticket = self._ending(request, stop=sampled.stop), None
+        if request.publish and self.publisher is not None:
+            finish, ticket = FinishReason.HANDOFF, self.publisher.complete(request, sampled)
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
         self._outputs.append(
             Output(
@@ -291,16 +310,27 @@ class Scheduler:
                 [sampled.token],
                 [sampled.logprob] if sampled.logprob else [],
                 prompt_logprobs[: request.prompt_len - 1] if prompt_logprobs is not None else None,
-                cached_tokens=request.cached if first else 0,
+                cached_tokens=min(request.cached, request.prompt_len) if first else 0,
                 finish=finish,
-                stop_token=sampled.token if stops else None,
+                stop_token=sampled.token if finish is FinishReason.STOP and self._stops(request) else None,
                 timing=self._timing(request, now if finish else None) if first or finish else None,
+                ticket=ticket,
             )
         )
         if finish is not None:
             self._remove(request)
 
     # -- endings ---------------------------------------------------------------------------------------------------
+
+    def _ending(self, request: Request, *, stop: bool = False) -> FinishReason | None:
+        """What its newest token means for it. `stop`: that its grammar allows no more."""
+        if stop or self._stops(request):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
+
+    def _stops(self, request: Request) -> bool:
+        token, params = request.tokens[-1], request.params
+        return token in params.stop_token_ids or (token in self.eos and not params.ignore_eos)
 
     def _expire(self) -> None:
         now = self.clock.now()
@@ -324,6 +354,10 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.ENDED
         del self.requests[request.id]
+        if request.source is not None:
+            self.kv.forget(request)
+        if request.publish and self.publisher is not None:
+            self.publisher.close(request)
         self._prompt_logprobs.pop(request.id, None)
         if request.id in self._met:
             self._met.remove(request.id)

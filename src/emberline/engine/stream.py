@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
+from typing import Any
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import EngineConfig, FleetConfig
@@ -22,6 +23,8 @@ from emberline.engine.messages import (
     Facts,
     Inbox,
     Message,
+    Paired,
+    Peers,
     Progress,
     Ready,
     Refused,
@@ -60,6 +63,7 @@ class AsyncEngine:
         self.ready: dict[str, Facts] = {}  # what each model came to, the last time
         self.stats = dict.fromkeys(models, Stats())
         self.turned: dict[str, Turned] = {}  # the last each model was said to fall asleep or wake
+        self.paired: dict[str, Paired] = {}  # with whom each model was last said to be paired
         self.restarts = 0
         self.last_sign = 0.0  # when the process last said anything
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
@@ -68,6 +72,7 @@ class AsyncEngine:
         self._clock = clock or SystemClock()
         self._command = command
         self._open: dict[str, asyncio.Queue[Output | EmberlineError]] = {}
+        self._peers: dict[str, list[dict[str, Any]]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -133,6 +138,12 @@ class AsyncEngine:
         if submission_id in self._open and self._writer is not None:
             self._writer.write(encode(Abort(submission_id, index)))
 
+    def pair(self, model: str, peers: list[dict[str, Any]]) -> None:
+        """With these and nobody else, now and after every restart; `paired` says what came of it."""
+        self._peers[model] = peers
+        if self.state is State.READY and self._writer is not None:
+            self._writer.write(encode(Peers(model, peers)))
+
     # -- keeping the process alive ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
@@ -194,9 +205,13 @@ class AsyncEngine:
                         inbox.put_nowait(output)
             case Turned():
                 self.turned[message.model] = message
+            case Paired():
+                self.paired[message.model] = message
             case Ready(models):
-                self.ready = models
+                self.ready, self.paired = models, {}
                 self.state = State.READY
+                for model, peers in self._peers.items():
+                    self.pair(model, peers)
                 if self._started is not None and not self._started.done():
                     self._started.set_result(None)
             case Refused(id=""):

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.shm import Segment
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -22,14 +25,26 @@ class KVShape:
     def block_bytes(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
+    def layout(self, model: str) -> Layout:
+        """As transfers describe it, in main memory."""
+        item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
+        width = self.head_dim * item
+        return Layout(model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item)
+
 
 class KVCache:
-    def __init__(self, shape: KVShape, num_blocks: int, device: str = "cpu") -> None:
+    def __init__(self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: Segment | None = None) -> None:
+        """`segment`: memory that other processes may read, as large as it takes."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape
         self.num_blocks = num_blocks
-        self.keys = _zeros(dims, shape.dtype, device)
-        self.values = _zeros(dims, shape.dtype, device)
+        self.segment = segment
+        if segment is None:
+            self.keys, self.values = (_zeros(dims, shape.dtype, device) for _ in range(2))
+        else:
+            assert segment.region.blocks == num_blocks
+            parts = segment.region.parts
+            self.keys, self.values = (torch.frombuffer(part, dtype=shape.dtype).view(dims) for part in parts)
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

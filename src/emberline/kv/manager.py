@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import Copy
 from emberline.core.request import Request
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import PrefixIndex
+from emberline.kv.pulls import Pull, Pulls
 from emberline.kv.residency import Residency
 from emberline.kv.tiers.stack import Fetch, TierStack
 from emberline.tokens.blockhash import block_hash, root_hash
@@ -24,21 +25,32 @@ class KVManager:
         *,
         prefix_cache: bool = True,
         clock: Clock | None = None,
+        load_timeout: float = 5.0,
         tiers: TierStack | None = None,
+        pulls: Pulls | None = None,
+        on_take: Callable[[int], None] = lambda block: None,
     ) -> None:
+        """`load_timeout`: seconds that a request waits for tiers. `on_take`: hears of each block that is to hold
+        something new, before anybody writes to it."""
         assert tiers is None or prefix_cache, "nobody would ask them for anything"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.queries = 0  # tokens looked up at admissions
         self.hits = 0  # of these, found
         self.tiers = tiers
+        self.pulls = pulls
+        self._clock = clock or SystemClock()
+        self._load_timeout = load_timeout
         self._layout = layout
         self._prefix = PrefixIndex()
-        self.residency = Residency(total_blocks, clock or SystemClock())
-        self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency)
+        self.residency = Residency(total_blocks, self._clock)
+        self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency, on_take)
         self._tables: dict[str, list[int]] = {}
         self._indexed: dict[str, int] = {}  # how many of a request's leading blocks are in the index
-        self._fetches: dict[str, Fetch] = {}  # of requests whose prefix is on its way from a lower tier
+        self._fetches: dict[str, tuple[Fetch, float]] = {}  # prefixes on their way from a lower tier, and until when
+        self._pulling: dict[str, Pull] = {}  # prefixes on their way from another engine
+        self._quarantine: list[tuple[Pull, list[int]]] = []  # tables whose request is gone, but not who writes there
+        self._pinned: Counter[int] = Counter()  # blocks that others may read, how often
         self._unsaved: list[tuple[int, bytes]] = []  # blocks filled since the last plan; it is the last that has them
 
     @property
@@ -63,7 +75,11 @@ class KVManager:
         """Blocks for all that is known of a request, or nothing. Sets `computed` and `cached` to the shared prefix."""
         assert request.id not in self._tables
         shared = self._prefix.longest(self._shareable(request))
-        wanted = self.blocks_for(request.known) - len(shared)
+        if self.pulls is not None and request.source is not None:  # nothing is pulled into blocks that others share
+            grain = max(1, self.pulls.grain(request) // self.block_size)
+            shared = shared[: len(shared) // grain * grain]
+        known = request.known + (request.source is not None)  # its blocks may come with a token
+        wanted = self.blocks_for(known) - len(shared)
         idle = sum(1 for block in shared if self._pool.holders(block) == 0)
         if wanted + reserve > self._pool.available - idle:
             return False
@@ -74,8 +90,7 @@ class KVManager:
         request.computed = request.planned = request.cached = len(shared) * self.block_size
         self.queries += request.known
         self.hits += request.cached
-        if self.tiers is not None:
-            self._fetch(request, self.tiers)
+        self._find_rest(request)
         return True
 
     def grow(self, request: Request, tokens: int) -> bool:
@@ -103,21 +118,96 @@ class KVManager:
 
     def free(self, request: Request) -> None:
         """Takes the request's blocks back; last block first, so that prefixes outlive what follows them."""
-        self.stop_loading(request)
-        for block in reversed(self._tables.pop(request.id)):
-            self._pool.release(block, keep=block in self._prefix)
+        table = self._tables.pop(request.id)
         del self._indexed[request.id]
+        if (pull := self._pulling.pop(request.id, None)) is not None:
+            assert self.pulls is not None
+            self.pulls.cancel(pull)
+            self._quarantine.append((pull, table))
+            return
+        self._stop_fetching(request)
+        self._release(table)
 
-    # -- lower tiers ------------------------------------------------------------------------------------------------
+    # -- blocks that outlive their request --------------------------------------------------------------------------
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        """Holds blocks of a request as they are, until they are unpinned as often."""
+        self._pinned.update(blocks)
+        for block in blocks:
+            self._pool.hold(block)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        assert all(self._pinned[block] for block in blocks)
+        self._pinned.subtract(blocks)
+        self._pinned = +self._pinned
+        self._release(blocks)
+
+    @property
+    def has_pinned(self) -> bool:
+        return bool(self._pinned)
+
+    def clear_quarantine(self) -> None:
+        """Takes blocks back to which nobody writes any more."""
+        over = [table for pull, table in self._quarantine if pull.ended]
+        self._quarantine = [(pull, table) for pull, table in self._quarantine if not pull.ended]
+        for table in over:
+            self._release(table)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that are nobody's yet."""
+        return sum(len(table) for _, table in self._quarantine)
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._pool.release(block, keep=block in self._prefix)
+
+    # -- prefixes from elsewhere ------------------------------------------------------------------------------------
 
     def is_loading(self, request: Request) -> bool:
-        return request.id in self._fetches
+        return request.id in self._fetches or request.id in self._pulling
+
+    def expect(self, request: Request) -> None:
+        """A new request: whoever has its prefix is to keep it."""
+        if self.pulls is None:
+            request.source = None
+        elif request.source is not None:
+            self.pulls.expect(request)
+
+    def forget(self, request: Request) -> None:
+        """One that has ended without ever having been admitted."""
+        if self.pulls is not None:
+            self.pulls.forget(request)
 
     def load(self, request: Request) -> list[Copy]:
-        """What has come of its prefix since the last time. It counts as computed at once, for others too: plans are
-        carried out in order, and the one that is being made has these copies before any work."""
+        """What has come of its prefix since the last time. It counts as computed at once, for others too: what has not
+        been copied yet will be by the plan that is being made, before any work."""
+        if (pull := self._pulling.get(request.id)) is not None:
+            self._take(request, pull)
+            return []
+        copies = self._fetched(request)
+        if request.id in self._fetches and self._clock.now() >= self._fetches[request.id][1]:
+            self._stop_fetching(request)  # whatever has not come yet is computed
+        return copies
+
+    def _take(self, request: Request, pull: Pull) -> None:
+        assert self.pulls is not None
+        here, ended = self.pulls.take(pull)
+        if ended:
+            del self._pulling[request.id]
+            request.note = pull.note
+        # Something is left to compute, for its logits: the last token, or the one that is known to come after it.
+        here = min(here, request.prompt_len, request.known - (request.told is None))
+        if here > request.computed:
+            self.pulls.count(here - request.computed)
+            request.computed = request.planned = here
+            self.commit(request)
+        if request.note is not None:
+            request.cached = min(request.note.cached, request.computed)
+
+    def _fetched(self, request: Request) -> list[Copy]:
         assert self.tiers is not None
-        arrivals, ended = self.tiers.take(self._fetches[request.id])
+        arrivals, ended = self.tiers.take(self._fetches[request.id][0])
         table, copies = self._tables[request.id], []
         for at, arrival in enumerate(arrivals, request.computed // self.block_size):
             self._prefix.insert(arrival.digest, table[at])
@@ -130,11 +220,10 @@ class KVManager:
             del self._fetches[request.id]
         return copies
 
-    def stop_loading(self, request: Request) -> None:
-        """Whatever has not come yet is computed."""
+    def _stop_fetching(self, request: Request) -> None:
         if (fetch := self._fetches.pop(request.id, None)) is not None:
             assert self.tiers is not None
-            self.tiers.cancel(fetch)
+            self.tiers.cancel(fetch[0])
 
     @property
     def has_unsaved(self) -> bool:
@@ -156,20 +245,30 @@ class KVManager:
             for copy in loads:
                 self.tiers.loaded(copy.digest)
 
-    def _fetch(self, request: Request, tiers: TierStack) -> None:
-        missing = self._shareable(request)[request.cached // self.block_size :]
-        if missing and (count := tiers.lookup(missing)):
-            self._fetches[request.id] = tiers.fetch(missing[:count])
+    def _find_rest(self, request: Request) -> None:
+        """Of a request that was just admitted: what the cache does not have may be elsewhere."""
+        if self.pulls is not None and request.source is not None:
+            if (pull := self.pulls.start(request, self._tables[request.id])) is not None:
+                self._pulling[request.id] = pull
+        elif self.tiers is not None:
+            missing = self._shareable(request)[request.cached // self.block_size :]
+            if missing and (count := self.tiers.lookup(missing)):
+                until = self._clock.now() + self._load_timeout
+                self._fetches[request.id] = self.tiers.fetch(missing[:count]), until
 
     def private_blocks(self, request: Request) -> int:
-        """How many blocks freeing this request would give back."""
+        """How many blocks freeing this request would give back at once."""
+        if request.id in self._pulling:
+            return 0
         return sum(1 for block in self._tables[request.id] if self._pool.holders(block) == 1)
 
     def check(self) -> None:
-        """Conservation: every block is free, idle or used, and held exactly as often as tables list it."""
+        """Conservation: every block is free, idle or used, and held exactly as often as tables, those in quarantine
+        too, and pins list it."""
         self._pool.check()
-        assert self._fetches.keys() <= self._tables.keys()
-        held = Counter(block for table in self._tables.values() for block in table)
+        assert self._fetches.keys() <= self._tables.keys() and self._pulling.keys() <= self._tables.keys()
+        tables = [*self._tables.values(), *(table for _, table in self._quarantine)]
+        held = Counter(block for table in tables for block in table) + self._pinned
         assert all(self._pool.holders(block) == held[block] for block in range(self._pool.total))
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
 

@@ -12,9 +12,17 @@ from emberline.kv.residency import Residency
 
 
 class BlockPool:
-    def __init__(self, total: int, on_evict: Callable[[int], None], residency: Residency) -> None:
+    def __init__(
+        self,
+        total: int,
+        on_evict: Callable[[int], None],
+        residency: Residency,
+        on_take: Callable[[int], None] = lambda block: None,
+    ) -> None:
+        """`on_take`: hears of each block that is to hold something new, before anybody writes to it."""
         self.total = total
         self._on_evict = on_evict
+        self._on_take = on_take
         self._residency = residency
         self._holders = [0] * total
         self._free = list(range(total - 1, -1, -1))  # a stack: the most recently freed is reused first and is warm
@@ -45,6 +53,7 @@ class BlockPool:
             self._on_evict(block)
             self._residency.evicted(block)
         self._residency.taken(block)
+        self._on_take(block)
         assert self._holders[block] == 0
         self._holders[block] = 1
         return block

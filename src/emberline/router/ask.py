@@ -25,6 +25,8 @@ class _Body(_Named):
 
     stream: bool | None = None
     n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
@@ -52,6 +54,7 @@ class Ask:
     session: str = ""
     digest: bytes = b""  # of the prompt
     points: tuple[Point, ...] = ()  # where this prompt could part from others, shortest first
+    single: bool = False  # one prompt, one choice, and nothing is to be said about the prompt
 
     @staticmethod
     def read(body: bytes, session: str = "") -> Ask:
@@ -70,6 +73,7 @@ class Ask:
             most * max(asked.n or 1, 1) if most and most > 0 else None,
             session,
             *_points(asked, parts),
+            _is_single(asked),
         )
 
 
@@ -89,6 +93,15 @@ def _parts(asked: _Body) -> Iterator[msgspec.Raw]:
             yield from _ITEMS.decode(text)
         elif len(memoryview(text)):
             yield text
+
+
+def _is_single(asked: _Body) -> bool:
+    if (asked.n or 1) != 1 or asked.echo or asked.prompt_logprobs is not None:
+        return False
+    if bytes(memoryview(asked.prompt)[:1]) != b"[":
+        return True
+    items = _ITEMS.decode(asked.prompt)  # token ids are one prompt, texts or lists of ids are several
+    return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
 
 
 def _points(asked: _Body, parts: list[memoryview]) -> tuple[bytes, tuple[Point, ...]]:

@@ -1,19 +1,17 @@
-"""Events: cuts a stream of server-sent events between them, so that an error can follow what has been sent. Bytes are
-never changed, only kept back until their event is whole."""
+"""Events: cuts a stream of server-sent events between them, so that an error can follow what has been sent. Events are
+never changed, only kept back until they are whole; comments are left out."""
 
 from __future__ import annotations
 
 LONGEST = 1 << 20  # bytes of one event; a longer one goes on in pieces
 
-_ENDINGS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete",
-            b"event: response.failed", b"event: error")  # fmt: skip
+ENDINGS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed", b"event: response.incomplete",
+           b"event: response.failed", b"event: error")  # fmt: skip
 
 
 class Events:
     def __init__(self) -> None:
         self.torn = False  # part of an event has been let through: nothing can follow it
-        self.ended = False  # the protocol's own ending has passed
-        self.count = 0
         self._kept = b""
 
     def push(self, data: bytes) -> bytes:
@@ -27,10 +25,7 @@ class Events:
         else:
             self.torn = False
         whole, self._kept = data[:end], data[end:]
-        self.count += whole.count(b"\n\n")
-        if whole and not self.torn:
-            self.ended = whole.startswith(_ENDINGS, _last(whole))
-        return whole
+        return whole if self.torn else without_comments(whole)
 
     def rest(self) -> bytes:
         """At the end of the reply: what was kept, whatever it is."""
@@ -38,7 +33,13 @@ class Events:
         return kept
 
 
-def _last(whole: bytes) -> int:
+def without_comments(events: bytes) -> bytes:
+    if not events.startswith(b":") and b"\n\n:" not in events:
+        return events
+    return b"".join(event + b"\n\n" for event in events.split(b"\n\n")[:-1] if not event.startswith(b":"))
+
+
+def last_of(events: bytes) -> int:
     """Where the last of these events begins."""
-    before = whole.rfind(b"\n\n", 0, len(whole) - 2)
+    before = events.rfind(b"\n\n", 0, len(events) - 2)
     return 0 if before < 0 else before + 2

@@ -28,12 +28,15 @@ class Why(Enum):
     YIELDED = "yielded"  # its home is too busy
     AWAY = "away"  # its home is not there
     LOAD = "load"  # it has no home
+    AGAIN = "again"  # it was tried or begun elsewhere
+    SPLIT = "split"  # it computes the prompt for another
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     slack: float = 2048.0  # tokens
     decode_weight: float = 4.0  # a generated token counts as so many of a prompt
+    split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +55,19 @@ def choose(
     rules: Rules,
     now: float,
     without: Collection[str] = (),
+    urgent: bool = False,
 ) -> Decision:
-    """`known`: bytes of the prompt by worker, most first. `without`: workers that were tried already. Raises what the
-    client is to be told if there is none."""
-    there = [worker for worker in workers if worker.takes(ask.model, now)]
+    """`known`: bytes of the prompt by worker, most first. `without`: workers that were tried already. `urgent`: its
+    client has part of the reply, so it does not matter how full they are. Raises what the client is to be told if there
+    is none."""
+    there = [worker for worker in workers if worker.takes(ask.model, now) and worker.answers]
     if not there:
         raise _nobody(ask, workers)
-    left = [worker for worker in there if worker.id not in without]
-    places = [w for w in left if w.open < w.max_running] or [w for w in left if w.open < w.limit]
+    left = answering([worker for worker in there if worker.id not in without])
+    places = [w for w in left if w.open < w.max_running] or [w for w in left if w.open < w.limit or urgent]
     if not places:
         raise _full(there)
-    home, why = _home(ask, workers, known, there)
+    home, why = _home(ask, workers, known, answering(there))
     rank = _ranks(ask, places)
 
     def cost(worker: Worker) -> tuple[float, float]:
@@ -76,12 +81,17 @@ def choose(
     return Decision(best, load, why if best is home or home is None else Why.YIELDED, estimate.prompt(seen))
 
 
+def answering(workers: Sequence[Worker]) -> Sequence[Worker]:
+    """Who prefills for others does nothing else while they are there."""
+    return [worker for worker in workers if worker.role != "prefill"] or workers
+
+
 def _home(
     ask: Ask, workers: Sequence[Worker], known: Mapping[str, int], there: Sequence[Worker]
 ) -> tuple[Worker | None, Why]:
     if ask.session:
         # Of all that serve the model, ready or not: a worker that is away for a moment keeps its sessions.
-        serving = [worker for worker in workers if ask.model in worker.models]
+        serving = answering([worker for worker in workers if ask.model in worker.models])
         home = max(serving, key=lambda worker: affinity(ask.session, worker.name))
         if home in there:
             return home, Why.SESSION

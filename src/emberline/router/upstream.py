@@ -1,59 +1,27 @@
-"""Upstream: one request to one worker over HTTP, its reply as it comes. Buffers are bounded: who reads slowly is sent
-slowly, through us, to the worker."""
+"""Upstream: requests to workers over HTTP, on connections that are kept for the next."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+import ssl
+from collections import deque
+from functools import partial
 from types import TracebackType
+from urllib.parse import urlsplit
 
-import aiohttp
-import yarl
+from emberline.router.call import Call
+from emberline.router.connection import Broken, Connection, Reply, Unreached
 
-BUFFER = 1 << 16  # bytes of a reply that may wait here
+__all__ = ["Broken", "Reply", "Unreached", "Upstream"]
+
 CONNECT = 2.0  # seconds
 IDLE = 3.0  # seconds a connection is kept: less than workers keep it, who would close it under a request
 
 
-class Unreached(Exception):
-    """It got nothing of the request."""
-
-
-class Broken(Exception):
-    """It got the request, and did not answer to the end."""
-
-
-class Reply:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self.status = response.status
-        self.headers = response.headers
-
-    async def read(self) -> bytes:
-        """What has come, b"" at the end."""
-        try:
-            return await self._response.content.readany()
-        except (aiohttp.ClientError, OSError) as e:
-            raise Broken(f"{type(e).__name__}: {e}") from e
-
-    async def whole(self) -> bytes:
-        parts = []
-        while part := await self.read():
-            parts.append(part)
-        return b"".join(parts)
-
-
 class Upstream:
     def __init__(self) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT),
-            auto_decompress=False,
-            read_bufsize=BUFFER,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("accept", "accept-encoding", "user-agent", "content-type"),
-        )
+        self._idle: dict[str, deque[Connection]] = {}  # by URL, the last used last
+        self._tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> Upstream:
         return self
@@ -61,20 +29,52 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session.close()
+        for connections in self._idle.values():
+            for connection in connections:
+                connection.close()
 
-    @asynccontextmanager
-    async def request(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> AsyncIterator[Reply]:
-        """Leaving before the end closes the connection, by which the worker knows that nobody listens."""
+    async def request(self, at: str, call: Call) -> Reply:
+        """`at`: the worker's URL. The reply is the caller's to close."""
+        connection = self._kept(at) or await self._connect(at)
+        reply = connection.send(call)
         try:
-            response = await self._session.request(
-                method, yarl.URL(url, encoded=True), headers=headers, data=body or None, allow_redirects=False
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as e:
+            await reply.head()
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    def _kept(self, at: str) -> Connection | None:
+        idle = self._idle.get(at)
+        while idle:
+            connection = idle.pop()
+            if connection.reusable and self._now() - connection.idle_since < IDLE:
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, at: str, connection: Connection) -> None:
+        idle = self._idle.setdefault(at, deque())
+        connection.idle_since = self._now()
+        idle.append(connection)
+        while not idle[0].reusable or connection.idle_since - idle[0].idle_since > IDLE:
+            idle.popleft().close()
+
+    async def _connect(self, at: str) -> Connection:
+        url = urlsplit(at)
+        if url.scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        tls = self._tls if url.scheme == "https" else None
+        host, port = url.hostname or "", url.port or (443 if tls else 80)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(url.netloc, partial(self._keep, at)), host, port, ssl=tls
+                )
+        except (OSError, TimeoutError) as e:
             raise Unreached(f"{type(e).__name__}: {e}") from e
-        except (aiohttp.ClientError, OSError) as e:
-            raise Broken(f"{type(e).__name__}: {e}") from e
-        try:
-            yield Reply(response)
-        finally:
-            response.release() if response.content.is_eof() else response.close()
+        return connection
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

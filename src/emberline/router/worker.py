@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from emberline.router.breaker import Breaker
+from emberline.core.breaker import Breaker
 
 DURATION_WEIGHT = 0.1
 
@@ -24,6 +25,10 @@ class Worker:
     limit: int  # requests it may have, running and waiting; running first: max_running <= limit
     breaker: Breaker
     ready: bool = True  # takes new requests
+    dialect: str = "native"
+    role: str = "both"  # or prefill: computes prompts for others; or decode
+    peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
+    paired: frozenset[str] = frozenset()  # others' engines that it can take blocks from
     loads: dict[int, Load] = field(default_factory=dict)
     prefill: float = 0.0  # sums of these
     decode: float = 0.0
@@ -38,6 +43,14 @@ class Worker:
 
     def takes(self, model: str, now: float) -> bool:
         return self.ready and model in self.models and self.breaker.allows(now)
+
+    @property
+    def answers(self) -> bool:
+        """Our own can, whatever their role."""
+        return self.role != "prefill" or self.dialect == "native"
+
+    def takes_from(self, other: Worker, model: str) -> bool:
+        return other.peers.get(model) in self.paired
 
     def began(self, key: int, load: Load, now: float) -> None:
         assert key not in self.loads

@@ -28,6 +28,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.told = 0  # of these, by another worker
         self.reasoning_tokens = 0
         self.finished = False
         self.reason: Reason | None = None  # how it ended
@@ -50,7 +51,7 @@ class Choice:
         if self.finished:
             return []  # what was under way when the stop string was found
         if output.error is not None:
-            raise _error(output.error)
+            raise output_error(output.error)
         thinking = self.thinking
         text = self._text.push(output.tokens)
         taken = len(self._text.offsets) - self.num_tokens  # fewer than came if a stop string was completed on the way
@@ -119,7 +120,7 @@ _REASONS: dict[FinishReason, Reason] = {
 }
 
 
-def _error(text: str) -> EmberlineError:
+def output_error(text: str) -> EmberlineError:
     if text == DeadlineExceeded.code:
         return DeadlineExceeded("the request was not finished within its time limit", hint="raise --request-timeout")
     return InvalidRequest(f"the output cannot go on: {text}", param="response_format", hint="make the grammar simpler")

@@ -7,75 +7,43 @@ import asyncio
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from emberline.cluster.card import Beat, Card
 from emberline.cluster.membership import Health, Membership, Patience
+from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, NotFound, Superseded
 from emberline.router.ask import Ask
-from emberline.router.breaker import Breaker
 from emberline.router.estimate import Estimate
-from emberline.router.events import Events
 from emberline.router.policy import Decision, Rules, choose
 from emberline.router.prefixmap import PrefixMap
-from emberline.router.usage import Usage
+from emberline.router.split import split
 from emberline.router.worker import Worker
+from emberline.server.leg import Leg
 from emberline.server.router_metrics import RouterMetrics
 
 log = logging.getLogger("emberline.router")
-
-
-Outcome = Literal["answered", "refused", "failed", "left"]  # refused: by a worker that is well; left: by the client
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One request at one worker, from when it is sent until its reply has ended."""
-
-    key: int
-    ask: Ask
-    decision: Decision
-    began: float
-    heard: float  # when its last bytes came
-    timer: asyncio.Timeout | None = None
-    lost: Health | None = None  # why it was cut off
-    outcome: Outcome = "left"  # unless somebody knows better
-    events: Events | None = None  # of its stream, if it is one
-    usage: Usage = field(default_factory=Usage)
-
-    @asynccontextmanager
-    async def until(self, deadline: float) -> AsyncIterator[None]:
-        """TimeoutError at the deadline, or as soon as it is cut."""
-        try:
-            async with asyncio.timeout_at(deadline) as self.timer:
-                yield
-        finally:
-            self.timer = None
-
-    def cut(self, health: Health) -> None:
-        self.lost = self.lost or health
-        if self.timer is not None and not self.timer.expired():
-            self.timer.reschedule(0.0)  # at once
 
 
 class Dispatch:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._rules = Rules(config.affinity_slack, config.decode_weight)
+        self._rules = Rules(config.affinity_slack, config.decode_weight, config.split_tokens)
         self.membership = Membership(Patience(config.lost_after, config.stuck_after))
         self.workers: dict[str, Worker] = {}  # by name
         self.estimates: defaultdict[str, Estimate] = defaultdict(Estimate)  # of models that are served
         self.prefixes = PrefixMap(config.prefixes)
         self.metrics = RouterMetrics()
-        self._open: dict[str, dict[int, Attempt]] = {}  # by worker id
+        self._open: dict[str, dict[int, Leg]] = {}  # by worker id
         self._retired: set[str] = set()  # ids of workers that were replaced and have requests open
         self._keys = itertools.count()
+        self._detached: set[asyncio.Task[None]] = set()
 
     # -- what workers say ----------------------------------------------------------------------------------------------
 
@@ -85,6 +53,7 @@ class Dispatch:
         if not self.membership.register(card, now):
             raise Superseded(f"{card.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if old is not None and old.card.incarnation == card.incarnation:
+            self.workers[card.name].peers = _peers(card)  # its engine may be another
             return
         if old is not None:
             log.info("worker %s: replaced by a newer process", card.name)
@@ -98,6 +67,9 @@ class Dispatch:
             max_running=runs,
             limit=runs + int(runs * self._config.queue),
             breaker=breaker,
+            dialect=card.dialect,
+            role=card.role,
+            peers=_peers(card),
         )
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
 
@@ -106,19 +78,48 @@ class Dispatch:
             raise Superseded(f"{beat.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if not self.membership.beat(beat, self._clock.now()):
             raise NotFound(f"no worker {beat.name[:200]!r} of this incarnation is registered", hint="register again")
+        self.workers[beat.name].paired = frozenset(beat.paired)
         self._look(self.workers[beat.name])
+
+    def peers(self, name: str) -> dict[str, list[dict[str, Any]]]:
+        """Who computes prompts for this worker, by model: it is to be ready for their blocks."""
+        member = self.membership.get(name)
+        assert member is not None
+        found: dict[str, list[dict[str, Any]]] = {}
+        if member.card.role != "prefill":
+            models = {model.name for model in member.card.models}
+            for other in self._publishing(member.card):
+                for model in other.models:
+                    if model.name in models and model.peer is not None:
+                        found.setdefault(model.name, []).append(model.peer)
+        return found
+
+    def _publishing(self, to: Card) -> Iterator[Card]:
+        now = self._clock.now()
+        for member in self.membership:
+            card, lost = member.card, member.left or self.membership.health(member, now) is Health.LOST
+            if card.role == "prefill" and card.dialect == to.dialect and card.name != to.name and not lost:
+                yield card
 
     def leave(self, name: str, incarnation: str) -> None:
         if self.membership.leave(name, incarnation):
             log.info("worker %s leaves", name)
             self._look(self.workers[name])
 
-    def drain(self, name: str, on: bool) -> None:
+    def drain(self, name: str, on: bool, move: bool = False) -> None:
+        """`move`: what can go on elsewhere is not waited for."""
         if not self.membership.drain(name, on):
             known = ", ".join(self.workers) or "none"
             raise NotFound(f"there is no worker {name[:200]!r}", hint=f"workers here: {known}")
         log.info("worker %s: %s", name, "drains" if on else "takes requests again")
         self._look(self.workers[name])
+        if on and move:
+            for leg in list(self._open.get(self.workers[name].id, {}).values()):
+                if leg.movable and self._takes(leg.ask.model):
+                    leg.cut("drained")
+
+    def _takes(self, model: str) -> bool:
+        return any(worker.takes(model, self._clock.now()) for worker in self.workers.values())
 
     def health(self, worker: Worker) -> Health:
         member = self.membership.get(worker.name)
@@ -142,9 +143,9 @@ class Dispatch:
         for id_ in [id_ for id_ in self._retired if id_ not in self._open]:
             self._retired.discard(id_)
         for id_ in self._retired:
-            for attempt in self._open[id_].values():
-                if now - attempt.heard > self._config.stuck_after:
-                    attempt.cut(Health.STUCK)
+            for leg in self._open[id_].values():
+                if now - leg.heard > self._config.stuck_after:
+                    leg.cut(Health.STUCK.value)
 
     def _look(self, worker: Worker) -> None:
         health = self.health(worker)
@@ -156,8 +157,8 @@ class Dispatch:
             self._cut(worker, health)
 
     def _cut(self, worker: Worker, health: Health) -> None:
-        for attempt in self._open.get(worker.id, {}).values():
-            attempt.cut(health)
+        for leg in self._open.get(worker.id, {}).values():
+            leg.cut(health.value)
 
     def _retire(self, worker: Worker, *, lost: bool) -> None:
         """Nothing new for it; what it has open may still end well, as when workers are restarted one after another."""
@@ -172,53 +173,89 @@ class Dispatch:
     def num_open(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def choose(self, ask: Ask, without: set[str]) -> Decision:
-        workers = list(self.workers.values())
-        if not ask.model and len(models := {model for worker in workers for model in worker.models}) == 1:
-            ask = replace(ask, model=next(iter(models)))  # the worker knows what to say
-        served = any(ask.model in worker.models for worker in workers)
-        estimate = self.estimates[ask.model] if served else Estimate()
-        known = self.prefixes.known(ask.points)
-        return choose(ask, workers, known, estimate, self._rules, self._clock.now(), without)
+    def choose(self, ask: Ask, without: set[str], *, urgent: bool = False) -> Decision:
+        return choose(
+            ask, list(self.workers.values()), *self._known(ask), self._rules, self._clock.now(), without, urgent
+        )
+
+    def again(self, decision: Decision) -> Decision | None:
+        """Back to who was to be left, if it is still there."""
+        worker = decision.worker
+        there = self.workers.get(worker.name) is worker and self.health(worker) in (Health.READY, Health.DRAINING)
+        return decision if there and worker.breaker.allows(self._clock.now()) else None
+
+    def split(self, ask: Ask, answering: Decision, *, must: bool) -> Decision | None:
+        """Who computes the prompt for the one who answers, if that is worth it."""
+        return split(
+            ask, answering, list(self.workers.values()), *self._known(ask), self._rules, self._clock.now(), must
+        )
+
+    def peer(self, worker: Worker, model: str) -> dict[str, Any]:
+        """The worker's engine, as others know it."""
+        member = self.membership.get(worker.name)
+        models = member.card.models if member is not None else ()
+        return next((each.peer for each in models if each.name == model and each.peer is not None), {})
+
+    def detach(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for its end."""
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
+
+    def named(self, ask: Ask) -> Ask:
+        """With the only model there is, if it names none: the worker knows what to say."""
+        models = {model for worker in self.workers.values() for model in worker.models}
+        return replace(ask, model=next(iter(models))) if not ask.model and len(models) == 1 else ask
+
+    def _known(self, ask: Ask) -> tuple[Mapping[str, int], Estimate]:
+        served = any(ask.model in worker.models for worker in self.workers.values())
+        return self.prefixes.known(ask.points), self.estimates[ask.model] if served else Estimate()
 
     @contextmanager
-    def opened(self, ask: Ask, decision: Decision) -> Iterator[Attempt]:
+    def opened(self, ask: Ask, decision: Decision) -> Iterator[Leg]:
         """The worker's account of a request: opened once, closed once, however it ends."""
         worker, now = decision.worker, self._clock.now()
-        attempt = Attempt(next(self._keys), ask, decision, now, now)
-        worker.began(attempt.key, decision.load, now)
-        self._open.setdefault(worker.id, {})[attempt.key] = attempt
+        leg = Leg(next(self._keys), ask, decision, now, now)
+        worker.began(leg.key, decision.load, now)
+        self._open.setdefault(worker.id, {})[leg.key] = leg
         self.prefixes.saw(ask.points, worker.id)
         self.metrics.decided(decision)
         try:
-            yield attempt
+            yield leg
         finally:
-            self._close(attempt)
+            self._close(leg)
 
-    def came(self, attempt: Attempt, events: int) -> None:
+    def came(self, leg: Leg, events: int) -> None:
         """Bytes of its reply."""
-        worker = attempt.decision.worker
-        if attempt.heard == attempt.began:
-            worker.prefilled(attempt.key)
-            worker.breaker.succeeded()
-        attempt.heard = self._clock.now()
-        worker.generated(attempt.key, events)
+        if leg.first is None:
+            leg.decision.worker.prefilled(leg.key)
+        self.heard(leg)
+        leg.decision.worker.generated(leg.key, events)
 
-    def _close(self, attempt: Attempt) -> None:
-        worker, now, outcome = attempt.decision.worker, self._clock.now(), attempt.outcome
-        seconds = now - attempt.began
-        worker.ended(attempt.key, seconds if outcome == "answered" else None)
+    def heard(self, leg: Leg) -> None:
+        """A sign of life."""
+        leg.heard = self._clock.now()
+        if leg.first is None:
+            leg.first = leg.heard
+            leg.decision.worker.breaker.succeeded()
+
+    def _close(self, leg: Leg) -> None:
+        worker, now, outcome = leg.decision.worker, self._clock.now(), leg.outcome
+        seconds = now - leg.began
+        worker.ended(leg.key, seconds if outcome == "answered" else None)
         left = self._open[worker.id]
-        del left[attempt.key]
+        del left[leg.key]
         if not left:
             del self._open[worker.id]
         match outcome:
             case "answered":
                 worker.breaker.succeeded()
-                self.estimates[attempt.ask.model].correct(attempt.ask, attempt.usage.prompt, attempt.usage.output)
+                self.estimates[leg.ask.model].correct(leg.ask, leg.usage.prompt, leg.usage.output)
             case "failed":
                 worker.breaker.failed(now)
             case _:
                 worker.breaker.neither()
-        first = attempt.heard - attempt.began if attempt.heard > attempt.began else None
-        self.metrics.closed(worker.name, outcome, seconds, first)
+        self.metrics.closed(worker.name, outcome, seconds, None if leg.first is None else leg.first - leg.began)
+
+
+def _peers(card: Card) -> dict[str, str]:
+    return {model.name: str(model.peer.get("incarnation")) for model in card.models if model.peer is not None}

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from emberline import __version__
 from emberline.api import tokenize
 from emberline.api.anthropic import request as anthropic
-from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.call import ChatCall, CompletionCall
-from emberline.api.deltas import Delta, Renderer
 from emberline.api.errors import anthropic_error, openai_error
-from emberline.api.openai import chat, chat_stream, completions, completions_stream, embeddings, models
+from emberline.api.openai import embeddings, models
 from emberline.api.openapi import document
-from emberline.api.responses import request as responses
-from emberline.api.responses import stream as responses_stream
 from emberline.core.config import ServerConfig
-from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
+from emberline.server.calls import Calls
 from emberline.server.catalog import Catalog, Served
+from emberline.server.cluster_calls import ClusterCalls
 from emberline.server.embeddings import Embeddings
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from emberline.server.journey import Journey
+from emberline.server.keys import admit, authorize
 from emberline.server.metrics import Family, Replies, exposition
 from emberline.server.pages import Page
+from emberline.server.protocol import PROTOCOLS
+from emberline.server.transfer_metrics import families as transfer_families
 
 log = logging.getLogger("emberline.server")
 
@@ -41,7 +39,7 @@ STUCK = 30.0  # seconds without a sign of life from the engine: /health/progress
 class Route:
     handler: Handler
     method: str = "POST"
-    open: bool = False  # needs no key
+    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
 
 
 class EngineApp:
@@ -56,6 +54,7 @@ class EngineApp:
         self._config = config
         self._engine = engine
         self._catalog = catalog
+        self._calls = Calls(catalog)
         self._embeddings = embeddings
         self._replies = Replies()
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.stepped(stats)
@@ -63,23 +62,24 @@ class EngineApp:
         self._began = time.time()
         self._document = document(__version__)
         self._routes: dict[str, Route] = {
-            "/v1/chat/completions": Route(self._chat),
-            "/v1/completions": Route(self._completions),
-            "/v1/responses": Route(self._responses),
-            "/v1/messages": Route(self._messages),
+            **{path: Route(self._generate) for path in PROTOCOLS},
             "/v1/messages/count_tokens": Route(self._count_tokens),
             "/v1/embeddings": Route(self._embed),
             "/v1/models": Route(self._models, "GET"),
             "/tokenize": Route(self._tokenize),
             "/detokenize": Route(self._detokenize),
             "/stats": Route(self._stats, "GET"),
-            "/health": Route(self._ready, "GET", open=True),
-            "/health/live": Route(self._live, "GET", open=True),
-            "/health/ready": Route(self._ready, "GET", open=True),
-            "/health/progress": Route(self._progress, "GET", open=True),
-            "/metrics": Route(self._scrape, "GET", open=True),
-            "/openapi.json": Route(self._openapi, "GET", open=True),
+            "/health": Route(self._ready, "GET", "nothing"),
+            "/health/live": Route(self._live, "GET", "nothing"),
+            "/health/ready": Route(self._ready, "GET", "nothing"),
+            "/health/progress": Route(self._progress, "GET", "nothing"),
+            "/metrics": Route(self._scrape, "GET", "nothing"),
+            "/openapi.json": Route(self._openapi, "GET", "nothing"),
         }
+        if config.worker is not None:
+            cluster = ClusterCalls(self._calls, config.max_body)
+            self._routes["/cluster/resume"] = Route(cluster.resume, needs="cluster")
+            self._routes["/cluster/prefill"] = Route(cluster.prefill, needs="cluster")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -94,7 +94,7 @@ class EngineApp:
             if not isinstance(e, EmberlineError):
                 log.exception("%s %s", x.method, x.path)
             if x.status is None:
-                shape = anthropic_error if x.path.startswith("/v1/messages") else openai_error
+                shape = anthropic_error if x.speaks.startswith("/v1/messages") else openai_error
                 reply = shape(e)
                 allow = {"allow": e.allowed} if isinstance(e, MethodNotAllowed) else {}
                 await x.json(reply.body, reply.status, {**reply.headers, **allow})
@@ -113,76 +113,18 @@ class EngineApp:
             raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/openapi.json lists what is here")
         if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
             raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
-        if not route.open:
-            self._authorize(x)
+        if route.needs == "key" and self._config.api_keys:
+            authorize(x, self._config.api_keys)
+        if route.needs == "cluster":
+            assert self._config.worker is not None
+            admit(x, self._config.worker.cluster_key)
         await route.handler(x)
 
     def _route(self, path: str) -> Route | None:
         return Route(self._model, "GET") if path.startswith("/v1/models/") else self._routes.get(path)
 
-    def _authorize(self, x: Exchange) -> None:
-        if not self._config.api_keys:
-            return
-        given = x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
-        # All are compared, in constant time each, so that timing tells nothing about them.
-        if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in self._config.api_keys):
-            raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
-
-    # -- generation ---------------------------------------------------------------------------------------------------
-
-    async def _chat(self, x: Exchange) -> None:
-        call = chat.parse(await self._body(x))
-        model = self._catalog[call.caller.model]
-        reply = chat_stream.Renderer(call, _id("chatcmpl-"), int(time.time()), model.fingerprint)
-        await self._generate(x, call, reply, model.generator.chat(call))
-
-    async def _completions(self, x: Exchange) -> None:
-        call = completions.parse(await self._body(x))
-        model = self._catalog[call.caller.model]
-        reply = completions_stream.Renderer(call, _id("cmpl-"), int(time.time()), model.fingerprint)
-        await self._generate(x, call, reply, model.generator.complete(call))
-
-    async def _responses(self, x: Exchange) -> None:
-        call = responses.parse(await self._body(x))
-        model = self._catalog[call.caller.model]
-        reply = responses_stream.Renderer(call, _id("resp_"), int(time.time()), model.fingerprint)
-        await self._generate(x, call, reply, model.generator.chat(call))
-
-    async def _messages(self, x: Exchange) -> None:
-        call = anthropic.parse(await self._body(x))
-        model = self._catalog[call.caller.model]
-        reply = anthropic_stream.Renderer(call, _id("msg_"), int(time.time()), model.fingerprint)
-        await self._generate(x, call, reply, model.generator.chat(call))
-
-    async def _generate(
-        self, x: Exchange, call: ChatCall | CompletionCall, reply: Renderer, deltas: AsyncGenerator[Delta, None]
-    ) -> None:
-        x.note |= {"user": call.caller.user, "metadata": getattr(call, "metadata", None), "stream": call.stream}
-        await x.while_connected(self._stream(x, reply, deltas) if call.stream else self._fold(x, reply, deltas))
-
-    async def _fold(self, x: Exchange, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                reply.push(delta)
-        await x.json(reply.body())
-
-    async def _stream(self, x: Exchange, reply: Renderer, deltas: AsyncGenerator[Delta, None]) -> None:
-        """The status goes out with the first delta: until then an error can still have one of its own."""
-        async with aclosing(deltas):
-            try:
-                async for delta in deltas:
-                    if x.status is None:
-                        await x.start_events()
-                        await x.send_events(reply.start())
-                    await x.send_events(reply.push(delta))
-                ending = reply.end()
-            except Exception as e:
-                if x.status is None:
-                    raise
-                if not isinstance(e, EmberlineError):
-                    log.exception("a stream broke")
-                ending = reply.fail(e)
-        await x.send_events(ending, last=True)
+    async def _generate(self, x: Exchange) -> None:
+        await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x))
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
@@ -283,6 +225,8 @@ class EngineApp:
             ready=engine.state is State.READY,
             block_size=facts.block_size,
         )
+        if (transfer := engine.stats[model.name].transfer) is not None:
+            yield from transfer_families(model.metrics.labels, transfer)
         yield from model.metrics.turns(engine.turned[model.name].turns, engine.is_awake(model.name))
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -302,7 +246,3 @@ class EngineApp:
         if self._embeddings is not None:
             served.append(models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length))
         return served
-
-
-def _id(prefix: str) -> str:
-    return prefix + uuid.uuid4().hex

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -53,4 +55,7 @@ async def listen(
         date_header=False,
         timeout_graceful_shutdown=10,
     )
+    if threading.current_thread() is threading.main_thread():
+        # uvicorn raises the signal that stopped it once more when it has: what its caller began has still to be ended.
+        signal.signal(signal.SIGTERM, lambda *_: None)
     await Server(settings).serve([listener])

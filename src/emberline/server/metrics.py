@@ -74,7 +74,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._labels = f'model_name="{escaped}"'
+        self.labels = f'model_name="{escaped}"'
         self._finished: Counter[str] = Counter()
         self.ttft = Histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.itl = Histogram("vllm:inter_token_latency_seconds", "Between tokens of one completion.", SECONDS)
@@ -143,7 +143,7 @@ class Metrics:
             self.tpot.observe(timing.decode / (tokens - 1))
 
     def families(self, stats: Stats, *, restarts: int, ready: bool, block_size: int) -> Iterator[Family]:
-        one = self._labels
+        one = self.labels
         for name, help_, gauge in (
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
             ("vllm:num_requests_waiting", "Requests waiting for admission.", stats.waiting),
@@ -195,7 +195,7 @@ class Metrics:
             yield histogram.family(one)
 
     def turns(self, turns: Turns, awake: bool) -> Iterator[Family]:
-        one = self._labels
+        one = self.labels
         yield Family.of("emberline:model_awake", "1 when its weights are where it runs.", "gauge", [(one, int(awake))])
         for name, help_, counter in (
             ("wakes", "Times the model was loaded or woken.", turns.wakes),
@@ -224,13 +224,13 @@ class Metrics:
             ("damaged_blocks", "KV blocks found torn, corrupted or foreign, and removed.", "counter"),
             ("errors", "I/O errors.", "counter"),
         ):
-            samples = [(f'{self._labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
+            samples = [(f'{self.labels},tier="{tier}"', float(getattr(s, name))) for tier, s in tiers.items()]
             full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
             yield Family.of(full, help_, kind, samples)
 
     def _labelled(self, stats: Stats, block_size: int) -> Iterator[Family]:
         """Families that have labels of their own."""
-        one = self._labels
+        one = self.labels
         if stats.tiers:
             yield from self._tiers(stats.tiers)
         config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
@@ -245,6 +245,8 @@ class Metrics:
             (f'{one},source="local_compute"', stats.prompt_tokens),
             (f'{one},source="local_cache_hit"', self._cached_tokens),
         ]
+        if stats.transfer is not None:
+            sources.append((f'{one},source="external_kv_transfer"', stats.transfer.hit_tokens))
         yield Family.of("vllm:prompt_tokens_by_source_total", "Where prompt tokens came from.", "counter", sources)
         phases = [(f'{one},phase="{phase}"', seconds) for phase, seconds in self._startup.items()]
         yield Family.of("emberline:startup_seconds", "What the engine's start took, phase by phase.", "gauge", phases)

@@ -1,189 +1,264 @@
-"""Relay: a client's request to a worker, and the reply back, byte for byte. Until the first byte of a reply has gone
-out another worker can be tried; after it a failure is told in the stream's own protocol (to go on elsewhere from the
-tokens already sent takes the handoff, which is not built yet). Every request is answered exactly once."""
+"""Relay: a client's request to workers, and the reply back. A worker that fails before the first byte is replaced by
+another; one that fails after it too, if its stream is tracked: the next goes on after what the client has. What cannot
+go on ends with an error in the stream's own protocol. Every request is answered exactly once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from emberline.api import sse
 from emberline.api.errors import anthropic_error, openai_error
+from emberline.core.config import RouterConfig
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, Overloaded, WorkerLost
 from emberline.router.ask import Ask
-from emberline.router.events import Events
-from emberline.router.policy import Decision
+from emberline.router.call import Call
+from emberline.router.dialect import PRIVATE, Garbled
+from emberline.router.native import RESUME
+from emberline.router.policy import Decision, Why
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.router.usage import Usage
-from emberline.server.dispatch import Attempt, Dispatch
+from emberline.server.dispatch import Dispatch
 from emberline.server.exchange import Exchange
+from emberline.server.leg import Leg
+from emberline.server.prefill import Prefill
+from emberline.server.trip import Setback, Trip
 
 log = logging.getLogger("emberline.router")
 
 WHOLE = 1 << 20  # bytes of a plain reply that are taken in before any is passed on
+PAUSE = 0.1  # seconds until workers are looked for again, at first
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
-CRASHES = 2  # workers that may break under one request: it may be what breaks them
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
-                 "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding"})  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Setback:
-    """Why another worker is tried; `status` and what follows is what this one said, if it said anything."""
-
-    reason: str
-    crash: bool = False
-    status: int = 0
-    headers: Mapping[str, str] | None = None
-    body: bytes = b""
+                 "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
+                 "expect"})  # fmt: skip
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
 class Relay:
-    def __init__(self, dispatch: Dispatch, upstream: Upstream, *, attempts: int, timeout: float) -> None:
+    def __init__(self, dispatch: Dispatch, upstream: Upstream, config: RouterConfig) -> None:
         self._dispatch = dispatch
         self._upstream = upstream
-        self._attempts = attempts
-        self._timeout = timeout
+        self._config = config
+        self._metrics = dispatch.metrics
 
     async def run(self, x: Exchange, ask: Ask, body: bytes) -> None:
+        trip = self._trip(x, self._dispatch.named(ask), body)
+        try:
+            async with asyncio.timeout_at(trip.deadline):
+                await self._travel(trip)
+        except TimeoutError:  # slow is not broken, and may be its client's doing
+            await self._broke(trip, DeadlineExceeded(f"no end within {self._config.request_timeout:.0f} s"))
+        finally:
+            await trip.close()
+
+    def _trip(self, x: Exchange, ask: Ask, body: bytes) -> Trip:
         given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
-        headers = {name: value for name, value in given if name not in HOP}
-        deadline = asyncio.get_running_loop().time() + self._timeout
-        tried: set[str] = set()
-        setback: Setback | None = None
-        crashes = 0
-        while len(tried) < self._attempts and crashes < CRASHES:
-            try:
-                decision = self._dispatch.choose(ask, tried)
-            except EmberlineError as e:
-                if setback is None:
-                    self._dispatch.metrics.refused += isinstance(e, Overloaded)
-                    raise
-                break
-            if setback is not None:
-                self._dispatch.metrics.retries[setback.reason] += 1
-            tried.add(decision.worker.id)
-            x.note["worker"] = decision.worker.name
-            setback = await self._attempt(x, ask, decision, headers, body, deadline)
+        headers = {name: value for name, value in given if name not in HOP and not name.startswith(PRIVATE)}
+        call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
+        config, deadline = self._config, self._now() + self._config.request_timeout
+        seed, generates = secrets.randbits(64), x.path in GENERATING
+        return Trip(x, ask, call, seed, config.cluster_key, deadline, config.attempts, config.migrations, generates)
+
+    async def _travel(self, trip: Trip) -> None:
+        while (decision := self._next(trip) or await self._wait(trip)) is not None:
+            trip.x.note["worker"] = decision.worker.name
+            setback = await self._attempt(trip, decision)
             if setback is None:
                 return
-            log.info("%s at %s: %s", x.path, decision.worker.name, setback.reason)
-            crashes += setback.crash
-        assert setback is not None
-        await self._give_up(x, setback, len(tried))
+            log.info("%s at %s: %s", trip.x.path, decision.worker.name, setback.reason)
+            trip.fell_back(setback, decision, self._now())
+        await self._give_up(trip)
 
-    async def _give_up(self, x: Exchange, setback: Setback, tried: int) -> None:
-        if setback.status:
-            await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
-            return
-        hint = "retry in a few seconds"
-        raise EngineUnavailable(f"{tried} workers could not answer, the last because of: {setback.reason}", hint=hint)
+    def _next(self, trip: Trip) -> Decision | None:
+        """Who is tried next; None if there is nobody, or it was tried often enough."""
+        try:
+            if trip.goes_on:
+                decision = self._dispatch.choose(trip.ask, trip.tried, urgent=trip.started)
+                trip.tries += 1
+                if trip.setback is None:
+                    return decision
+                if not trip.started:
+                    self._metrics.retries[trip.setback.reason] += 1
+                return replace(decision, why=Why.AGAIN)
+        except EmberlineError as e:
+            if trip.setback is None:
+                self._metrics.refused += isinstance(e, Overloaded)
+                raise
+        origin, trip.origin = trip.origin, None
+        return self._dispatch.again(origin) if origin is not None else None
 
-    async def _attempt(
-        self, x: Exchange, ask: Ask, decision: Decision, headers: Mapping[str, str], body: bytes, deadline: float
-    ) -> Setback | None:
-        with self._dispatch.opened(ask, decision) as attempt:
-            try:
-                url = self._dispatch.url(decision.worker) + x.path + (f"?{x.query}" if x.query else "")
-                async with (
-                    attempt.until(deadline),
-                    self._upstream.request(x.method, url, headers, body) as reply,
-                ):
-                    return await self._answer(x, reply, attempt)
-            except TimeoutError:
-                if attempt.lost is None:  # slow is not broken, and may be its client's doing
-                    await self._broke(x, attempt, DeadlineExceeded(f"no end within {self._timeout:.0f} s"))
-                    return None
-                attempt.outcome = "failed"
-                return await self._failed(x, attempt, attempt.lost.value)
-            except Unreached as e:
-                log.debug("%s: %s", decision.worker.name, e)
-                attempt.outcome = "failed"
-                return Setback("unreached")
-            except Broken as e:
-                log.debug("%s: %s", decision.worker.name, e)
-                attempt.outcome = "failed"
-                return await self._failed(x, attempt, "broken")
-
-    async def _failed(self, x: Exchange, attempt: Attempt, reason: str) -> Setback | None:
-        if x.status is None:
-            return Setback(reason, crash=True)
-        name = attempt.decision.worker.name
-        await self._broke(x, attempt, WorkerLost(f"worker {name} was lost ({reason}) before the reply ended"))
+    async def _wait(self, trip: Trip) -> Decision | None:
+        """Who has the beginning of a reply waits for somebody who can go on with it, be it one who was tried before."""
+        while trip.may_wait(self._config.migration_wait, self._now()):
+            await asyncio.sleep(PAUSE + (self._now() - trip.since) / 4)
+            trip.tried, trip.tries = set(), 0
+            if (decision := self._next(trip)) is not None:
+                return decision
         return None
 
-    async def _broke(self, x: Exchange, attempt: Attempt, error: EmberlineError) -> None:
-        """Between two events of a stream the error can be one more; all else is cut off, so that nobody takes it for
-        whole. It is raised to be told by who called, or logged if it is too late for that."""
-        if x.status is None or attempt.events is None or attempt.events.torn:
-            raise error
-        ended = attempt.events.ended
-        self._dispatch.metrics.broken += not ended
-        log.warning("%s: %s", x.path, error)
-        async with asyncio.timeout(LAST_WORDS):  # its client may have stopped reading
-            await x.send_events([] if ended else _last_words(x.path, error, attempt.events.count), last=True)
+    async def _attempt(self, trip: Trip, decision: Decision) -> Setback | None:
+        with self._dispatch.opened(trip.ask, decision) as leg:
+            leg.movable = trip.may_move
+            try:
+                begun = trip.started
+                setback = await self._split(trip, leg)
+                if setback is not None or trip.started != begun:
+                    return setback
+                url, call = self._dispatch.url(decision.worker), trip.call(decision.worker, self._now())
+                if call is None:
+                    leg.outcome = "refused"
+                    return Setback("unable")
+                async with leg.asked(self._upstream, url, call) as reply:
+                    return await self._answer(trip, reply, leg, resumed=call.target == RESUME)
+            except (Unreached, Broken, Garbled, EngineUnavailable) as e:
+                log.debug("%s: %s", decision.worker.name, e)
+                if leg.lost in ("drained", "prefill"):  # it is well itself
+                    leg.outcome = "moved" if leg.lost == "drained" else "refused"
+                    return Setback(leg.lost)
+                leg.outcome = "failed"
+                if isinstance(e, Unreached | EngineUnavailable):
+                    return Setback("unreached")
+                return Setback(leg.lost or ("garbled" if isinstance(e, Garbled) else "broken"), crash=True)
 
-    async def _answer(self, x: Exchange, reply: Reply, attempt: Attempt) -> Setback | None:
-        if reply.status in (429, 500, 502, 503):
+    async def _split(self, trip: Trip, leg: Leg) -> Setback | None:
+        """Has the prompt computed elsewhere if that is worth it, and waits for the first of its blocks. If the call is
+        bad, it is answered here."""
+        to = leg.decision.worker
+        dialect = trip.speak(to)
+        must = to.role == "decode" and not dialect.computes
+        if not trip.generates or trip.started or (trip.setback is not None and not must):
+            return None
+        decision = self._dispatch.split(trip.ask, leg.decision, must=must)
+        if decision is None:
+            return Setback("no prefill") if must else None
+        await trip.close()
+        prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, trip.deadline)
+        if must:
+            prefill.needed_by(leg)
+        refusal = await prefill.begun(self._config.ticket_timeout)
+        if refusal is not None:
+            leg.outcome = "refused"
+            await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
+        elif prefill.ticket is not None:
+            to.prefilled(leg.key)
+        return None
+
+    async def _answer(self, trip: Trip, reply: Reply, leg: Leg, *, resumed: bool) -> Setback | None:
+        unable = resumed and reply.status in (401, 403, 404)  # it does not know how, or does not trust us
+        if unable or reply.status in (429, 500, 502, 503) or (trip.started and reply.status != 200):
             # A 500 may be the request's own doing: it must not take workers from others.
-            attempt.outcome = "failed" if reply.status in (502, 503) else "refused"
+            leg.outcome = "failed" if reply.status in (502, 503) else "refused"
             said = await reply.whole()
-            return Setback(f"status {reply.status}", reply.status == 500, reply.status, dict(reply.headers), said)
+            if unable and trip.prefill is not None:
+                trip.prefill.failed = "unable"
+            reason = "unable" if unable and not trip.started else f"status {reply.status}"
+            return Setback(reason, reply.status == 500, reply.status, dict(reply.headers), said)
         length = reply.headers.get("content-length", "")
         if length.isdigit() and int(length) <= WHOLE:
-            await self._whole(x, reply, attempt)
+            await self._whole(trip, reply, leg)
         elif reply.headers.get("content-type", "").startswith("text/event-stream"):
-            await self._stream(x, reply, attempt)
+            await self._stream(trip, reply, leg)
         else:
-            await self._pieces(x, reply, attempt)
-        attempt.outcome = "answered"
+            await self._pieces(trip, reply, leg)
+        leg.outcome = "answered"
+        if trip.prefill is not None:
+            trip.prefill.leave()
         return None
 
-    async def _whole(self, x: Exchange, reply: Reply, attempt: Attempt) -> None:
+    async def _whole(self, trip: Trip, reply: Reply, leg: Leg) -> None:
         body = await reply.whole()
-        self._dispatch.came(attempt, 0)
-        attempt.usage = Usage.read(body[-2048:])
-        await x.reply(reply.status, body, *_head(reply.headers, attempt))
+        if trip.started:
+            raise Garbled("a stream does not go on with a whole reply")
+        self._dispatch.came(leg, 0)
+        leg.usage = Usage.read(body[-2048:])
+        await trip.x.reply(reply.status, body, *_head(reply.headers, trip, leg))
 
-    async def _pieces(self, x: Exchange, reply: Reply, attempt: Attempt) -> None:
+    async def _pieces(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+        if trip.started:
+            raise Garbled("a stream does not go on with something else")
         while data := await reply.read():
-            if x.status is None:
-                await x.start(reply.status, *_head(reply.headers, attempt, whole=False))
-            self._dispatch.came(attempt, 0)
-            await x.send_events([data])
-        if x.status is None:
-            await x.start(reply.status, *_head(reply.headers, attempt, whole=False))
-        await x.send_events([], last=True)
+            if not trip.started:
+                await self._begin(trip, reply, leg)
+            self._dispatch.came(leg, 0)
+            await trip.x.send_events([data])
+        if not trip.started:
+            await self._begin(trip, reply, leg)
+        await trip.x.send_events([], last=True)
 
-    async def _stream(self, x: Exchange, reply: Reply, attempt: Attempt) -> None:
-        events, first, last, counted = Events(), b"", b"", 0
-        attempt.events = events
+    async def _stream(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+        x, track = trip.x, trip.track
         while data := await reply.read():
-            if not (last := events.push(data)):
+            before = track.count
+            if not (out := track.push(data)):
                 continue
-            if x.status is None:
-                first = last
-                await x.start(reply.status, *_head(reply.headers, attempt, whole=False))
-            self._dispatch.came(attempt, events.count - counted)
-            counted = events.count
-            await x.send_events([last])
-        if x.status is None:
-            await x.start(reply.status, *_head(reply.headers, attempt, whole=False))
-        attempt.usage = Usage.read(first[:2048], last[-2048:])
-        await x.send_events([events.rest()], last=True)
+            if leg.first is None:
+                await self._first(trip, reply, leg)
+            self._dispatch.came(leg, track.count - before)
+            await x.send_events([out])
+        if track.movable:
+            raise Broken("it ended early")
+        leg.usage = Usage.read(track.first[:2048], track.last[-2048:])
+        await x.send_events([track.rest()], last=True)
+
+    async def _first(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+        """The first that a worker says."""
+        if not trip.started:
+            await self._begin(trip, reply, leg)
+        if trip.moving:
+            self._metrics.migrations[trip.moving, "went on"] += 1
+        if trip.prefill is not None:
+            trip.prefill.leave()
+        trip.progressed()
+        leg.movable = trip.may_move and trip.track.movable
+
+    async def _begin(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+        kind, headers = _head(reply.headers, trip, leg)
+        if "content-length" in reply.headers:
+            headers["content-length"] = reply.headers["content-length"]
+        await trip.x.start(reply.status, kind, headers)
+
+    async def _give_up(self, trip: Trip) -> None:
+        assert trip.setback is not None
+        setback, x = trip.setback, trip.x
+        if trip.started:
+            if trip.moving and not trip.track.ended:
+                self._metrics.migrations[trip.moving, "given up"] += 1
+            await self._broke(trip, WorkerLost(trip.lost))
+        elif setback.status:
+            await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
+        else:
+            why = f"{trip.tries} workers could not answer, the last because of: {setback.reason}"
+            raise EngineUnavailable(why, hint="retry in a few seconds")
+
+    async def _broke(self, trip: Trip, error: EmberlineError) -> None:
+        """Between two events of a stream the error can be one more; all else is cut off, so that nobody takes it for
+        whole. It is raised to be told by who called, or logged if it is too late for that."""
+        x, track = trip.x, trip.track
+        if not trip.started or not track.started or track.torn:
+            raise error
+        self._metrics.broken += not track.ended
+        log.warning("%s: %s", x.path, error)
+        try:
+            async with asyncio.timeout(LAST_WORDS):  # its client may have stopped reading
+                await x.send_events([] if track.ended else _last_words(x.path, error, track.count), last=True)
+        except TimeoutError:
+            raise error from None
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
 
-def _head(
-    headers: Mapping[str, str], attempt: Attempt | None = None, *, whole: bool = True
-) -> tuple[str, dict[str, str]]:
+def _head(headers: Mapping[str, str], trip: Trip | None = None, leg: Leg | None = None) -> tuple[str, dict[str, str]]:
     """The reply's own, but for what belongs to one connection."""
     kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP}
-    if not whole and "content-length" in headers:
-        kept["content-length"] = headers["content-length"]
-    if attempt is not None:
-        kept["x-emberline-worker"] = attempt.decision.worker.name
+    if leg is not None:
+        kept[f"{PRIVATE}worker"] = leg.decision.worker.name
+    if trip is not None and trip.prefill is not None and trip.prefill.ticket is not None:
+        kept[f"{PRIVATE}prefill"] = trip.prefill.worker.name
     return kept.pop("content-type", "application/octet-stream"), kept
 
 

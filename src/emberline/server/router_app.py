@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hmac
-import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,11 +17,12 @@ from emberline.cluster.card import Beat, Card, Welcome
 from emberline.cluster.membership import Health
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.dispatch import Dispatch
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from emberline.server.keys import admit, authorize
 from emberline.server.metrics import Replies, exposition
 from emberline.server.pages import Page
 from emberline.server.relay import Relay
@@ -48,6 +46,7 @@ class Leaving(msgspec.Struct, forbid_unknown_fields=True):
 class Draining(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     on: bool = True
+    move: bool = False  # streams go on elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class RouterApp:
         self._config = config
         self._clock = clock
         self.dispatch = Dispatch(config, clock)
-        self._relay = Relay(self.dispatch, upstream, attempts=config.attempts, timeout=config.request_timeout)
+        self._relay = Relay(self.dispatch, upstream, config)
         self._replies = Replies()
         self._pages = pages
         self._began = int(time.time())
@@ -122,18 +121,10 @@ class RouterApp:
         if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
             raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
         if route.needs == "key" and self._config.api_keys:
-            _authorize(x, self._config.api_keys)
+            authorize(x, self._config.api_keys)
         if route.needs == "cluster":
-            self._admit(x)
+            admit(x, self._config.cluster_key)
         await route.handler(x)
-
-    def _admit(self, x: Exchange) -> None:
-        """Who registers a worker sees what clients write: that takes the cluster's key or, without one, to be on this
-        machine, and not to be a page in its browser."""
-        if self._config.cluster_key is not None:
-            _authorize(x, (self._config.cluster_key,))
-        elif not _is_local(x.client) or x.header("origin"):
-            raise Unauthorized("workers elsewhere need a key", hint="start router and workers with --cluster-key")
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -160,12 +151,17 @@ class RouterApp:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def _register(self, x: Exchange) -> None:
-        self.dispatch.register(await self._read(x, Card))
-        await x.json(Welcome(self._config.beat_seconds))
+        card = await self._read(x, Card)
+        self.dispatch.register(card)
+        await x.json(self._welcome(card.name))
 
     async def _beat(self, x: Exchange) -> None:
-        self.dispatch.beat(await self._read(x, Beat))
-        await x.json({})
+        beat = await self._read(x, Beat)
+        self.dispatch.beat(beat)
+        await x.json(self._welcome(beat.name))
+
+    def _welcome(self, name: str) -> Welcome:
+        return Welcome(self._config.beat_seconds, self.dispatch.peers(name))
 
     async def _leave(self, x: Exchange) -> None:
         leaving = await self._read(x, Leaving)
@@ -174,7 +170,7 @@ class RouterApp:
 
     async def _drain(self, x: Exchange) -> None:
         draining = await self._read(x, Draining)
-        self.dispatch.drain(draining.name, draining.on)
+        self.dispatch.drain(draining.name, draining.on, draining.move)
         await x.json({})
 
     async def _read(self, x: Exchange, kind: type[Struct]) -> Struct:
@@ -210,16 +206,3 @@ class RouterApp:
         families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes))
         text = exposition([*families, self._replies.family()])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
-
-
-def _authorize(x: Exchange, keys: tuple[str, ...]) -> None:
-    given = x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
-    # All are compared, in constant time each, so that timing tells nothing about them.
-    if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
-        raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
-
-
-def _is_local(client: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(client).is_loopback
-    return False

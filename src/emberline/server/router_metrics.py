@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from emberline.cluster.membership import Health, Member
-from emberline.router.policy import Decision
+from emberline.router.policy import Decision, Why
 from emberline.router.worker import Worker
 from emberline.server.metrics import SECONDS, Family, Histogram
 
@@ -19,6 +19,8 @@ class RouterMetrics:
         self.decisions: Counter[str] = Counter()
         self.retries: Counter[str] = Counter()
         self.outcomes: Counter[tuple[str, str]] = Counter()  # worker, how it ended
+        self.migrations: Counter[tuple[str, str]] = Counter()  # why a stream was moved, and what came of it
+        self.prefills: Counter[str] = Counter()  # of prompts for other workers: how they ended
         self.refused = 0  # for want of a place anywhere
         self.broken = 0  # after their first byte
         self.known_tokens = 0.0  # of prompts, thought to be at the worker chosen
@@ -28,6 +30,8 @@ class RouterMetrics:
 
     def decided(self, decision: Decision) -> None:
         self.decisions[decision.why.value] += 1
+        if decision.why in (Why.SPLIT, Why.AGAIN):  # its prompt is counted once
+            return
         self.known_tokens += decision.known
         self.prompt_tokens += decision.known + decision.load.prefill
 
@@ -43,6 +47,8 @@ class RouterMetrics:
             ("requests", "Requests by worker and ending.", ("worker", "outcome"), self.outcomes),
             ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
             ("retries", "Requests tried elsewhere, by reason.", ("reason",), _single(self.retries)),
+            ("migrations", "Streams moved, by reason and outcome.", ("reason", "outcome"), self.migrations),
+            ("prefills", "Prompts computed for other workers, by ending.", ("outcome",), _single(self.prefills)),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:router_{name}_total", help_, "counter", samples)
@@ -62,16 +68,23 @@ class RouterMetrics:
 
 def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float) -> dict[str, Any]:
     """For the status page, and for whoever drains a worker."""
+    seen = list(seen)
+    engines = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
     return {
-        "workers": [_row(worker, member, health, metrics, now) for worker, member, health in seen],
+        "workers": [_row(worker, member, health, metrics, now, engines) for worker, member, health in seen],
         "decisions": dict(metrics.decisions),
         "retries": dict(metrics.retries),
+        "migrations": [{"reason": why, "outcome": how, "count": n} for (why, how), n in metrics.migrations.items()],
+        "prefills": dict(metrics.prefills),
         "refused": metrics.refused,
         "broken": metrics.broken,
     }
 
 
-def _row(worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float) -> dict[str, Any]:
+def _row(
+    worker: Worker, member: Member, health: Health, metrics: RouterMetrics, now: float, engines: Mapping[str, str]
+) -> dict[str, Any]:
+    """`engines`: whose they are, as paired workers know them."""
     beat = member.beat
     return {
         "name": worker.name,
@@ -88,9 +101,12 @@ def _row(worker: Worker, member: Member, health: Health, metrics: RouterMetrics,
         "answered": metrics.outcomes[worker.name, "answered"],
         "failed": metrics.outcomes[worker.name, "failed"],
         "left": metrics.outcomes[worker.name, "left"],
+        "moved": metrics.outcomes[worker.name, "moved"],
         "seconds_since_beat": round(now - member.heard, 2),
         "uptime_seconds": round(now - member.joined, 1),
         **{name: getattr(beat, name) for name in beat.__struct_fields__ if name not in ("name", "incarnation")},
+        "paired": sorted({engines[peer] for peer in beat.paired if peer in engines}),
+        "refused": {engines.get(peer, peer): why for peer, why in beat.refused.items()},
     }
 
 

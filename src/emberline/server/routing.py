@@ -11,6 +11,7 @@ from emberline.router.upstream import Upstream
 from emberline.server.listening import bind, listen
 from emberline.server.pages import load_pages
 from emberline.server.router_app import RouterApp
+from emberline.server.sponsor import Sponsor
 
 log = logging.getLogger("emberline.router")
 
@@ -21,8 +22,10 @@ async def route(config: RouterConfig) -> None:
     port = listener.getsockname()[1]
     async with Upstream() as upstream:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"))
-        ticking = asyncio.create_task(app.tick())
+        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
+        tasks = [asyncio.create_task(work) for work in (app.tick(), sponsor.run())]
         try:
             await listen(app, listener, lambda: log.info("router at http://%s:%d", config.host, port))
         finally:
-            ticking.cancel()
+            for task in tasks:
+                task.cancel()

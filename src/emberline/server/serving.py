@@ -10,8 +10,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, WorkerConfig
+from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, TransferConfig, WorkerConfig
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
@@ -29,6 +30,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
     directories = {name: resolve(source) for name, source in config.models.items()}
+    if config.worker is not None:
+        engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
     configs = {name: replace(engine_config, model=str(directory)) for name, directory in directories.items()}
     engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
@@ -61,13 +64,21 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
 
 def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
     from emberline.cluster.registrar import Registrar
-    from emberline.server.worker_card import beat, card
+    from emberline.server.presence import Presence
 
-    incarnation = uuid.uuid4().hex
-    name = worker.name or f"{socket.gethostname()}:{port}"
     url = worker.url or f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-    made = card(name, incarnation, url, app)
-    return Registrar(worker.router, worker.cluster_key, made, lambda: beat(name, incarnation, app.engine))
+    us = Presence(_name(worker, port), uuid.uuid4().hex, url, worker.role, app.engine, app.served)
+    return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
+
+
+def _name(worker: WorkerConfig, port: int) -> str:
+    return worker.name or f"{socket.gethostname()}:{port}"
+
+
+def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
+    """Blocks are exchanged where requests are, under the same name."""
+    reached = urlsplit(worker.url).hostname if worker.url else None
+    return TransferConfig(_name(worker, port), host, advertise=reached, required=worker.role != "both")
 
 
 def _announce(ready: Mapping[str, Facts]) -> None:

@@ -7,6 +7,7 @@ import { Load } from "./load.js";
 import { Settings } from "./settings.js";
 import { Transcript } from "./transcript.js";
 import { models } from "./wire.js";
+import { wireTheme } from "./theme.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -180,21 +181,6 @@ function wirePanel() {
   $("scroll").addEventListener("click", () => narrow.matches && openPanel(false));
 }
 
-function wireTheme() {
-  const names = { "light dark": "as the system", light: "light", dark: "dark" };
-  const apply = (theme) => {
-    document.documentElement.style.colorScheme = theme;
-    $("theme").title = $("theme").ariaLabel = `Colour theme: ${names[theme]}`;
-    localStorage.setItem("emberline.theme", theme);
-  };
-  const stored = localStorage.getItem("emberline.theme");
-  apply(stored in names ? stored : "light dark");
-  $("theme").onclick = () => {
-    const themes = Object.keys(names);
-    apply(themes[(themes.indexOf(localStorage.getItem("emberline.theme")) + 1) % themes.length]);
-  };
-}
-
-wireTheme();
+wireTheme($("theme"));
 wirePanel();
 new Playground();

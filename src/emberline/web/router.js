@@ -8,7 +8,10 @@ const $ = (id) => document.getElementById(id);
 
 const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value.toFixed(0));
 const percent = (value) => `${(100 * value).toFixed(0)}%`;
+const bytes = (value) => (value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB` : value >= 1e6 ? `${(value / 1e6).toFixed(1)} MB` : `${(value / 1e3).toFixed(0)} kB`);
 const sum = (workers, name) => workers.reduce((total, worker) => total + worker[name], 0);
+const moved = (workers, name) => workers.reduce((total, worker) => total + (worker.transfer?.[name] ?? 0), 0);
+const total = (counts) => Object.values(counts).reduce((all, count) => all + count, 0);
 const ratio = (part, all) => (all > 0 ? part / all : null);
 
 const COUNTS = [
@@ -36,6 +39,7 @@ class Page {
       }),
       one("Generated", whole, (s) => s.generated, "ember", "tok/s"),
       one("Cache hits", percent, (s) => s.hits, "sage", "of prompts", { max: 1 }),
+      one("Keys and values moved", bytes, (s) => s.moved, "sky", "/s"),
       one("Errors", whole, (s) => s.errors, "sand", "/s"),
     ];
     $("charts").append(...this.charts.map((chart) => chart.node));
@@ -72,6 +76,7 @@ class Page {
       failures: sum(workers, "failed") + refused + broken,
       queries: sum(workers, "prefix_queries"),
       found: sum(workers, "prefix_hits"),
+      pulled: moved(workers, "pulled_bytes"),
     };
     const known = this.samples.filter((s) => s.answered !== undefined);
     const last = known.at(-1);
@@ -83,6 +88,7 @@ class Page {
       rate: rate("answered"),
       generated: rate("tokens"),
       errors: rate("failures"),
+      moved: rate("pulled"),
       hits: hits === null ? null : Math.min(1, Math.max(0, hits)),
       prefill: sum(workers, "prefill_tokens"),
       decode: sum(workers, "decode_tokens"),
@@ -99,10 +105,26 @@ class Page {
     $("facts").textContent = `${status.open_requests} requests open`;
     $("empty").hidden = status.workers.length > 0;
     this.showWorkers(status.workers);
-    const counts = COUNTS.map(([name, label]) => fact(label, status.decisions[name] ?? 0));
-    const retried = Object.values(status.retries).reduce((total, count) => total + count, 0);
-    counts.push(fact("tried elsewhere", retried), fact("refused, full", status.refused), fact("broken off", status.broken, status.broken > 0));
+    this.showCounts(status);
+  }
+
+  showCounts({ decisions, retries, prefills, migrations, refused, broken }) {
+    const counts = COUNTS.map(([name, label]) => fact(label, decisions[name] ?? 0));
+    counts.push(fact("tried elsewhere", total(retries)), fact("refused, full", refused), fact("broken off", broken, broken > 0));
     $("counts").replaceChildren(...counts.flat());
+    const failed = Object.keys(prefills).filter((how) => !["done", "left", "no ticket"].includes(how));
+    const failures = failed.reduce((all, how) => all + prefills[how], 0);
+    const by = (outcome) => migrations.filter((m) => m.outcome === outcome);
+    const number = (those) => those.reduce((all, m) => all + m.count, 0);
+    const facts = [
+      fact("prompts split", decisions.split ?? 0),
+      fact("prefilled", prefills.done ?? 0),
+      fact("prefills failed", failures, failures > 0),
+      fact("streams moved", number(by("went on"))),
+      fact("given up", number(by("given up")), by("given up").length > 0),
+      ...by("went on").map((m) => fact(`moved: ${m.reason}`, m.count)),
+    ];
+    $("moves").replaceChildren(...facts.flat());
   }
 
   showWorkers(workers) {
@@ -123,18 +145,21 @@ class Page {
 class Card {
   constructor() {
     this.name = element("h3");
+    this.role = element("span", { className: "role" });
     this.health = element("span", { className: "health" });
     this.models = element("p", { className: "models" });
     this.level = element("i");
     this.facts = element("dl");
-    const head = element("header", {}, this.name, this.health);
+    const head = element("header", {}, this.name, this.role, this.health);
     this.node = element("li", { className: "worker" }, head, this.models, element("div", { className: "fill" }, this.level), this.facts);
   }
 
   show(worker) {
     this.node.dataset.name = worker.name;
     this.node.dataset.health = worker.health;
+    this.node.dataset.role = worker.role;
     this.name.textContent = worker.name;
+    this.role.textContent = worker.role === "both" ? "" : worker.role;
     this.health.textContent = worker.breaker === "closed" ? worker.health : `${worker.health}, breaker ${worker.breaker}`;
     this.models.textContent = worker.models.join(", ");
     this.level.style.width = percent(Math.min(1, worker.open / worker.max_running));
@@ -148,9 +173,22 @@ class Card {
         fact("cache hits", hits === null ? "–" : percent(hits)),
         fact("answered", worker.answered),
         fact("failed", worker.failed, worker.failed > 0),
+        ...this.exchange(worker),
         fact("last beat", `${worker.seconds_since_beat.toFixed(1)} s ago`, worker.health === "lost"),
       ].flat(),
     );
+  }
+
+  /** What it has to do with the others: whose blocks it takes, how many, and who waits for its own. */
+  exchange({ paired, refused, transfer, moved }) {
+    const facts = [];
+    if (paired.length) facts.push(fact("takes from", paired.join(", ")));
+    for (const [name, why] of Object.entries(refused)) facts.push(fact(`not from ${name}`, why, true));
+    if (transfer?.pulls) facts.push(fact("taken", `${bytes(transfer.pulled_bytes)} at ${bytes(transfer.pulled_bytes / transfer.pull_seconds)}/s`));
+    if (transfer?.recomputed) facts.push(fact("computed again", transfer.recomputed, true));
+    if (transfer?.published) facts.push(fact("handed out", transfer.published), fact("kept for others", `${transfer.pinned_blocks} blocks`));
+    if (moved) facts.push(fact("moved away", moved));
+    return facts;
   }
 }
 

@@ -58,7 +58,7 @@ async function send(path, key, options) {
   throw failure(error ?? { message: response.statusText }, response.status, response.headers.get("Retry-After"));
 }
 
-async function* events(stream, signal) {
+export async function* events(stream, signal) {
   const reader = stream.getReader(); // not piped through a decoder: a pipe that breaks drops what is still in it
   const decoder = new TextDecoder();
   let pending = "";

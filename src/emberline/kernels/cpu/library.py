@@ -52,6 +52,8 @@ ENTRIES = {
 COUNTING = {  # the same, for those that answer with a number
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
+    "ember_kv_pack": "plip",
+    "ember_kv_unpack": "pllip",
 }
 
 

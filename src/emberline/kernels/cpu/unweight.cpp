@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "crc32.h"
+#include "huffman.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -17,7 +18,6 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "elements and indices are little-endian");
 
 constexpr int kBlock = 65536, kStreams = 4, kSegment = kBlock / kStreams, kIndex = 12;  // format.py has the same
-constexpr int kBits = 11, kSymbols = 6;  // looked up at once: bits, and symbols found at most
 constexpr int kLookups = 5;              // in the 56 bits that are there after a refill
 constexpr int kSlack = 16;               // a store of 8 bytes may pass a segment's end
 static_assert(kLookups * kBits <= 56);
@@ -69,52 +69,6 @@ void merge(const uint8_t* symbols, const uint8_t* planes, long stride, long coun
     }
 }
 
-// Codes are canonical: by length, then by symbol. The first bit of a code is the lowest of what is stored. Calls
-// each(symbol, code, length).
-template <class F>
-void for_codes(const uint8_t* lengths, const F& each) {
-    for (uint32_t length = 1, code = 0; length <= kBits; length++, code <<= 1)
-        for (int symbol = 0; symbol < 256; symbol++)
-            if (lengths[symbol] == length) {
-                uint32_t first_lowest = 0;
-                for (uint32_t bit = 0; bit < length; bit++) first_lowest |= (code >> bit & 1) << (length - 1 - bit);
-                each(symbol, first_lowest, length);
-                code++;
-            }
-}
-
-struct Encoder {
-    uint32_t codes[256] = {};  // code | length << 16
-
-    explicit Encoder(const uint8_t* lengths) {
-        for_codes(lengths, [&](int symbol, uint32_t code, uint32_t length) { codes[symbol] = code | length << 16; });
-    }
-};
-
-struct Decoder {
-    const uint8_t* lengths;
-    uint64_t table[1 << kBits];  // bits taken | the symbols in them << 8 | how many << 56
-
-    explicit Decoder(const uint8_t* of) : lengths(of) {
-        uint8_t first[1 << kBits] = {};  // symbol that these bits begin with
-        for_codes(lengths, [&](int symbol, uint32_t code, uint32_t length) {
-            // The one code that is not complete has one symbol, of one bit: the other bit means it too.
-            uint32_t step = length == 1 && std::count(lengths, lengths + 256, 0) == 255 ? 1 : 1u << length;
-            for (uint32_t i = code; i < 1 << kBits; i += step) first[i] = uint8_t(symbol);
-        });
-        for (uint32_t i = 0; i < 1 << kBits; i++) {
-            uint64_t taken = 0, found = 0, number = 0;
-            for (; number < kSymbols; number++) {
-                uint8_t symbol = first[i >> taken];
-                if (taken + lengths[symbol] > kBits) break;
-                found |= uint64_t(symbol) << 8 * number;
-                taken += lengths[symbol];
-            }
-            table[i] = taken | found << 8 | number << 56;
-        }
-    }
-};
-
 template <int W>
 void count_symbols(const void* elements, long count, uint64_t* counts) {
     uint8_t symbols[4096], planes[3 * 4096];
@@ -130,30 +84,34 @@ void count_symbols(const void* elements, long count, uint64_t* counts) {
         for (auto& lane : lanes) counts[s] += lane[s];
 }
 
-uint8_t* encode_stream(const uint8_t* symbols, long count, const Encoder& encoder, uint8_t* to) {
+// A stream being written: bits come in from above, whole bytes go out. A store of 8 bytes passes its end.
+struct Sink {
+    uint8_t* to;
     uint64_t bits = 0;
     int held = 0;
-    auto put = [&](uint8_t symbol) {
-        uint32_t code = encoder.codes[symbol];
+
+    void put(uint32_t code) {  // code | length << 16
         bits |= uint64_t(code & 0xFFFF) << held;
         held += int(code >> 16);
-    };
-    auto flush = [&] {
+    }
+
+    void flush() {
         std::memcpy(to, &bits, 8);
         to += held / 8;
         bits >>= held / 8 * 8;
         held %= 8;
-    };
-    long i = 0;
-    for (; i + kLookups <= count; i += kLookups, flush())
-        for (int l = 0; l < kLookups; l++) put(symbols[i + l]);
-    for (; i < count; i++) put(symbols[i]), flush();
-    if (held) *to++ = uint8_t(bits);
-    return to;
-}
+    }
+
+    void rest(const uint8_t* symbols, const uint8_t* end, const Encoder& encoder) {
+        for (; symbols < end; symbols++) put(encoder.codes[*symbols]), flush();
+        if (held) *to++ = uint8_t(bits);
+    }
+};
 
 struct Segment {
     long begin, count;
+
+    long end() const { return begin + count; }
 };
 
 inline Segment segment(long block, int s) {
@@ -161,17 +119,37 @@ inline Segment segment(long block, int s) {
     return {begin, std::min(each, block - begin)};
 }
 
+// All streams side by side: while one waits for its own last code, the others go on.
+void encode_together(const uint8_t* symbols, long count, const Encoder& encoder, Sink (&sinks)[kStreams]) {
+    const uint8_t* from[kStreams];
+    for (int s = 0; s < kStreams; s++) from[s] = symbols + segment(count, s).begin;
+    long common = segment(count, kStreams - 1).count / kLookups * kLookups;  // the last one is the shortest
+    Sink a = sinks[0], b = sinks[1], c = sinks[2], d = sinks[3];
+    for (long i = 0; i < common; i += kLookups) {
+#pragma GCC unroll 8
+        for (int l = 0; l < kLookups; l++) {
+            a.put(encoder.codes[from[0][i + l]]), b.put(encoder.codes[from[1][i + l]]);
+            c.put(encoder.codes[from[2][i + l]]), d.put(encoder.codes[from[3][i + l]]);
+        }
+        a.flush(), b.flush(), c.flush(), d.flush();
+    }
+    sinks[0] = a, sinks[1] = b, sinks[2] = c, sinks[3] = d;
+    for (int s = 0; s < kStreams; s++) sinks[s].rest(from[s] + common, symbols + segment(count, s).end(), encoder);
+}
+
 template <int W>
 uint8_t* encode_block(const void* elements, long count, const Encoder& encoder, uint8_t* to, uint8_t* index) {
-    uint8_t symbols[kBlock], planes[(W - 1) * kBlock + 1];
+    uint8_t symbols[kBlock], coded[kStreams][kSegment * kBits / 8 + kSlack];
+    uint8_t planes[(W - 1) * kBlock + 1];
     split<W>(elements, count, symbols, planes, count);
     uint8_t* begin = to;
+    Sink sinks[kStreams] = {{coded[0]}, {coded[1]}, {coded[2]}, {coded[3]}};
+    encode_together(symbols, count, encoder, sinks);
     for (int s = 0; s < kStreams; s++) {
-        Segment part = segment(count, s);
-        uint8_t* end = encode_stream(symbols + part.begin, part.count, encoder, to);
-        uint16_t length = uint16_t(end - to);
+        uint16_t length = uint16_t(sinks[s].to - coded[s]);
         std::memcpy(index + 2 * s, &length, 2);
-        to = end;
+        std::memcpy(to, coded[s], length);
+        to += length;
     }
     std::memcpy(to, planes, size_t((W - 1) * count));
     to += (W - 1) * count;

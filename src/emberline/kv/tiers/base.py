@@ -24,7 +24,11 @@ class Tier(Protocol):
     name: str
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many of a chain are here, from the first on. Never waits, so the engine's loop may ask."""
+        """How many of a chain are known to be here, from the first on. Never waits, so the engine's loop may ask."""
+        ...
+
+    def guess(self, hashes: Sequence[bytes]) -> int:
+        """How many it is worth trying to load. Never waits either; more than `lookup` where only a look would tell."""
         ...
 
     def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
@@ -43,3 +47,5 @@ class Tier(Protocol):
         ...
 
     def stats(self) -> TierStats: ...
+
+    def close(self) -> None: ...

@@ -1,9 +1,5 @@
-"""BlockFile: one block as a file: a page that says what it is, then the buffer.
-
-    0   8s   magic            36  16s  the block's hash
-    8   u32  version          52  u64  bytes that follow the page
-    12  u64  reserved, 0      60  u32  CRC-32 of these
-    20  16s  layout's hash    64  u32  CRC-32 of all above
+"""BlockFile: one block as a file, in the form of `blockform.py`. Coded blocks are padded to 1/32 of the buffer: nearly
+all files are then equally long, and one can be written over with another.
 
 A file comes into being under another name and is renamed when it is complete: whoever opens it sees all of it or none.
 Files of evicted blocks are written over instead of removed, since giving room back is what a disk is slow at (measured:
@@ -21,19 +17,17 @@ import errno
 import fcntl
 import mmap
 import os
-import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 
-from emberline.kv.checksum import Crc
 from emberline.kv.tiers.base import PAGE
+from emberline.kv.tiers.blockform import BlockForm
+from emberline.kv.tiers.gain import Reading
 
-MAGIC = b"EMBERKV\0"
-VERSION = 1
-FIELDS = struct.Struct("<8sIQ16s16sQI")
-SEAL = struct.Struct("<I")
+STEPS = 32  # lengths that a coded block can have
 DIRECT = getattr(os, "O_DIRECT", 0)
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a name may be a stranger's: no links, no pipes
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -41,65 +35,83 @@ WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _Vector = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
 
 
-def layout_hash(layout: str) -> bytes:
-    return blake2b(layout.encode(), digest_size=16).digest()
-
-
 @dataclass(slots=True)
 class BlockFiles:
     """How the files of one layout are written and read."""
 
-    layout: bytes
-    buffer_bytes: int
-    crc: Crc
+    form: BlockForm
     direct: bool = field(default=bool(DIRECT))  # until the file system refuses
+    _scratch: list[memoryview] = field(default_factory=list)  # that nobody uses now
 
-    @property
-    def file_bytes(self) -> int:
-        return PAGE + self.buffer_bytes
-
-    def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview) -> None:
-        """`temporary` may be an old file, as long as any."""
-        page = memoryview(mmap.mmap(-1, PAGE))
-        head = self._head(digest, self.crc(buffer, 0))
-        page[: len(head)] = head
-        try:
-            handle = self._open(temporary, WRITE)
+    def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview, *, coded: bool = False) -> int:
+        """`temporary` may be an old file. How long the new one is."""
+        with self._room() as room:
+            payload = self.form.write(digest, buffer, room, coded=coded, worth=len(buffer) - self._step)
+            size = self._padded(len(payload))
+            body = buffer
+            if payload is not buffer:
+                body = room[PAGE : PAGE + size]
+                body[len(payload) :] = bytes(size - len(payload))
             try:
-                written = self._vector(os.writev, handle, [page, buffer])
-            finally:
-                os.close(handle)
-            if written != self.file_bytes:  # a disk that fills up writes what it can
-                raise OSError(errno.ENOSPC, "only a part could be written", str(temporary))
-            temporary.rename(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+                self._write(temporary, [room[:PAGE], body])
+                temporary.rename(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            return PAGE + len(body)
 
-    def read(self, path: Path, digest: bytes, buffer: memoryview) -> bool:
-        """False: the file is not what its name says. In the buffer lies something, then. FileNotFoundError: there is
+    def read(self, path: Path, digest: bytes, buffer: memoryview) -> Reading | None:
+        """None: the file is not what its name says. In the buffer lies something, then. FileNotFoundError: there is
         none, or none any more."""
-        page = memoryview(mmap.mmap(-1, PAGE))
-        handle = self._open(path, READ)
+        began, handle = time.perf_counter(), self._open(path, READ)
         try:
-            status = os.fstat(handle)
-            whole = status.st_size == self.file_bytes
-            whole = whole and self._vector(os.readv, handle, [page, buffer]) == self.file_bytes
-            if not os.path.samestat(status, path.lstat()):
-                raise FileNotFoundError(errno.ENOENT, "evicted while it was read", str(path))
-            if not whole:
-                return False
-            head = self._head(digest, self.crc(buffer, 0))
-            if page[: len(head)] != head:
-                return False
+            with self._room() as room:
+                status = os.fstat(handle)
+                plain = status.st_size == self.form.most_bytes
+                body = buffer if plain else room[PAGE : max(PAGE, status.st_size)]
+                whole = self.is_length(status.st_size)
+                whole = whole and self._vector(os.readv, handle, [room[:PAGE], body]) == status.st_size
+                if not os.path.samestat(status, path.lstat()):
+                    raise FileNotFoundError(errno.ENOENT, "evicted while it was read", str(path))
+                seconds = time.perf_counter() - began
+                if not whole or not self.form.read(digest, room[:PAGE], body, buffer):
+                    return None
             os.utime(handle)  # those used last survive a restart longest
-            return True
+            return Reading(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
         finally:
             os.close(handle)
 
-    def _head(self, digest: bytes, crc: int) -> bytes:
-        head = FIELDS.pack(MAGIC, VERSION, 0, self.layout, digest, self.buffer_bytes, crc)
-        return head + SEAL.pack(self.crc(memoryview(bytearray(head)), 0))
+    def is_length(self, size: int) -> bool:
+        """Whether a whole file can be so long."""
+        coded = PAGE < size < self.form.most_bytes and self._padded(size - PAGE) == size - PAGE
+        return size == self.form.most_bytes or (coded and self.form.codec is not None)
+
+    @property
+    def _step(self) -> int:
+        return -(-self.form.buffer_bytes // (STEPS * PAGE)) * PAGE
+
+    def _padded(self, size: int) -> int:
+        return -(-size // self._step) * self._step
+
+    @contextmanager
+    def _room(self) -> Iterator[memoryview]:
+        try:
+            room = self._scratch.pop()
+        except IndexError:
+            room = memoryview(mmap.mmap(-1, self.form.room_bytes))
+        yield room
+        self._scratch.append(room)
+
+    def _write(self, path: Path, parts: list[memoryview]) -> None:
+        handle = self._open(path, WRITE)
+        try:
+            size, written = sum(map(len, parts)), self._vector(os.writev, handle, parts)
+            if written != size:  # a disk that fills up writes what it can
+                raise OSError(errno.ENOSPC, "only a part could be written", str(path))
+            if os.fstat(handle).st_size != size:
+                os.ftruncate(handle, size)
+        finally:
+            os.close(handle)
 
     def _open(self, path: Path, flags: int) -> int:
         if self.direct:

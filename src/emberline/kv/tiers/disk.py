@@ -9,6 +9,9 @@ complete or absent, and names, lengths and checksums are verified); a file that 
 others. Not guaranteed: that a block is seen at once by others (it takes until they `refresh`), and the quota, which
 each process holds for what it has seen: together they may exceed it by what they write between two looks.
 
+With a codec, blocks are stored coded where that brings them back sooner (`gain.py`), always, or never; whatever lies
+there is read. The quota counts bytes, so more of them fit.
+
 An I/O error (a full disk too) turns the tier off for a while: one line in the log, requests notice nothing.
 """
 
@@ -26,8 +29,11 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
 from emberline.kv.checksum import Crc, crc_of
+from emberline.kv.codec import Codec
 from emberline.kv.tiers.base import buffer_size
-from emberline.kv.tiers.blockfile import BlockFiles, layout_hash
+from emberline.kv.tiers.blockfile import BlockFiles
+from emberline.kv.tiers.blockform import BlockForm, layout_hash
+from emberline.kv.tiers.gain import Gain
 from emberline.kv.tiers.policy import policy_of
 
 log = logging.getLogger("emberline.kv")
@@ -49,17 +55,25 @@ class DiskTier:
         *,
         policy: str = "lru",
         crc: Crc | None = None,
+        codec: Codec | None = None,
+        coding: str = "auto",
         clock: Clock | None = None,
     ) -> None:
+        """`coding`: of what is stored from now on: auto, uw or none."""
         digest = layout_hash(layout)
-        self._files = BlockFiles(digest, buffer_size(block_bytes), crc or crc_of(None))
-        self.capacity = quota // self._files.file_bytes
+        form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
+        self._files = BlockFiles(form)
+        self._coding, self._gain = coding, Gain(form.buffer_bytes)
+        self._quota = quota
+        self.capacity = quota // form.most_bytes  # of blocks as they are
         if self.capacity < 1:
-            raise InvalidRequest(f"{quota} bytes hold no block of {self._files.file_bytes}", param="kv_disk_size")
+            raise InvalidRequest(f"{quota} bytes hold no block of {form.most_bytes}", param="kv_disk_size")
         self._root = directory / digest.hex()
         self._clock = clock or SystemClock()
         self._policy = policy_of(policy, self.capacity)
         self._lock = threading.Lock()  # of everything below; not held while files are read or written
+        self._sizes: dict[bytes, int] = {}  # of the files of those in the policy
+        self._used = 0  # the sum of these
         self._seen: dict[str, int] = {}  # folders, and when each had last changed
         self._off_until = float("-inf")
         self._off = False
@@ -85,6 +99,9 @@ class DiskTier:
                 return 0
             return next((i for i, digest in enumerate(hashes) if digest not in self._policy), len(hashes))
 
+    def guess(self, hashes: Sequence[bytes]) -> int:
+        return self.lookup(hashes)
+
     def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         pairs = zip(hashes, into, strict=True)
         return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
@@ -107,8 +124,12 @@ class DiskTier:
     def stats(self) -> TierStats:
         with self._lock:
             self._stats.blocks = len(self._policy)
+            self._stats.capacity = self._quota * len(self._policy) // self._used if self._used else self.capacity
             self._stats.on = not self._off
             return self._stats.copy()
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +138,7 @@ class DiskTier:
             return False
         began = time.perf_counter()
         try:
-            sound = self._files.read(self._path(digest), digest, buffer)
+            found = self._files.read(self._path(digest), digest, buffer)
         except FileNotFoundError:  # another process evicted it
             self._drop(digest)
             return False
@@ -125,17 +146,18 @@ class DiskTier:
             self._drop(digest)
             self._fail(e)
             return False
-        if not sound:
+        if found is None:
             self._drop(digest)
             self._unlink(digest)
         with self._lock:
-            if not sound:
+            if found is None:
                 self._stats.damaged_blocks += 1
                 return False
             if digest in self._policy:
                 self._policy.touch(digest)
+            self._gain.note(found)
             self._stats.loaded_blocks += 1
-            self._stats.loaded_bytes += self._files.file_bytes
+            self._stats.loaded_bytes += found.size
             self._stats.load_seconds += time.perf_counter() - began
         self._well()
         return True
@@ -146,7 +168,7 @@ class DiskTier:
                 self._stats.dropped_blocks += 1
             return False
         began = time.perf_counter()
-        spare, path = self._make_room(digest), self._path(digest)
+        spare, path = self._make_room(digest, self._files.form.most_bytes), self._path(digest)
         self._count += 1
         temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._count}{TEMPORARY}")
         try:
@@ -155,28 +177,29 @@ class DiskTier:
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     os.utime(spare, follow_symlinks=False)  # it is not stale
                     spare.rename(temporary)
-            self._files.write(path, temporary, digest, buffer)
+            coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
+            size = self._files.write(path, temporary, digest, buffer, coded=coded)
         except OSError as e:
             self._fail(e)
             return False
         with self._lock:
-            if digest not in self._policy:
-                self._policy.insert(digest)
+            self._insert(digest, size)
             self._stats.stored_blocks += 1
-            self._stats.stored_bytes += self._files.file_bytes
+            self._stats.stored_bytes += size
             self._stats.store_seconds += time.perf_counter() - began
         self._well()
         return True
 
-    def _make_room(self, incoming: bytes) -> Path | None:
+    def _make_room(self, incoming: bytes, size: int) -> Path | None:
         """The file of the last one that had to leave, which is the caller's to use again or to remove."""
         spare: bytes | None = None
         while True:
             with self._lock:
-                if incoming in self._policy or len(self._policy) < self.capacity:
+                if incoming in self._policy or self._used + size <= self._quota:
                     return self._path(spare) if spare is not None else None
                 evicted = self._policy.evict(incoming, lambda key: True)
                 assert evicted is not None
+                self._used -= self._sizes.pop(evicted)
                 self._stats.evicted_blocks += 1
             if spare is not None:
                 self._unlink(spare)
@@ -186,6 +209,14 @@ class DiskTier:
         with self._lock:
             if digest in self._policy:
                 self._policy.remove(digest)
+                self._used -= self._sizes.pop(digest)
+
+    def _insert(self, digest: bytes, size: int) -> None:
+        """Under the lock. It may be there already, and may have had another length."""
+        if digest not in self._policy:
+            self._policy.insert(digest)
+        self._used += size - self._sizes.get(digest, 0)
+        self._sizes[digest] = size
 
     def _unlink(self, digest: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -199,7 +230,7 @@ class DiskTier:
 
     def _scan(self) -> None:
         """Folders that have changed since the last time; the least recently used files come first."""
-        listed: dict[str, dict[bytes, float]] = {}
+        listed: dict[str, dict[bytes, tuple[float, int]]] = {}
         for folder in os.scandir(self._root):
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
             if changed is not None and self._seen.get(folder.name) != changed:
@@ -210,19 +241,18 @@ class DiskTier:
         for digest in gone:
             if not self._path(digest).exists():  # and not written since
                 self._drop(digest)
-        for _, digest in sorted((used, digest) for here in listed.values() for digest, used in here.items()):
+        for (_, size), digest in sorted((found, digest) for here in listed.values() for digest, found in here.items()):
             with self._lock:
                 if digest in self._policy:
                     continue
-            if (spare := self._make_room(digest)) is not None:
+            if (spare := self._make_room(digest, size)) is not None:
                 spare.unlink(missing_ok=True)
             with self._lock:
-                if digest not in self._policy:
-                    self._policy.insert(digest)
+                self._insert(digest, size)
 
-    def _list(self, folder: Path) -> dict[bytes, float]:
-        """Blocks and when each was used last. What cannot be one is removed; strangers' files are left alone."""
-        blocks: dict[bytes, float] = {}
+    def _list(self, folder: Path) -> dict[bytes, tuple[float, int]]:
+        """Blocks, when each was used last, and its bytes. What cannot be one is removed; strangers' files are left."""
+        blocks: dict[bytes, tuple[float, int]] = {}
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
                 status = entry.stat(follow_symlinks=False)
@@ -230,8 +260,8 @@ class DiskTier:
                     if time.time() - status.st_mtime > STALE:
                         Path(entry.path).unlink()
                 elif (digest := _digest(entry.name)) is not None:
-                    if status.st_size == self._files.file_bytes and entry.name[:2] == folder.name:
-                        blocks[digest] = status.st_mtime
+                    if self._files.is_length(status.st_size) and entry.name[:2] == folder.name:
+                        blocks[digest] = status.st_mtime, status.st_size
                     else:
                         Path(entry.path).unlink()
         return blocks

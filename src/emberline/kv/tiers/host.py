@@ -93,6 +93,9 @@ class HostTier:
         with self._lock:
             return next((i for i, digest in enumerate(hashes) if digest not in self._kept), len(hashes))
 
+    def guess(self, hashes: Sequence[bytes]) -> int:
+        return self.lookup(hashes)
+
     def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
         for i, (digest, buffer) in enumerate(zip(hashes, into, strict=True)):
             kept = self.pin(digest)
@@ -135,6 +138,9 @@ class HostTier:
                 stored_bytes=self._stored * self.buffer_bytes,
                 evicted_blocks=self._evicted,
             )
+
+    def close(self) -> None:
+        """There is nothing to give back."""
 
     def check(self) -> None:
         """Conservation: every buffer is free, filling or kept; only kept ones are pinned."""

@@ -72,10 +72,10 @@ class TierStack:
     # -- loads: the engine's side -------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many of a chain can be had, from the first on, wherever each of them lies."""
+        """How many of a chain are worth fetching, from the first on, wherever each of them lies."""
         tiers: list[Tier] = [self.host, *(() if self._stuck() else self.below)]
         count = 0
-        while count < len(hashes) and (more := max(tier.lookup(hashes[count:]) for tier in tiers)):
+        while count < len(hashes) and (more := max(tier.guess(hashes[count:]) for tier in tiers)):
             count += more
         return count
 
@@ -255,6 +255,8 @@ class TierStack:
         self._to_write.set()
         for thread in self._threads:
             thread.join(seconds)
+        for tier in self.below:
+            tier.close()
 
     def stats(self) -> dict[str, TierStats]:
         figures = {tier.name: tier.stats() for tier in (self.host, *self.below)}

@@ -61,14 +61,3 @@ class Transport(Protocol):
 
     def connect(self, peer: Peer, deadline: float) -> Link:
         """Warm: what the first fetch needs is there."""
-
-
-class Codec(Protocol):
-    """Lossless compression of pieces on the wire, if both sides have it."""
-
-    name: str
-
-    def encode(self, data: memoryview) -> bytes: ...
-
-    def decode(self, data: memoryview, out: memoryview) -> None:
-        """Fills `out`, or raises Corrupted."""

@@ -40,6 +40,7 @@ class Kind(IntEnum):
     DATA = 9
     SEALED = 10
     ERROR = 11
+    VOUCH = 12
 
 
 class Message(NamedTuple):

@@ -13,7 +13,8 @@ from emberline.kv.transfer.errors import Incompatible
 @dataclass(frozen=True, slots=True)
 class Layout:
     """In memory, each part is [layers, blocks, heads, tokens, width]. A cache whose tokens hold all heads side by side
-    has one head, as wide as all of them."""
+    has one head, as wide as all of them. One whose keys are `turned` has them as [layers, blocks, heads, numbers,
+    tokens, bytes of a number]."""
 
     model: str  # what the numbers mean, as in the root of block hashes
     layers: int
@@ -23,6 +24,7 @@ class Layout:
     width: int  # bytes of one head of one token
     dtype: str
     order: str = sys.byteorder
+    turned: int = 0  # bytes of a number of the first part, if that is turned
 
     @property
     def plane_bytes(self) -> int:
@@ -36,6 +38,11 @@ class Layout:
     @property
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
+
+    def strips(self, part: int) -> tuple[int, int]:
+        """A plane is so many strips of tokens, in which each token has so many bytes."""
+        width = self.turned if part == 0 and self.turned else self.width
+        return self.heads * self.width // width, width
 
     @property
     def digest(self) -> str:
@@ -65,6 +72,7 @@ class Layout:
             layout = Layout(**told)
             numbers = (layout.layers, layout.parts, layout.heads, layout.tokens, layout.width)
             valid = all(type(number) is int and number > 0 for number in numbers)
+            valid = valid and type(layout.turned) is int and layout.width % (layout.turned or layout.width) == 0
         except TypeError:
             valid = False
         if not valid or not all(type(text) is str for text in (layout.model, layout.dtype, layout.order)):

@@ -39,6 +39,8 @@ class Lease:
     began: float
     until: float
     limit: float  # no renewal goes beyond
+    subject: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,16 @@ class Leases:
             assert lease.id not in self._live and lease.id not in self._over
             self._live[lease.id] = lease
 
-    def extend(self, id: str, blocks: Ids, generations: Marks, checksums: tuple[int, ...], complete: bool) -> Lease:
+    def extend(
+        self, id: str, blocks: Ids, generations: Marks, checksums: tuple[int, ...], complete: bool, note: str = ""
+    ) -> Lease:
         with self._changed:
             lease = self._find(id)
             assert not lease.complete, "a ticket that was said to be complete grows"
             lease.blocks = np.concatenate((lease.blocks, blocks))
             lease.generations = np.concatenate((lease.generations, generations))
             lease.checksums += checksums
-            lease.complete = complete
+            lease.complete, lease.note = complete, note
             self._renew(lease)
             self._changed.notify_all()
             return replace(lease)
@@ -129,7 +133,8 @@ class Leases:
         return lease
 
     def _expire(self, lease: Lease) -> bool:
-        if self._clock.now() < lease.until:
+        """One that is still growing does not before its limit: whoever fills its blocks will complete or close it."""
+        if self._clock.now() < (lease.until if lease.complete else lease.limit):
             return False
         self._end(lease, How.EXPIRED)
         return True

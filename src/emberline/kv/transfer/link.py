@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from emberline.kv.checksum import Crc, chained
-from emberline.kv.transfer.base import Codec, Fetch
+from emberline.kv.codec import Codec
+from emberline.kv.transfer.base import Fetch
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
 from emberline.kv.transfer.errors import Corrupted, PeerLost, PeerUnreachable
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.pace import Pace
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.server import DATA, MOST_PULL, generation_mark
 from emberline.kv.transfer.ticket import Peer, Ticket
@@ -32,7 +34,8 @@ class Habits:
 
     streams: int = 2  # connections that pieces of one pull travel over
     checked: bool = True  # bytes have a checksum on the wire
-    codecs: Sequence[Codec] = ()
+    codecs: Sequence[Codec] = ()  # used, if the sender has one of them too, where it measures faster
+    always: bool = False  # or wherever it can be
     patience: float = PATIENCE
     crc: Crc = zlib.crc32
 
@@ -70,7 +73,8 @@ class StreamLink:
         self._layout = layout  # ours
         self._dial = dial
         self._habits = habits
-        self._codec: Codec | None = None
+        self._codec: Codec | None = None  # that both have
+        self._pace = Pace()
         self._lock = threading.Lock()
         self._closed = False
         self._idle: list[Channel] = []
@@ -111,12 +115,14 @@ class StreamLink:
         count = min(self._habits.streams, len(fetch.pieces))
         if not count:
             return
-        crew = Crew()
+        size = sum(piece.size(self._peer.layout) for piece in fetch.pieces)
+        codec = self._codec if self._habits.always or self._pace.coded(size) else None
+        crew, began = Crew(), time.monotonic()
 
         def work(share: Sequence[Piece]) -> None:
             try:
                 with self._channel(fetch.deadline) as it, crew.on(it), fetch.progress.stopping(it.stop):
-                    self._stream(it, fetch, share)
+                    self._stream(it, fetch, share, codec)
             except BaseException as error:
                 crew.fail(error)
 
@@ -130,44 +136,46 @@ class StreamLink:
         fetch.progress.check()
         if crew.failure is not None:
             raise crew.failure
+        if self._codec is not None:
+            self._pace.note(codec is not None, size, time.monotonic() - began)
 
-    def _stream(self, channel: Channel, fetch: Fetch, pieces: Sequence[Piece]) -> None:
+    def _stream(self, channel: Channel, fetch: Fetch, pieces: Sequence[Piece], codec: Codec | None) -> None:
         transfer, deadline = secrets.randbits(64), fetch.deadline
         asked = {
             "id": fetch.ticket.id,
             "pieces": [dataclasses.astuple(piece) for piece in pieces],
             "seconds": min(deadline - time.monotonic(), MOST_PULL),
             "checked": self._habits.checked,
+            "coded": codec is not None,
         }
         channel.tell(Kind.PULL, transfer, asked, deadline)
         for piece in pieces:
-            self._land(channel, transfer, fetch, piece)
+            self._land(channel, transfer, fetch, piece, codec)
             fetch.landed(piece)
 
-    def _land(self, channel: Channel, transfer: int, fetch: Fetch, piece: Piece) -> None:
+    def _land(self, channel: Channel, transfer: int, fetch: Fetch, piece: Piece, codec: Codec | None) -> None:
         head = _expected(channel.receive(fetch.deadline), Kind.DATA, transfer, channel)
         *found, mark, length = DATA.unpack(head.body)
         size = piece.size(self._peer.layout)
-        right = length == size if self._codec is None else length <= 2 * size + 4096
+        right = length == size if codec is None else length <= codec.room(size)
         if Piece(*found) != piece or not right:
             raise _broken(channel, "a piece arrived that was not the one due")
         if mark != generation_mark(fetch.generations[piece.first : piece.last]):
             raise _broken(channel, "a piece of another generation arrived")
-        straight = fetch.target(piece) if self._codec is None else None
-        views = straight or [channel.staging.room(length)]
+        straight = fetch.target(piece) if codec is None else None
+        memory = memoryview(b"") if straight else channel.staging.room(length + (size if codec else 0))
+        views = straight or [memory[:length]]
         channel.receive_into(list(views), fetch.deadline)
         seal = _expected(channel.receive(fetch.deadline), Kind.SEALED, transfer, channel)
-        if self._habits.checked and struct.pack("<I", chained(self._habits.crc, views)) != seal.body:
+        if codec is not None:
+            views = [memory[length:]]
+            right = codec.decode(memory[:length], views[0])
+        elif self._habits.checked:
+            right = struct.pack("<I", chained(self._habits.crc, views)) == seal.body
+        if not right:
             raise _broken(channel, f"{piece} arrived with a wrong checksum")
         if straight is None:
-            fetch.scatter(piece, self._decoded(views[0], size))
-
-    def _decoded(self, data: memoryview, size: int) -> memoryview:
-        if self._codec is None:
-            return data
-        out = memoryview(bytearray(size))
-        self._codec.decode(data, out)
-        return out
+            fetch.scatter(piece, views[0])
 
     def _ask(self, kind: Kind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
         """Repeated once: requests do no harm twice, and a connection may have died unused."""

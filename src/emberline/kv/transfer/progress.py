@@ -16,6 +16,7 @@ class Progress:
         self.ticket: Ticket | None = None  # its newest state
         self.blocks = 0  # of the ticket, that were planned for so far
         self.bytes = 0  # landed
+        self.proven = 0  # blocks of the ticket, from the first on, that have landed and are known to be right
         self.complete = False  # all of it landed, and the lease was still alive then
         self._purpose: tuple[object, ...] = ()
         self._missing: dict[Piece, None] = {}
@@ -44,10 +45,10 @@ class Progress:
     # -- for the receiver and its transports -----------------------------------------------------------------------
 
     @contextmanager
-    def running(self, ticket: Ticket, into: Sequence[int], layers: range) -> Iterator[Ticket]:
+    def running(self, ticket: Ticket, into: Sequence[int], layers: range, first: int) -> Iterator[Ticket]:
         """The newest state of the ticket. A second pull of the same meanwhile, or of something else, is refused."""
         with self._lock:
-            purpose = (ticket.id, tuple(into), layers)
+            purpose = (ticket.id, tuple(into), layers, first)
             if self._running or self._purpose not in ((), purpose):
                 raise BadTransfer("this progress belongs to another pull", hint="one Progress for each pull")
             self._running, self._purpose = True, purpose

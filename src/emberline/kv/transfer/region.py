@@ -32,6 +32,7 @@ class Region:
         each = len(flat[0]) // layout.layers
         assert all(len(part) == each * layout.layers for part in flat) and each % layout.plane_bytes == 0
         self.layout = layout
+        self.parts = flat
         self.blocks = each // layout.plane_bytes
         self.generations = np.zeros(self.blocks, np.uint64) if generations is None else generations
         assert len(self.generations) == self.blocks
@@ -60,16 +61,23 @@ class Region:
 
     def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
         """A piece, as a sender of layout `wire` would send what these blocks hold."""
-        size, index = self._places(piece, blocks, wire)
-        rows = np.frombuffer(out, f"V{size}").reshape(-1, len(index))
-        for plane, row in zip(self._of(piece), rows, strict=True):
+        for plane, row, size, index in self._rows(piece, blocks, wire, out):
             np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")  # clip: unbuffered; none is outside
 
     def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
-        size, index = self._places(piece, blocks, wire)
-        rows = np.frombuffer(data, f"V{size}").reshape(-1, len(index))
-        for plane, row in zip(self._of(piece), rows, strict=True):
+        for plane, row, size, index in self._rows(piece, blocks, wire, data):
             np.frombuffer(plane, f"V{size}")[index] = row
+
+    def _rows(
+        self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
+    ) -> Iterator[tuple[memoryview, NDArray[np.void], int, Ids]]:
+        """Each plane with its part of the data. Both are made of elements of so many bytes; which of the plane's, says
+        the index."""
+        places = [self._places(piece, blocks, wire, part) for part in range(self.layout.parts)]
+        length = len(data) // ((piece.bottom - piece.top) * self.layout.parts)
+        for i, plane in enumerate(self._of(piece)):
+            size, index = places[i % len(places)]
+            yield plane, np.frombuffer(data[i * length : (i + 1) * length], f"V{size}"), size, index
 
     def _views(self, piece: Piece, found: list[tuple[int, int]]) -> list[memoryview]:
         size = self.layout.plane_bytes
@@ -79,17 +87,18 @@ class Region:
         for planes in self._planes[piece.top : piece.bottom]:
             yield from planes
 
-    def _places(self, piece: Piece, blocks: Ids, wire: Layout) -> tuple[int, Ids]:
+    def _places(self, piece: Piece, blocks: Ids, wire: Layout, part: int) -> tuple[int, Ids]:
         """A plane as a row of elements of so many bytes, and which of them the piece is made of, in order."""
-        ours, theirs, heads = self.layout.tokens, wire.tokens, self.layout.heads
+        ours, theirs = self.layout.tokens, wire.tokens
         if ours == theirs:
             return self.layout.plane_bytes, blocks[piece.first : piece.last]
-        grain = min(ours, theirs)  # tokens of one head that lie side by side in both
+        count, width = self.layout.strips(part)
+        grain = min(ours, theirs)  # tokens of one strip that lie side by side in both
         first = np.arange(piece.first * theirs, piece.last * theirs, grain).reshape(-1, 1, theirs // grain)
         block, token = np.divmod(first, ours)
-        head = np.arange(heads).reshape(1, -1, 1)
-        index = (blocks[block] * heads + head) * (ours // grain) + token // grain
-        return grain * self.layout.width, index.ravel()
+        strip = np.arange(count).reshape(1, -1, 1)
+        index = (blocks[block] * count + strip) * (ours // grain) + token // grain
+        return grain * width, index.ravel()
 
 
 class Staging:

@@ -63,18 +63,28 @@ class Sender:
 
     # -- for the owner of the cache --------------------------------------------------------------------------------
 
-    def publish(self, blocks: Sequence[int], lease: float, *, complete: bool = True, deadline: float = inf) -> Ticket:
+    def publish(
+        self,
+        blocks: Sequence[int],
+        lease: float,
+        *,
+        complete: bool = True,
+        deadline: float = inf,
+        subject: str = "",
+    ) -> Ticket:
         """The owner holds the blocks until `collect` names the ticket, and writes to none of them. `deadline`: on our
         clock, beyond which no renewal goes."""
         assert lease > 0
         now, found = self._clock.now(), self._described(blocks)
-        started = Lease(secrets.token_hex(16), *found, complete, lease, now, min(now + lease, deadline), deadline)
+        until = min(now + lease, deadline)
+        started = Lease(secrets.token_hex(16), *found, complete, lease, now, until, deadline, subject)
         self._leases.begin(started)
         return self._ticket(started)
 
-    def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False) -> Ticket:
-        """More blocks, as they are computed. TicketOver: nobody wants them any more."""
-        return self._ticket(self._leases.extend(ticket.id, *self._described(blocks), complete))
+    def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
+        """More blocks, as they are computed; with the last, a note. TicketOver: nobody wants them any more."""
+        assert complete or not note
+        return self._ticket(self._leases.extend(ticket.id, *self._described(blocks), complete, note))
 
     def close(self, ticket: Ticket) -> None:
         """Ends the lease from this side; TicketOver if it has ended already."""
@@ -143,4 +153,5 @@ class Sender:
 
     def _ticket(self, lease: Lease) -> Ticket:
         blocks, generations = tuple(lease.blocks.tolist()), tuple(lease.generations.tolist())
-        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.seconds, lease.checksums)
+        about = lease.checksums, lease.subject, lease.note
+        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.seconds, *about)

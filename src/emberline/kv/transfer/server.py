@@ -14,7 +14,7 @@ from typing import Any
 from zlib import crc32
 
 from emberline.kv.checksum import chained
-from emberline.kv.transfer.base import Codec
+from emberline.kv.codec import Codec
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind, Message
 from emberline.kv.transfer.errors import BadTransfer, PeerChanged, PeerLost, TransferError
 from emberline.kv.transfer.layout import Layout
@@ -151,29 +151,42 @@ class Server:
             self._sender.renew(told["id"])
         elif kind == Kind.END:
             self._sender.end(told["id"], How(told["how"]))
+        elif kind == Kind.VOUCH:
+            return self._vouch(told["id"], Piece(*map(int, told["piece"])), bool(told["checked"]))
         else:
             raise BadTransfer(f"nobody here knows requests of kind {kind}")
         return {}
 
+    def _vouch(self, id: str, piece: Piece, checked: bool) -> dict[str, Any]:
+        """For a piece that the receiver has read by itself, before it asked: it was as published until now."""
+        with self._sender.reading(id, piece) as lease:
+            views = self._sender.region.views(piece, lease.blocks) if checked else []
+            return {
+                "mark": generation_mark(lease.generations[piece.first : piece.last]),
+                "crc": chained(self._sender.crc, views),
+            }
+
     def _pull(self, channel: Channel, transfer: int, told: dict[str, Any], codec: Codec | None) -> None:
         """Each piece as DATA, its bytes straight from the cache, and SEALED once they are known to be whole."""
-        deadline = time.monotonic() + min(float(told["seconds"]), MOST_PULL)
+        deadline, codec = time.monotonic() + min(float(told["seconds"]), MOST_PULL), codec if told["coded"] else None
         for piece in (Piece(*map(int, part)) for part in told["pieces"]):
             with self._sender.reading(told["id"], piece) as lease:
                 payload = self._payload(piece, lease, channel.staging, codec)
                 mark = generation_mark(lease.generations[piece.first : piece.last])
                 head = DATA.pack(*dataclasses.astuple(piece), mark, sum(map(len, payload)))
                 channel.send(Kind.DATA, transfer, head, deadline, payload)
-                crc = chained(self._sender.crc, payload) if told["checked"] else 0
+                crc = chained(self._sender.crc, payload) if told["checked"] and codec is None else 0
             channel.send(Kind.SEALED, transfer, struct.pack("<I", crc), deadline)
 
     def _payload(self, piece: Piece, lease: Lease, staging: Staging, codec: Codec | None) -> list[memoryview]:
         region = self._sender.region
         if codec is None and (views := region.in_place(piece, lease.blocks)):
             return views
-        room = staging.room(piece.size(region.layout))
-        region.gather(piece, lease.blocks, region.layout, room)
-        return [room if codec is None else memoryview(codec.encode(room))]
+        size = piece.size(region.layout)
+        memory = staging.room(size + (codec.room(size) if codec else 0))
+        plain, coded = memory[:size], memory[size:]
+        region.gather(piece, lease.blocks, region.layout, plain)
+        return [plain if codec is None else coded[: codec.encode(plain, coded)]]
 
     def _attach(self, channel: Channel, transfer: int) -> None:
         raise BadTransfer("this transport has no memory to share")

@@ -6,11 +6,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from emberline.kv.transfer.base import Codec
+from emberline.kv.codec import Codec
 from emberline.kv.transfer.channel import PATIENCE
 from emberline.kv.transfer.errors import PeerUnreachable
 from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.link import Habits, StreamLink
+from emberline.kv.transfer.link import Dial, Habits, StreamLink
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.server import Server
 from emberline.kv.transfer.ticket import Peer
@@ -26,7 +26,7 @@ def serve_tcp(
     advertise: str | None = None,
 ) -> Server:
     """Binds, and adds the address to the sender's endpoints; `advertise`: the host that others know us by."""
-    listener = socket.create_server((host, port), family=_family(host), backlog=128)
+    listener = listening(host, port)
     sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
     return Server(sender, listener, codecs=codecs, patience=patience)
 
@@ -40,15 +40,16 @@ class TcpTransport:
         self._habits = habits or Habits()
 
     def connect(self, peer: Peer, deadline: float) -> StreamLink:
-        host, _, port = peer.endpoints["tcp"].rpartition(":")
-        if not host or not port.isdigit():
-            raise PeerUnreachable(f"{peer.endpoints['tcp']!r} is not HOST:PORT")
-
-        def dial(seconds: float) -> socket.socket:
-            return socket.create_connection((host, int(port)), timeout=seconds)
-
-        return StreamLink(peer, self._layout, dial, self._habits, deadline)
+        return StreamLink(peer, self._layout, dialling(peer.endpoints["tcp"]), self._habits, deadline)
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+def listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=128)
+
+
+def dialling(address: str) -> Dial:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise PeerUnreachable(f"{address!r} is not HOST:PORT")
+    return lambda seconds: socket.create_connection((host, int(port)), timeout=seconds)

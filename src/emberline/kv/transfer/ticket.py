@@ -5,12 +5,18 @@ The id of a ticket is its key: whoever has it may read the blocks and end the le
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from emberline.kv.transfer.errors import BadTransfer
 from emberline.kv.transfer.layout import Layout
+from emberline.tokens.blockhash import block_hash, root_hash
+
+
+def subject_of(layout: Layout, salt: str, prompt: Sequence[int]) -> str:
+    """Names a prompt of a tenant for a model, as a ticket does. The same for all block sizes."""
+    return block_hash(root_hash(layout.model, salt), prompt).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class Ticket:
     complete: bool  # False: more blocks will follow
     lease: float  # seconds until it expires unless renewed
     checksums: tuple[int, ...] = ()  # CRC-32 of each block, if the sender seals them
+    subject: str = ""  # what the blocks are of: whoever wants something else is not to take them
+    note: str = ""  # what the sender has to say when it is complete
 
     def grown(self, more: Ticket) -> Ticket:
         """With the blocks that a later state of it adds."""
@@ -60,6 +68,8 @@ class Ticket:
                 bool(told["complete"]),
                 float(told["lease"]),
                 tuple(map(int, told["checksums"])),
+                str(told["subject"]),
+                str(told["note"]),
             )
         except (TypeError, KeyError, ValueError) as error:
             raise BadTransfer(f"a ticket that cannot be read: {error!r}") from error

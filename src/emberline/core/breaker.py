@@ -1,4 +1,4 @@
-"""Breaker: stops asking a worker that fails. Closed, open for a pause that doubles, then one request as a trial."""
+"""Breaker: stops asking somebody who fails. Closed, open for a pause that doubles, then one request as a trial."""
 
 from __future__ import annotations
 

@@ -1,0 +1,60 @@
+"""Master: a mooncake_master of our own, for benches and tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+@dataclass
+class Master:
+    """At one address, where it can be started, made to hang, killed and started again."""
+
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> Master:
+        program = Path(sys.executable).with_name("mooncake_master")
+        if not program.exists():
+            raise FileNotFoundError(f"{program} is not installed")
+        ports = (f"--rpc_port={self.port}", f"--metrics_port={free_port()}")
+        hosts = ("--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1")
+        command = [str(program), *ports, *hosts, "--logtostderr", "--minloglevel=3"]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return self
+            except OSError:
+                time.sleep(0.02)
+        raise TimeoutError("the master does not listen")
+
+    def hang(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def wake(self) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None

@@ -1,0 +1,93 @@
+"""Publisher: hands blocks of prompts to other engines as they are computed, under leases. Each block stays where it is
+and as it is until its lease has ended, whatever becomes of the request that computed it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from emberline.core.events import TransferStats
+from emberline.core.handoff import Note
+from emberline.core.plan import Sampled
+from emberline.core.request import Request
+from emberline.kv.manager import KVManager
+from emberline.kv.transfer.errors import TicketOver
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.ticket import Ticket, subject_of
+
+
+class Publisher:
+    def __init__(self, sender: Sender, kv: KVManager, lease: float) -> None:
+        """`lease`: seconds without a sign of anybody who wants the blocks."""
+        self._sender = sender
+        self._kv = kv
+        self._lease = lease
+        self._tickets: dict[str, Ticket | None] = {}  # of open requests; None: nobody wants theirs any more
+        self._requests = 0
+        self._blocks = 0
+
+    def publish(self, request: Request) -> dict[str, Any] | None:
+        """What has been computed of its prompt since the last time. The ticket, if that was the first."""
+        full = min(request.computed, request.prompt_len) // self._kv.block_size
+        ticket = self._tickets.get(request.id)
+        first = request.id not in self._tickets
+        if full == 0 or (ticket is None and not first):
+            return None
+        blocks = list(self._kv.table(request)[len(ticket.blocks) if ticket else 0 : full])
+        if first:
+            ticket = self._tickets[request.id] = self._begin(request, blocks)
+            return ticket.as_dict()
+        if blocks:
+            self._extend(request, blocks)
+        return None
+
+    def complete(self, request: Request, sampled: Sampled) -> dict[str, Any] | None:
+        """Its first token is known. The ticket as it is in the end; None if there is none, or nobody wants it."""
+        ticket = self._tickets.pop(request.id, None)
+        if ticket is None:
+            return None
+        assert request.first_token is not None and request.admitted is not None
+        seconds = request.first_token - request.admitted
+        note = Note((sampled.token,), sampled.stop, min(request.cached, request.prompt_len), seconds)
+        try:
+            return self._sender.extend(ticket, (), complete=True, note=str(note)).as_dict()
+        except TicketOver:
+            return None
+
+    def close(self, request: Request) -> None:
+        """It has ended; if that was too soon, so has its lease."""
+        if (ticket := self._tickets.pop(request.id, None)) is not None:
+            with suppress(TicketOver):
+                self._sender.close(ticket)
+
+    def collect(self) -> None:
+        """Takes blocks back whose lease has ended. To be called often as long as there are any."""
+        for ended in self._sender.collect():
+            self._kv.unpin(ended.blocks)
+
+    def report(self, stats: TransferStats) -> None:
+        """Adds what is known here."""
+        pinned, traffic = self._sender.pinned(), self._sender.traffic
+        stats.published, stats.published_blocks = self._requests, self._blocks
+        stats.sent_bytes = traffic.bytes
+        stats.ended = {how.value: count for how, count in traffic.ended.items()}
+        stats.leases, stats.pinned_blocks = len(pinned), sum(blocks for _, blocks in pinned)
+        stats.oldest_lease = max((age for age, _ in pinned), default=0.0)
+
+    def _begin(self, request: Request, blocks: list[int]) -> Ticket:
+        self._requests += 1
+        self._blocks += len(blocks)
+        self._kv.pin(blocks)
+        subject = subject_of(self._sender.region.layout, request.salt, request.tokens[: request.prompt_len])
+        return self._sender.publish(blocks, self._lease, complete=False, deadline=request.deadline, subject=subject)
+
+    def _extend(self, request: Request, blocks: list[int]) -> None:
+        ticket = self._tickets[request.id]
+        assert ticket is not None
+        self._kv.pin(blocks)
+        try:
+            self._tickets[request.id] = self._sender.extend(ticket, blocks)
+            self._blocks += len(blocks)
+        except TicketOver:
+            self._kv.unpin(blocks)
+            self._tickets[request.id] = None

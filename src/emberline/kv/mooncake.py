@@ -1,0 +1,127 @@
+"""The one place that imports Mooncake: its Transfer Engine and its Store, as much of them as we use.
+
+A wheel that does not fit the machine may crash whoever imports it, so `probe` tries it in another process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from emberline.core.errors import EmberlineError
+
+PROBE_SECONDS = 20.0
+PROBE = """
+import sys
+from mooncake.engine import TransferEngine
+engine = TransferEngine()
+if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
+    sys.exit("the engine does not start")
+source, target = (engine.allocate_managed_buffer(4096) for _ in range(2))
+engine.write_bytes_to_buffer(source, b"ember", 5)
+if engine.transfer_sync_read(f"{sys.argv[1]}:{engine.get_rpc_port()}", target, source, 4096) != 0:
+    sys.exit("a read from itself fails")
+sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a read from itself brings other bytes")
+"""
+
+
+def distribution() -> str | None:
+    """Which of its packages is installed, and the version. They all have the same module."""
+    found = importlib.metadata.packages_distributions().get("mooncake", [])
+    return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
+
+
+def probe(host: str = "127.0.0.1", protocol: str = "tcp", seconds: float = PROBE_SECONDS) -> str | None:
+    """Why it cannot be used here, found out in another process: one that crashes or hangs takes nobody along."""
+    command = [sys.executable, "-c", PROBE, host, protocol]
+    environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    except subprocess.TimeoutExpired:
+        return f"it does not start within {seconds:g} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1][:300] if lines and done.returncode > 0 else f"it died of signal {-done.returncode}"
+
+
+class MooncakeMissing(EmberlineError):
+    """It is not installed, or a library it needs is not."""
+
+    status = 503
+    code = "mooncake_missing"
+
+
+class Engine(Protocol):
+    """What we use of mooncake.engine.TransferEngine."""
+
+    def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int: ...
+
+    def get_rpc_port(self) -> int: ...
+
+    def register_memory(self, address: int, size: int) -> int: ...
+
+    def unregister_memory(self, address: int) -> int: ...
+
+    def batch_transfer_sync_read(
+        self, session: str, buffers: list[int], addresses: list[int], lengths: list[int]
+    ) -> int: ...
+
+
+class Store(Protocol):
+    """What we use of mooncake.store.MooncakeDistributedStore. Numbers below 0 are errors."""
+
+    def setup(
+        self, host: str, metadata: str, segment: int, buffer: int, protocol: str, devices: str, master: str
+    ) -> int: ...
+
+    def register_buffer(self, address: int, size: int) -> int: ...
+
+    def put_from(self, key: str, address: int, size: int) -> int: ...
+
+    def get_into(self, key: str, address: int, size: int) -> int: ...
+
+    def is_exist(self, key: str) -> int: ...
+
+    def remove(self, key: str, force: bool) -> int: ...
+
+    def close(self) -> int: ...
+
+
+def protocol() -> str:
+    """The best that this machine has."""
+    devices = Path("/sys/class/infiniband")
+    return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
+
+
+def new_engine() -> Engine:
+    _quiet()
+    try:
+        from mooncake.engine import TransferEngine
+    except (ImportError, OSError) as error:
+        raise _missing(error) from error
+    made: Engine = TransferEngine()
+    return made
+
+
+def new_store() -> Store:
+    _quiet()
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except (ImportError, OSError) as error:
+        raise _missing(error) from error
+    made: Store = MooncakeDistributedStore()
+    return made
+
+
+def _quiet() -> None:
+    """It logs every step otherwise."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+
+
+def _missing(error: Exception) -> MooncakeMissing:
+    return MooncakeMissing(f"Mooncake cannot be used: {error}", hint="emberline doctor says what it needs")

@@ -1,0 +1,80 @@
+"""BlockForm: a block as bytes that say what they are: a page, then the buffer, as it is or as a codec made it.
+
+0   8s   magic            36  16s  the block's hash
+8   u32  version          52  u64  bytes that follow the page and mean something
+12  8s   codec, zeros:    60  u32  CRC-32 of these
+         as it is         64  u32  CRC-32 of all above
+20  16s  layout's hash
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from emberline.kv.checksum import Crc
+from emberline.kv.codec import Codec
+from emberline.kv.tiers.base import PAGE
+
+MAGIC = b"EMBERKV\0"
+VERSION = 2
+FIELDS = struct.Struct("<8sI8s16s16sQI")
+SEAL = struct.Struct("<I")
+
+
+def layout_hash(layout: str) -> bytes:
+    return blake2b(layout.encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """Of the blocks of one layout."""
+
+    layout: bytes
+    buffer_bytes: int
+    crc: Crc
+    codec: Codec | None = None
+
+    @property
+    def most_bytes(self) -> int:
+        """Of a block, with its page: as it is."""
+        return PAGE + self.buffer_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Of memory that a block is written and read in."""
+        return PAGE + max(self.buffer_bytes, self.codec.room(self.buffer_bytes) if self.codec else 0)
+
+    def write(self, digest: bytes, buffer: memoryview, room: memoryview, *, coded: bool, worth: int) -> memoryview:
+        """The page into the room; what is to follow it: lies behind it in the room if it is coded, which it is if that
+        leaves at most `worth` bytes, and is the buffer otherwise."""
+        assert worth < self.buffer_bytes
+        payload, name = buffer, b""
+        if coded and self.codec is not None:
+            size = self.codec.encode(buffer, room[PAGE:])
+            if size <= worth:
+                payload, name = room[PAGE : PAGE + size], self.codec.name.encode()
+        head = self._head(name, digest, len(payload), self.crc(payload, 0))
+        room[:PAGE] = head.ljust(PAGE, b"\0")
+        return payload
+
+    def read(self, digest: bytes, page: memoryview, body: memoryview, buffer: memoryview) -> bool:
+        """Whether this is the block, and whole; it is in the buffer then. `body` may be the buffer."""
+        *_, length, _ = FIELDS.unpack(page[: FIELDS.size])
+        plain, codec = len(body) == self.buffer_bytes, self.codec
+        if length > len(body) or (codec is None and not plain):
+            return False
+        name = codec.name.encode() if codec and not plain else b""
+        head = self._head(name, digest, length, self.crc(body[:length], 0))
+        if page[: len(head)] != head:
+            return False
+        if codec and not plain:
+            return codec.decode(body[:length], buffer)
+        if body is not buffer:
+            buffer[:] = body
+        return True
+
+    def _head(self, name: bytes, digest: bytes, length: int, crc: int) -> bytes:
+        head = FIELDS.pack(MAGIC, VERSION, name, self.layout, digest, length, crc)
+        return head + SEAL.pack(self.crc(memoryview(bytearray(head)), 0))

@@ -1,0 +1,201 @@
+"""RemoteTier: blocks in Mooncake's Store, the memory that all workers of a cluster give together. What one of them has
+computed, any other finds by its hash; a key is the layout's hash and the block's.
+
+Whether it has a block is not known without asking, so `guess` hopes for all that was not missing a moment ago; the
+first block that is missing ends a load. A failure turns the tier off: from then on only `refresh` asks, and turns it on
+again when it is answered, so that no request waits for a store that is gone more than once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.core.events import TierStats
+from emberline.kv.checksum import Crc, crc_of
+from emberline.kv.codec import Codec
+from emberline.kv.tiers.base import PAGE, buffer_size
+from emberline.kv.tiers.blockform import BlockForm, layout_hash
+from emberline.kv.tiers.gain import Gain, Reading
+from emberline.kv.tiers.storeclient import NO_ROOM, NOT_READY, NOT_THERE, StoreClient, StoreDown
+
+log = logging.getLogger("emberline.kv")
+
+HOPELESS = 5.0  # seconds for which what was missing is not asked for again
+MOST_KNOWN = 1 << 16  # blocks that we remember to be there, or not to be
+
+
+class RemoteTier:
+    name = "store"
+
+    def __init__(
+        self,
+        master: str,
+        layout: str,
+        block_bytes: int,
+        memory: int,
+        *,
+        crc: Crc | None = None,
+        codec: Codec | None = None,
+        coding: str = "auto",
+        clock: Clock | None = None,
+        client: StoreClient | None = None,
+    ) -> None:
+        """`master`: HOST:PORT. `memory`: bytes that this worker gives to the store. `coding`: auto, uw or none."""
+        digest = layout_hash(layout)
+        self._form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
+        self._coding, self._gain = coding, Gain(self._form.buffer_bytes)
+        self._prefix = digest.hex()
+        self._clock = clock or SystemClock()
+        self._client = client or StoreClient(master, memory, self._form.room_bytes)
+        self._loading = threading.Lock()  # of the client's last value
+        self._lock = threading.Lock()  # of everything below
+        self._on = False
+        self._warned = False
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._missing: OrderedDict[bytes, float] = OrderedDict()  # since when
+        self._stats = TierStats(on=False, capacity=memory // self._form.most_bytes)
+        self.refresh()
+
+    # -- as a Tier ---------------------------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        with self._lock:
+            return next((i for i, digest in enumerate(hashes) if digest not in self._known), len(hashes))
+
+    def guess(self, hashes: Sequence[bytes]) -> int:
+        with self._lock:
+            if not self._on:
+                return 0
+            since = self._clock.now() - HOPELESS
+            missing = (i for i, digest in enumerate(hashes) if self._missing.get(digest, since) > since)
+            return next(missing, len(hashes))
+
+    def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
+        pairs = zip(hashes, into, strict=True)
+        with self._loading:
+            return next((i for i, pair in enumerate(pairs) if not self._load(*pair)), len(hashes))
+
+    def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
+        return sum(self._store(*pair) for pair in zip(hashes, buffers, strict=True))
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        for digest in hashes:
+            self._note(digest, here=False)
+            if self._on:
+                with contextlib.suppress(StoreDown):
+                    self._client.remove(self._key(digest))
+
+    def refresh(self) -> None:
+        if self._on:
+            return
+        try:
+            self._client.check()
+        except StoreDown as error:
+            self._fail(error)
+            return
+        with self._lock:
+            self._on, back, self._warned = True, self._warned, False
+        if back:
+            log.warning("KV blocks in the cluster's store are on again")
+
+    def stats(self) -> TierStats:
+        with self._lock:
+            self._stats.blocks, self._stats.on = len(self._known), self._on
+            return self._stats.copy()
+
+    def close(self) -> None:
+        with self._lock:
+            self._on = False
+        with contextlib.suppress(StoreDown):
+            self._client.close()
+
+    # -- one block ---------------------------------------------------------------------------------------------------
+
+    def _load(self, digest: bytes, buffer: memoryview) -> bool:
+        if not self._on:
+            return False
+        began = time.perf_counter()
+        try:
+            value = self._client.get(self._key(digest))
+        except StoreDown as error:
+            self._fail(error)
+            return False
+        if isinstance(value, int):
+            self._note(digest, here=False)
+            with self._lock:
+                self._stats.errors += value not in (NOT_THERE, NOT_READY)
+            return False
+        seconds, size = time.perf_counter() - began, len(value)
+        sound = size > PAGE and self._form.read(digest, value[:PAGE], value[PAGE:], buffer)
+        if not sound:
+            self.forget([digest])
+            with self._lock:
+                self._stats.damaged_blocks += 1
+            return False
+        decoding = 0.0 if size == self._form.most_bytes else time.perf_counter() - began - seconds
+        self._note(digest, here=True)
+        with self._lock:
+            self._gain.note(Reading(size, seconds, decoding))
+            self._stats.loaded_blocks += 1
+            self._stats.loaded_bytes += size
+            self._stats.load_seconds += time.perf_counter() - began
+        return True
+
+    def _store(self, digest: bytes, buffer: memoryview) -> bool:
+        began, answer, size = time.perf_counter(), NO_ROOM, 0
+        if self._on:
+            try:
+                answer, size = self._client.put(self._key(digest), lambda room: self._fill(digest, buffer, room))
+            except StoreDown as error:
+                self._fail(error)
+        if answer == 0:
+            self._note(digest, here=True)
+        with self._lock:
+            self._stats.dropped_blocks += answer == NO_ROOM
+            self._stats.errors += answer not in (0, NO_ROOM)
+            if answer == 0:
+                self._stats.stored_blocks += 1
+                self._stats.stored_bytes += size
+                self._stats.store_seconds += time.perf_counter() - began
+        return answer == 0
+
+    def _fill(self, digest: bytes, buffer: memoryview, room: memoryview) -> int:
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
+        payload = self._form.write(digest, buffer, room, coded=coded, worth=len(buffer) * 31 // 32)
+        if payload is buffer:
+            room[PAGE : PAGE + len(buffer)] = buffer
+        return PAGE + len(payload)
+
+    def _key(self, digest: bytes) -> str:
+        return f"{self._prefix}/{digest.hex()}"
+
+    # -- what we know, and trouble -----------------------------------------------------------------------------------
+
+    def _note(self, digest: bytes, *, here: bool) -> None:
+        with self._lock:
+            self._known.pop(digest, None)
+            self._missing.pop(digest, None)
+            if here:
+                self._known[digest] = None
+            else:
+                self._missing[digest] = self._clock.now()
+            for memory in (self._known, self._missing):
+                if len(memory) > MOST_KNOWN:
+                    memory.popitem(last=False)
+
+    def _fail(self, error: StoreDown) -> None:
+        """What it held may be gone when it comes back."""
+        with self._lock:
+            self._on = False
+            self._known.clear()
+            self._missing.clear()
+            self._stats.errors += 1
+            first, self._warned = not self._warned, True
+        if first:
+            log.warning("KV blocks in the cluster's store are off: %s; tried again from time to time", error)

@@ -1,0 +1,74 @@
+"""Native: the dialect of our own workers. All that are tried get the same seed, so all would say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from emberline.core.handoff import Handoff
+from emberline.router.call import Call
+from emberline.router.dialect import PRIVATE, Garbled, Ticket, Word, Words
+
+RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
+LONGEST = 16 << 20  # bytes of a line
+
+_WORD = msgspec.json.Decoder(Word)
+
+
+class Lines:
+    """A prefill says each word in a line, as it happens."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def push(self, data: bytes) -> Iterator[Word]:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > LONGEST:
+            raise Garbled("a line without end")
+        for line in filter(None, whole):
+            try:
+                yield _WORD.decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+                raise Garbled(str(e)) from e
+
+    def close(self) -> Iterator[Word]:
+        yield from ()
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    call: Call  # as it came, without what belongs to one connection
+    seed: int
+    key: str | None  # the cluster's
+    computes: bool = True
+    detached: bool = False
+
+    def plain(self, stream: bool) -> Call:
+        track = {f"{PRIVATE}track": "1"} if stream else {}
+        return self.call.with_headers({f"{PRIVATE}seed": str(self.seed), **track})
+
+    def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
+        return self._between(PREFILL, Handoff(), timeout), Lines(), None
+
+    def answer(self, ticket: Ticket, timeout: float) -> Call:
+        return self._between(RESUME, Handoff(source=ticket), timeout)
+
+    def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> Call:
+        return self._between(RESUME, handoff, timeout, id=id_, created=created)
+
+    def _between(self, target: str, handoff: Handoff, timeout: float, **more: Any) -> Call:
+        headers = {**self.call.traces, "content-type": "application/json"}
+        if self.key:
+            headers["authorization"] = f"Bearer {self.key}"
+        envelope = {
+            "path": self.call.path,
+            "body": msgspec.Raw(self.call.body),
+            "seed": self.seed,
+            "handoff": handoff.as_dict(),
+            "timeout": round(max(timeout, 0.001), 3),
+            **more,
+        }
+        return Call("POST", target, headers, msgspec.json.encode(envelope))

@@ -1,0 +1,45 @@
+"""split: whether another worker computes a request's prompt, and which. Pure, as the policy is.
+
+It is worth a handoff if there is much to compute, and nothing is gained by queueing for it elsewhere: the other must
+have room, or at least not be fuller than the one that is to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from emberline.router.ask import Ask
+from emberline.router.estimate import Estimate
+from emberline.router.policy import Decision, Rules, Why
+from emberline.router.worker import Load, Worker
+
+
+def split(
+    ask: Ask,
+    answering: Decision,
+    workers: Sequence[Worker],
+    known: Mapping[str, int],
+    estimate: Estimate,
+    rules: Rules,
+    now: float,
+    must: bool = False,
+) -> Decision | None:
+    """`answering`: who is to generate, and how much of the prompt it would have to compute by itself. `must`: it cannot
+    do that."""
+    if not must and (not ask.single or answering.load.prefill < rules.split_tokens):
+        return None
+    to = answering.worker
+    there = [w for w in workers if w.role == "prefill" and w.takes(ask.model, now) and to.takes_from(w, ask.model)]
+    places = [w for w in there if w.open < w.max_running or (w.open < w.limit and (must or not _fuller(w, to)))]
+    if not places:
+        return None
+
+    def missing(worker: Worker) -> float:
+        return estimate.prompt(max(ask.size - known.get(worker.id, 0), 0))
+
+    best = min(places, key=lambda worker: (worker.prefill + missing(worker), worker.open, worker.name))
+    seen = min(known.get(best.id, 0), ask.size)
+    return Decision(best, Load(missing(best), 0.0), Why.SPLIT, estimate.prompt(seen))
+
+
+def _fuller(one: Worker, other: Worker) -> bool:
+    return one.open * other.max_running > other.open * one.max_running

@@ -1,0 +1,82 @@
+"""Calls: a body in one of the protocols in, its reply out, whole or as it grows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from emberline.api.call import ChatCall, CompletionCall
+from emberline.api.deltas import Renderer
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
+from emberline.server.catalog import Catalog, Served
+from emberline.server.exchange import Exchange
+from emberline.server.groups import Group
+from emberline.server.journey import Journey
+from emberline.server.protocol import PROTOCOLS
+
+log = logging.getLogger("emberline.server")
+
+# What is not the request's own doing: a router that follows its stream sees it break off, and has it go on elsewhere.
+ELSEWHERE = (EngineFailed, EngineUnavailable, Overloaded)
+
+
+class Calls:
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def read(self, path: str, body: bytes, journey: Journey) -> tuple[ChatCall | CompletionCall, Served]:
+        """The call, and who is asked."""
+        call = PROTOCOLS[path].parse(body)
+        if call.params.seed is None and journey.seed is not None:
+            call = replace(call, params=replace(call.params, seed=journey.seed))
+        return call, self._catalog[call.caller.model]
+
+    async def answer(self, x: Exchange, path: str, body: bytes, journey: Journey) -> None:
+        call, model = self.read(path, body, journey)
+        protocol = PROTOCOLS[path]
+        reply = protocol.renderer(call, protocol.prefix + journey.id, journey.created, model.fingerprint)
+        groups = model.generator.run(call, journey)
+        x.note |= {"user": call.caller.user, "metadata": getattr(call, "metadata", None), "stream": call.stream}
+        await x.while_connected(_stream(x, reply, groups, journey.tracked) if call.stream else _fold(x, reply, groups))
+
+
+async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None]) -> None:
+    async with aclosing(groups):
+        async for group in groups:
+            for delta in group.deltas:
+                reply.push(delta)
+    await x.json(reply.body())
+
+
+async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], tracked: bool) -> None:
+    """The status goes out with the first group: until then an error can still have one of its own. Each group is one
+    write. What the client was told elsewhere is rendered like all else, and not sent."""
+    async with aclosing(groups):
+        try:
+            unsent = reply.start()
+            async for group in groups:
+                unsent += [event for delta in group.deltas for event in reply.push(delta)]
+                if group.output is None and not group.told:
+                    continue  # the ending, all in one
+                if not group.told:
+                    if x.status is None:
+                        await x.start_events()
+                    await x.send_events([*_comments(group, unsent), *unsent] if tracked else unsent)
+                unsent = []
+            unsent += reply.end()
+        except Exception as e:
+            if x.status is None or (tracked and isinstance(e, ELSEWHERE)):
+                raise
+            if not isinstance(e, EmberlineError):
+                log.exception("a stream broke")
+            unsent = reply.fail(e)
+    if x.status is None:
+        await x.start_events()
+    await x.send_events([*_comments(Group([]), unsent), *unsent] if tracked else unsent, last=True)
+
+
+def _comments(group: Group, events: list[bytes]) -> list[bytes]:
+    line = group.said.line(sum(map(len, events)))
+    return [line] if group.cached is None else [b": cached %d\n\n" % group.cached, line]

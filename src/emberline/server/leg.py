@@ -1,0 +1,59 @@
+"""Leg: one request at one worker, from when it is sent until its reply has ended or it was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from emberline.router.ask import Ask
+from emberline.router.call import Call
+from emberline.router.policy import Decision
+from emberline.router.upstream import Broken, Reply, Upstream
+from emberline.router.usage import Usage
+
+Outcome = Literal["answered", "refused", "failed", "left", "moved"]
+# refused: by a worker that is well; left: by the client; moved: to another worker, as somebody wished
+
+
+@dataclass(slots=True)
+class Leg:
+    key: int
+    ask: Ask
+    decision: Decision
+    began: float
+    heard: float  # when its last bytes came
+    first: float | None = None  # when its first came
+    movable: bool = False  # what it does can go on elsewhere, if somebody wishes
+    lost: str = ""  # why it was cut off
+    outcome: Outcome = "left"  # unless somebody knows better
+    usage: Usage = field(default_factory=Usage)
+    _timer: asyncio.Timeout | None = None  # while it waits for the reply to begin
+    _reply: Reply | None = None
+
+    @asynccontextmanager
+    async def asked(self, upstream: Upstream, url: str, call: Call) -> AsyncIterator[Reply]:
+        """Broken as soon as it is cut off: while it waits or reads, never while what was read is passed on."""
+        try:
+            if self.lost:
+                raise TimeoutError
+            async with asyncio.timeout(None) as self._timer:
+                self._reply = await upstream.request(url, call)
+        except TimeoutError as e:
+            raise Broken(self.lost) from e
+        finally:
+            self._timer = None
+        try:
+            yield self._reply
+        finally:
+            self._reply.close()
+            self._reply = None
+
+    def cut(self, reason: str) -> None:
+        self.lost = self.lost or reason
+        if self._reply is not None:
+            self._reply.abort(reason)
+        elif self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(0.0)  # at once

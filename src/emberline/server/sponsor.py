@@ -1,0 +1,89 @@
+"""Sponsor: registers servers of other kinds, which do not know us, and beats for them as long as they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from emberline.cluster.card import Beat, Card, Dialect, ModelCard
+from emberline.core.config import Foreign
+from emberline.core.errors import EmberlineError
+from emberline.router.call import Call
+from emberline.router.upstream import Broken, Unreached, Upstream
+from emberline.server.dispatch import Dispatch
+
+log = logging.getLogger("emberline.router")
+
+PATIENCE = 2.0  # seconds for an answer
+RUNNING = 256  # requests at once: they do not tell
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int = 0
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Sponsor:
+    def __init__(self, dispatch: Dispatch, upstream: Upstream, servers: Sequence[Foreign], period: float) -> None:
+        self._dispatch = dispatch
+        self._upstream = upstream
+        self._period = period
+        self._cards: dict[Foreign, Card] = {}  # of those that were found
+        self._servers = servers
+
+    async def run(self) -> None:
+        """For as long as the router runs."""
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers:
+                group.create_task(self._attend(server))
+
+    async def _attend(self, server: Foreign) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, msgspec.MsgspecError, ValueError):
+                async with asyncio.timeout(PATIENCE):
+                    await self._look(server)
+            await asyncio.sleep(self._period)
+
+    async def _look(self, server: Foreign) -> None:
+        status, _ = await self._get(server, "/health")
+        if status != 200:
+            return
+        card = self._cards.get(server)
+        if card is None or self._dispatch.membership.get(card.name) is None:
+            _, body = await self._get(server, "/v1/models")
+            card = self._cards[server] = _card(server, msgspec.json.decode(body, type=_Models))
+            self._dispatch.register(card)
+        self._dispatch.beat(Beat(card.name, card.incarnation, paired=self._paired(card)))
+
+    def _paired(self, card: Card) -> tuple[str, ...]:
+        """They find each other by themselves: all of a kind are paired."""
+        others = (other for other in self._cards.values() if other.dialect == card.dialect and other.role == "prefill")
+        return tuple(other.incarnation for other in others if card.role != "prefill")
+
+    async def _get(self, server: Foreign, path: str) -> tuple[int, bytes]:
+        reply = await self._upstream.request(server.url, Call("GET", path, {}, b""))
+        try:
+            return reply.status, await reply.whole()
+        finally:
+            reply.close()
+
+
+def _card(server: Foreign, found: _Models) -> Card:
+    at, incarnation = urlsplit(server.url), uuid.uuid4().hex
+    peer: dict[str, Any] = {"incarnation": incarnation, "host": at.hostname, "port": server.bootstrap}
+    models = tuple(
+        ModelCard(model.id, max_context=model.max_model_len, max_running=RUNNING, peer=peer) for model in found.data
+    )
+    dialect: Dialect = "vllm" if server.dialect == "vllm" else "sglang"
+    return Card(f"{server.dialect} {at.netloc}"[:128], incarnation, server.url, models, server.role, dialect)

@@ -1,0 +1,135 @@
+"""Trip: one client's request on its way from worker to worker: who was tried, why they were left, what is passed on."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from emberline.router.ask import Ask
+from emberline.router.call import Call
+from emberline.router.dialect import Dialect
+from emberline.router.native import Native
+from emberline.router.policy import Decision
+from emberline.router.sglang import SGLang
+from emberline.router.track import Track
+from emberline.router.vllm import VLLM
+from emberline.router.worker import Worker
+from emberline.server.exchange import Exchange
+from emberline.server.prefill import Prefill
+
+CRASHES = 2  # workers that may break under one request before its first byte: it may be what breaks them
+
+
+@dataclass(frozen=True, slots=True)
+class Setback:
+    """Why another worker is tried; `status` and what follows is what this one said, if it said anything."""
+
+    reason: str
+    crash: bool = False
+    status: int = 0
+    headers: Mapping[str, str] | None = None
+    body: bytes = b""
+
+
+@dataclass(slots=True)
+class Trip:
+    x: Exchange
+    ask: Ask
+    asked: Call  # as it came, without what belongs to one connection
+    seed: int
+    key: str | None  # the cluster's
+    deadline: float
+    attempts: int  # workers to be tried, until one of them says something
+    migrations: int  # times that it may go on elsewhere
+    generates: bool
+    track: Track = field(default_factory=Track)
+    prefill: Prefill | None = None
+    setback: Setback | None = None  # the last
+    moving: str = ""  # why it goes on elsewhere, until it does
+    since: float = 0.0  # when it had to
+    lost: str = ""  # what happened then, for its client
+    tried: set[str] = field(default_factory=set)  # workers, since one of them said something
+    broken: set[str] = field(default_factory=set)  # workers, under this request
+    crashes: int = 0
+    moves: int = 0
+    tries: int = 0
+    origin: Decision | None = None  # where it was before somebody wished it away
+
+    @property
+    def started(self) -> bool:
+        """Its client has the beginning of a reply."""
+        return self.x.status is not None
+
+    @property
+    def goes_on(self) -> bool:
+        if self.tries >= self.attempts:
+            return False
+        if not self.started:
+            return self.crashes < CRASHES
+        return self._can_move and max(self.moves, self.crashes) <= self.migrations
+
+    @property
+    def _can_move(self) -> bool:
+        return self.track.started and self.track.movable
+
+    @property
+    def may_move(self) -> bool:
+        """Because somebody wishes it, who would rather wait than see it fail."""
+        return self.ask.stream and self.generates and self.moves < self.migrations
+
+    def may_wait(self, patience: float, now: float) -> bool:
+        """For a worker to go on at."""
+        due = self._can_move and max(self.moves, self.crashes) <= self.migrations
+        return due and now - self.since < patience
+
+    def progressed(self) -> None:
+        """A worker has said something: what was before is forgotten, but not who broke."""
+        self.tries, self.moving, self.origin = 0, "", None
+        self.tried = set(self.broken)
+
+    def fell_back(self, setback: Setback, decision: Decision, now: float) -> None:
+        self.setback = setback
+        if setback.reason == "drained":
+            self.origin = decision
+        elif setback.reason != "unable" or self.started:
+            self.tried.add(decision.worker.id)
+        if setback.crash:
+            self.crashes += 1
+            self.broken.add(decision.worker.id)
+        if not self.started:
+            self.track = Track()
+        elif not self.moving:
+            self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply ended"
+        if self._can_move:
+            self.track.moved()
+            self.moves += not self.moving
+            self.since = self.since if self.moving else now
+            self.moving = self.moving or setback.reason
+
+    def speak(self, to: Worker) -> Dialect:
+        match to.dialect:
+            case "vllm":
+                return VLLM(self.asked)
+            case "sglang":
+                return SGLang(self.asked, secrets.randbits(63))
+        return Native(self.asked, self.seed, self.key)
+
+    def call(self, to: Worker, now: float) -> Call | None:
+        """What is asked of the next worker: all of it, or to go on after what the client has. None: it does not know
+        how."""
+        left = self.deadline - now
+        if self.started:
+            return self.speak(to).resume(self.track.handoff(), left, *self.track.named())
+        if not self.generates:
+            return self.asked
+        prefill = self.prefill
+        if prefill is None or prefill.failed or prefill.ticket is None:
+            return self.speak(to).plain(self.ask.stream)
+        if not to.takes_from(prefill.worker, self.ask.model):
+            return self.speak(to).plain(self.ask.stream)
+        return prefill.dialect.answer(prefill.ticket, left)
+
+    async def close(self) -> None:
+        if self.prefill is not None:
+            await self.prefill.close()

@@ -1,0 +1,101 @@
+"""SimWorker: a production Engine whose runner only says how long it would have taken."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig
+from emberline.core.events import Output
+from emberline.core.plan import Sampled, StepPlan, StepResult
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.kv.tiers.base import Tier
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.sim.costmodel import CostModel
+
+VOCABULARY = 100_000
+BUFFER = 8  # bytes that stand for a block; what is in them does not matter
+STAGED = 512  # blocks on their way to a store and back
+
+
+class SimRunner:
+    """Moves the worker's clock by what a plan costs; every request's tokens follow from its id and position."""
+
+    layout = "sim"
+    vocab_size = VOCABULARY
+    eos: frozenset[int] = frozenset()
+
+    def __init__(self, num_blocks: int, cost: CostModel, clock: ManualClock) -> None:
+        self.num_blocks = num_blocks
+        self._cost = cost
+        self._clock = clock
+
+    def run(self, plan: StepPlan) -> StepResult:
+        seconds = self._cost.seconds(plan) if plan.work else 0.0
+        self._clock.advance(seconds)
+        ends = [(work.id, work.start + len(work.tokens)) for work in plan.work if work.samples]
+        return StepResult(plan.step, {name: Sampled(_token(name, end)) for name, end in ends}, seconds=seconds)
+
+
+class SimWorker:
+    def __init__(
+        self, name: str, config: SchedulerConfig, kv_tokens: int, cost: CostModel, store: Store | None
+    ) -> None:
+        self.name = name
+        self.clock = ManualClock()
+        self.stepping = False  # a step's end is on the calendar
+        self._store = store
+        self._tiers = None
+        if store is not None:
+            host = HostTier(BUFFER, STAGED * 4096, "lru")
+            self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
+        runner = SimRunner(kv_tokens // config.block_size, cost, self.clock)
+        self.engine = Engine(config, runner, self.clock, self._tiers)
+        self._until = 0.0  # when the link to the store is free again
+
+    def add(self, submission: Submission, now: float) -> None:
+        self.engine.add(submission, arrival=now)
+
+    def step(self, now: float) -> tuple[list[Output], float]:
+        """What comes of a step that begins now, and when it ends."""
+        self.clock.time = now
+        self._move(now)
+        outputs = self.engine.step()
+        loading = self.engine.scheduler.num_loading
+        if self.clock.time == now and loading and self._store is not None:  # nothing to compute: it waits for blocks
+            self.clock.time = max(now, self._until) + self._store.seconds
+        return outputs, self.clock.time
+
+    @property
+    def idle(self) -> bool:
+        return self.engine.idle
+
+    @property
+    def tokens_left(self) -> int:
+        """Of all its requests, to be computed until they end: what is in flight."""
+        return sum(request.limit - request.computed for request in self.engine.scheduler.requests.values())
+
+    def _move(self, now: float) -> None:
+        """Blocks that the link to the store had the time for; writes do not hold reads up."""
+        if self._tiers is None or self._store is None:
+            return
+        self._until = max(self._until, self.clock.time - 1.0)  # idle links do not save up more than a second
+        while self._until + self._store.seconds <= now and self._tiers.read_next():
+            self._until += self._store.seconds
+        while self._tiers.write_next():
+            pass
+
+
+class Store:
+    """What all workers share, and how long a block takes from it."""
+
+    def __init__(self, tier: Tier, seconds: float) -> None:
+        self.tier = tier
+        self.seconds = seconds
+
+
+def _token(request: str, position: int) -> int:
+    digest = blake2b(f"{request}:{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCABULARY

@@ -1,0 +1,231 @@
+"""A request that moves from engine to engine, by its blocks or by its tokens alone, is the same to the bit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
+
+from emberline.core.config import EngineConfig, TransferConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output
+from emberline.core.params import Grammar, SamplingParams
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.boot import boot, gpu_settings
+from emberline.engine.engine import Engine
+
+PROMPT = [(31 * i) % 250 + 2 for i in range(75)]
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "top_p": 0.9, "seed": 7},
+    "penalties": {"seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "bias": {"temperature": 0.0, "logit_bias": {5: 3.0, 9: -4.0}},
+    "minimum": {"seed": 1, "min_tokens": 5, "max_tokens": 9, "stop_token_ids": tuple(range(100))},
+    "regex": {"temperature": 0.0, "grammar": Grammar("regex", "[a-f]{4}x[0-9]{1,20}")},
+    "choice": {"seed": 2, "grammar": Grammar("choice", json.dumps(["yes", "no", "never"]))},
+    "single": {"temperature": 0.0, "grammar": Grammar("choice", json.dumps(["y"]))},
+    "scored": {"temperature": 0.0, "logprobs": 2},
+    "short": {"temperature": 0.0, "max_tokens": 1},
+    "prompt-scored": {"temperature": 0.0, "prompt_logprobs": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS, max_position_embeddings=256)
+    directory = tiny.write(tmp_path_factory.mktemp("model"), config)
+    tokenizer_file(directory)
+    return directory
+
+
+def started(checkpoint: Path, name: str | None = None, block: int = 8, **others: Any) -> Engine:
+    transfer = TransferConfig(name) if name else None
+    settings = {"max_batch_tokens": 32, "max_running": 8, "kv_memory": 1 << 20, **others}
+    return boot(EngineConfig(str(checkpoint), device="cpu", block_size=block, transfer=transfer, **settings)).engine
+
+
+@dataclass
+class Reply:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    scores: list[Any] | None = None
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+
+    def take(self, output: Output) -> None:
+        assert self.finish is None, "it has ended"
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.scores = output.prompt_logprobs or self.scores
+        self.finish, self.stop_token = output.finish, output.stop_token
+        assert output.error is None
+
+
+def run(e: Engine, submission: Submission, beside: Engine | None = None) -> Reply:
+    e.add(submission)
+    return finished(e, beside)
+
+
+def finished(e: Engine, beside: Engine | None = None) -> Reply:
+    reply, ends = Reply(), time.monotonic() + 30
+    while not e.idle:
+        assert time.monotonic() < ends
+        for output in e.step():
+            reply.take(output)
+        if beside is not None:
+            beside.step()
+    e.kv.check()
+    return reply
+
+
+def ask(wishes: dict[str, Any], prompt: list[int] = PROMPT) -> Submission:
+    return Submission(f"r{time.monotonic_ns()}", prompt, SamplingParams(**{"max_tokens": 8, **wishes}), timeout=60.0)
+
+
+def first_ticket(p: Engine, submission: Submission) -> dict[str, Any]:
+    """As soon as there is one: the prompt is still being computed."""
+    p.add(replace(submission, publish=True))
+    while not (outputs := p.step()):
+        pass
+    assert outputs[0].ticket is not None and outputs[0].finish is None
+    return outputs[0].ticket
+
+
+def over(transport: str, ticket: dict[str, Any]) -> dict[str, Any]:
+    endpoints = {transport: ticket["peer"]["endpoints"][transport]}
+    return {**ticket, "peer": {**ticket["peer"], "endpoints": endpoints}}
+
+
+def settle(*engines: Engine) -> None:
+    ends = time.monotonic() + 30
+    while any(e.kv.num_free + e.kv.num_cached < e.kv.total for e in engines):
+        assert time.monotonic() < ends, "somebody still holds blocks"
+        for e in engines:
+            e.step()
+            e.kv.check()
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> dict[str, Reply]:
+    """What an engine says that has neither peers nor a past."""
+    return {name: run(started(checkpoint, prefix_cache=False), ask(wishes)) for name, wishes in WISHES.items()}
+
+
+@pytest.fixture(scope="module")
+def houses(checkpoint: Path) -> Iterator[dict[str, Engine]]:
+    made = {name: started(checkpoint, name, block) for name, block in (("p8", 8), ("p32", 32), ("d8", 8), ("d16", 16))}
+    yield made
+    for one in made.values():
+        one.close()
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize(("p", "d", "transport"), [("p8", "d8", "shm"), ("p8", "d16", "tcp"), ("p32", "d16", "shm")])
+def test_prefill_here_and_decode_there(
+    houses: dict[str, Engine], plain: dict[str, Reply], wish: str, p: str, d: str, transport: str
+) -> None:
+    sender, receiver = houses[p], houses[d]
+    salt = f"{wish} {p} {d} {transport}"  # nothing is cached for it anywhere
+    submission = replace(ask(WISHES[wish]), salt=salt)
+    if wish == "prompt-scored":
+        with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+            sender.add(replace(submission, publish=True))
+        return
+    ticket = over(transport, first_ticket(sender, submission))
+    before = receiver.stats()
+    reply = run(receiver, replace(submission, source=ticket), beside=sender)
+    assert reply == plain[wish]
+    after = receiver.stats()
+    size = sender.config.block_size
+    assert before.transfer is not None and after.transfer is not None
+    assert after.transfer.hit_tokens - before.transfer.hit_tokens == 75 // size * size
+    assert after.prompt_tokens - before.prompt_tokens == 75 % size if wish not in ("single", "short") else True
+    assert after.transfer.pull_failures == {}
+    finished(sender)
+    settle(sender, receiver)
+
+
+def test_part_of_the_prompt_is_here(houses: dict[str, Engine], plain: dict[str, Reply]) -> None:
+    sender, receiver = houses["p8"], houses["d8"]
+    run(receiver, replace(ask({"max_tokens": 1}, PROMPT[:30]), salt="part"))
+    submission = replace(ask(WISHES["greedy"]), salt="part")
+    before = receiver.stats().transfer
+    assert run(receiver, replace(submission, source=first_ticket(sender, submission)), sender) == plain["greedy"]
+    after = receiver.stats().transfer
+    assert before is not None and after is not None and after.hit_tokens - before.hit_tokens == 72 - 24
+    finished(sender)
+    settle(sender, receiver)
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_resumed_at_every_place(houses: dict[str, Engine], plain: dict[str, Reply], wish: str) -> None:
+    whole = plain[wish]
+    for cut in range(len(whole.tokens) + 1):
+        said = tuple(whole.tokens[:cut])
+        reply = run(houses["d8"], replace(ask(WISHES[wish]), resumed=(said,), salt=f"{wish} {cut}"))
+        assert [*said, *reply.tokens] == whole.tokens and reply.finish is whole.finish
+        assert reply.logprobs == whole.logprobs[cut:]
+        if cut < len(whole.tokens):
+            assert reply.stop_token == whole.stop_token
+        assert reply.scores == (whole.scores if cut == 0 else None)
+
+
+def test_the_reasons_to_end_are_all_met(plain: dict[str, Reply]) -> None:
+    assert {reply.finish for reply in plain.values()} == {FinishReason.STOP, FinishReason.LENGTH}
+    assert plain["choice"].stop_token is None and plain["choice"].finish is FinishReason.STOP
+    assert plain["minimum"].stop_token is not None and len(plain["minimum"].tokens) >= 5
+    assert len(plain["single"].tokens) == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_sender_that_goes_away_half_way(checkpoint: Path, plain: dict[str, Reply], transport: str) -> None:
+    sender, receiver = started(checkpoint, "p"), started(checkpoint, "d")
+    submission = ask(WISHES["seeded"])
+    ticket = over(transport, first_ticket(sender, submission))
+    receiver.add(replace(submission, source=ticket))
+    ends = time.monotonic() + 30
+    request = next(iter(receiver.scheduler.requests.values()))
+    while request.computed < 32 and time.monotonic() < ends:
+        receiver.step()
+    sender.close()
+    assert finished(receiver) == plain["seeded"]
+    stats = receiver.stats()
+    assert stats.transfer is not None and stats.transfer.hit_tokens == 32 and stats.prompt_tokens == 75 - 32
+    assert stats.transfer.recomputed == 1
+    settle(receiver)
+    receiver.close()
+
+
+def test_aborted_while_blocks_arrive(checkpoint: Path, plain: dict[str, Reply]) -> None:
+    sender, receiver = started(checkpoint, "p"), started(checkpoint, "d")
+    submission = ask(WISHES["greedy"])
+    receiver.add(replace(submission, source=over("tcp", first_ticket(sender, submission))))
+    receiver.step()
+    receiver.abort(submission.id)
+    (ended,) = receiver.step()
+    assert ended.finish is FinishReason.ABORT
+    settle(receiver)
+    assert run(receiver, ask(WISHES["greedy"])) == plain["greedy"]
+    finished(sender)
+    settle(sender, receiver)
+    assert sender.stats().transfer.ended == {"released": 1}  # type: ignore[union-attr]
+    sender.close()
+    receiver.close()
+
+
+def test_settings_that_cannot_be_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
+        boot(EngineConfig(str(checkpoint), device="cpu", transfer=TransferConfig("x", host="192.0.2.1")))
+    with pytest.raises(InvalidRequest, match="on the CPU"):
+        gpu_settings(EngineConfig("", transfer=TransferConfig("x")))
+    gpu_settings(EngineConfig("", transfer=TransferConfig("x", required=False)))
+    with pytest.raises(InvalidRequest, match="lease"):
+        TransferConfig("x", lease=0.0)

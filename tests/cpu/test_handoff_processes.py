@@ -1,0 +1,122 @@
+"""Two engine processes: one computes a prompt, the other goes on. One of them may die on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from emberline.core.config import EngineConfig, FleetConfig, TransferConfig
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.stream import AsyncEngine, State
+
+PROMPT = [(31 * i) % 120 + 3 for i in range(2000)]
+WAIT = 60.0
+
+
+def engine(checkpoint: Path, name: str, block: int) -> AsyncEngine:
+    config = EngineConfig(
+        str(checkpoint),
+        device="cpu",
+        threads=1,
+        block_size=block,
+        kv_memory=16 << 20,
+        max_batch_tokens=32,
+        max_running=16,
+        transfer=TransferConfig(name, lease=3.0),
+    )
+    return AsyncEngine({"m": config}, FleetConfig())
+
+
+async def until(done: Any) -> None:
+    async with asyncio.timeout(WAIT):
+        while not done():
+            await asyncio.sleep(0.01)
+
+
+async def reply(e: AsyncEngine, submission: Submission) -> list[int]:
+    async with asyncio.timeout(WAIT):
+        outputs = [output async for output in e.submit(submission)]
+    assert outputs[-1].finish is FinishReason.LENGTH
+    return [token for output in outputs for token in output.tokens]
+
+
+def ask(name: str, salt: str) -> Submission:
+    params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    return Submission(name, PROMPT, params, salt=salt, timeout=WAIT, model="m")
+
+
+async def ticket_of(outputs: AsyncIterator[Output]) -> dict[str, Any]:
+    """The first, long before the prompt is computed."""
+    async with asyncio.timeout(WAIT):
+        first = await anext(outputs)
+    assert first.ticket is not None and not first.ticket["complete"] and first.finish is None
+    return first.ticket
+
+
+async def met(p: AsyncEngine, d: AsyncEngine) -> None:
+    peer = p.ready["m"].peer
+    assert peer is not None and peer["endpoints"].keys() >= {"shm", "tcp"}
+    d.pair("m", [peer])
+    await until(lambda: "m" in d.paired and d.paired["m"].paired == [peer["incarnation"]])
+
+
+async def both(p: AsyncEngine, d: AsyncEngine) -> None:
+    await asyncio.gather(p.start(), d.start())
+    await met(p, d)
+    expected = await reply(d, ask("alone", "alone"))
+
+    submission = ask("moves", "moves")
+    leg = p.submit(replace(submission, publish=True))
+    source = await ticket_of(leg)
+    moved = asyncio.create_task(reply(d, replace(submission, source=source)))
+    last = [output async for output in leg][-1]
+    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[:1] and last.ticket is not None
+    assert await moved == expected
+    stats = d.stats["m"].transfer
+    assert stats is not None and stats.hit_tokens == 1984 and stats.pull_failures == {}
+    await until(lambda: p.stats["m"].transfer.ended == {"acknowledged": 1})  # type: ignore[union-attr]
+    assert p.stats["m"].blocks_free + p.stats["m"].blocks_cached == p.stats["m"].blocks_total
+
+    abandoned = p.submit(replace(ask("gone", "gone"), publish=True))
+    source = await ticket_of(abandoned)
+    await abandoned.aclose()  # its client left: the lease ends at once
+    assert await reply(d, replace(ask("gone", "gone"), source=source)) == expected
+    await until(lambda: p.stats["m"].transfer.ended.get("closed") == 1)  # type: ignore[union-attr]
+
+    dies = p.submit(replace(ask("dies", "dies"), publish=True))
+    source = await ticket_of(dies)
+    orphan = asyncio.create_task(reply(d, replace(ask("dies", "dies"), source=source)))
+    await asyncio.sleep(0)  # it is sent
+    assert p.pid is not None
+    os.kill(p.pid, signal.SIGKILL)
+    assert await orphan == expected
+    failures = d.stats["m"].transfer.pull_failures  # type: ignore[union-attr]
+    assert failures.pop("ticket_over") == 1 and sum(failures.values()) == 1
+    await until(lambda: p.state is State.READY and p.restarts == 1)
+    await met(p, d)  # as another incarnation
+    d.pair("m", [])
+    await until(lambda: d.paired["m"].paired == [])
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(32, 16)])
+def test_from_process_to_process(tmp_path: Path, theirs: int, ours: int) -> None:
+    checkpoint = tiny.write(tmp_path, tiny.config("llama", max_position_embeddings=2048, hidden_size=64))
+
+    async def main() -> None:
+        p, d = engine(checkpoint, "p", theirs), engine(checkpoint, "d", ours)
+        try:
+            await both(p, d)
+        finally:
+            await asyncio.gather(p.stop(), d.stop())
+
+    asyncio.run(main())

@@ -1,0 +1,83 @@
+"""A prefix that one engine has computed is another's, through a real store; and the store may hang or die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.bench.master import Master
+from emberline.core.config import EngineConfig
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.boot import boot
+from emberline.engine.engine import Engine
+from emberline.kv.tiers import storeclient
+
+Answer = tuple[list[int], list[float], int]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"])
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
+    monkeypatch.setattr(storeclient, "CLOSE", 0.01)  # parting takes two seconds
+    started = Master().start()
+    yield started
+    started.kill()
+
+
+def engine(model: Path, master: Master | None, codec: str = "auto") -> Engine:
+    store = master.address if master is not None else None
+    return boot(
+        EngineConfig(
+            str(model), device="cpu", dtype="bfloat16", block_size=8, max_context=64, kv_memory=1 << 18,
+            kv_store=store, kv_store_memory=64 << 20, kv_codec=codec,
+        )
+    ).engine  # fmt: skip
+
+
+def ask(engine: Engine, seed: int, salt: str = "") -> Answer:
+    """Tokens, their log-probabilities, and how many of the prompt's were not computed."""
+    prompt = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(seed)).tolist()
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0)
+    engine.add(Submission("r", prompt, params, salt=salt))
+    tokens, logprobs, cached = [], [], 0
+    while not engine.idle:
+        for output in engine.step():
+            tokens += output.tokens
+            logprobs += [each.logprob for each in output.logprobs]
+            cached += output.cached_tokens
+        engine.kv.check()
+    if engine.kv.tiers is not None:
+        assert engine.kv.tiers.flush(20.0)
+    return tokens, logprobs, cached
+
+
+@pytest.mark.parametrize("codec", ["uw", "none"])
+def test_a_prefix_is_reused_by_another_engine(model: Path, master: Master, codec: str) -> None:
+    one, two, alone = engine(model, master, codec), engine(model, master), engine(model, None)
+    expected = ask(alone, 1)
+    assert ask(one, 1) == expected and expected[2] == 0
+    assert ask(two, 1, salt="another tenant")[2] == 0
+    assert ask(two, 1) == (*expected[:2], 40)
+    assert two.stats().tiers["store"].hit_tokens == 40
+    one.close()
+    two.close()
+
+
+def test_requests_go_on_without_the_store(model: Path, master: Master) -> None:
+    one, alone = engine(model, master), engine(model, None)
+    ask(one, 1)
+    master.hang()
+    assert ask(one, 2) == ask(alone, 2)  # it is waited for once
+    assert not one.stats().tiers["store"].on and ask(one, 3) == ask(alone, 3)
+    master.kill()
+    assert ask(one, 4) == ask(alone, 4)
+    one.close()

@@ -1,0 +1,79 @@
+"""Calls and handlers for tests of the gateway's layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from emberline.gateway.call import Call, Dialect, Reply
+from emberline.gateway.identity import ANONYMOUS, Identity
+from emberline.gateway.options import Options
+from emberline.gateway.settings import Settings
+
+
+def call(
+    body: Mapping[str, Any] | bytes = b"{}",
+    *,
+    headers: Mapping[str, str] | None = None,
+    identity: Identity = ANONYMOUS,
+    settings: Mapping[str, Any] | Settings | None = None,
+    dialect: Dialect = "openai-chat",
+    provider: str = "openai",
+    model: str = "gpt-4o-mini",
+    max_output: int | None = None,
+    stream: bool = False,
+    endpoint: str = "chat/completions",
+    deadline: float = 600.0,
+    began: float = 0.0,
+) -> Call:
+    read = settings if isinstance(settings, Settings) else Settings.read(settings or {})
+    return Call(
+        id="id",
+        account=read.account,
+        gateway=read.gateway,
+        provider=provider,
+        endpoint=endpoint,
+        dialect=dialect,
+        method="POST",
+        headers=dict(headers or {}),
+        query="",
+        body=body if isinstance(body, bytes) else json.dumps(body).encode(),
+        model=model,
+        stream=stream,
+        max_output=max_output,
+        options=Options.read(headers or {}),
+        identity=identity,
+        settings=read,
+        began=began,
+        deadline=deadline,
+    )
+
+
+class Pieces:
+    """A stream that gives what it is told to, and says how it ended."""
+
+    def __init__(self, *chunks: bytes, reply: Reply | None = None, error: Exception | None = None) -> None:
+        self._chunks = list(chunks)
+        self._error = error
+        self.reply = reply
+        self.closed = False
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._chunks:
+            return self._chunks.pop(0)
+        if self._error is not None:
+            if self.reply is not None:
+                self.reply.ended = "cut"
+            raise self._error
+        if self.reply is not None and not self.reply.ended:
+            self.reply.ended = "complete"
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self.closed = True
+        if self.reply is not None and not self.reply.ended:
+            self.reply.ended = "left"

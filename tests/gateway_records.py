@@ -1,0 +1,23 @@
+"""Records for tests of the gateway's log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberline.gateway.record import Record, new_id
+
+NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # of some day
+DAY = 86_400_000
+
+
+def made(at: int = NOON, **fields: Any) -> Record:
+    given: dict[str, Any] = {
+        "id": new_id(at),
+        "account": "acme",
+        "gateway": "main",
+        "provider": "openai",
+        "model": "gpt-4o",
+        "status": 200,
+        "success": True,
+    }
+    return Record(**given | fields)

@@ -1,0 +1,142 @@
+"""A real gateway for tests, in a thread of this process: HTTP in front, fake providers behind, a real store inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+
+from emberline.core.config import GatewayConfig
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.fake import FakeProvider
+from emberline.gateway.record import Payload, Record
+from emberline.gateway.store.filters import Filters
+from emberline.server.gatewaying import build
+from emberline.server.listening import bind
+
+T = TypeVar("T")
+# Short, so that what is late is found out soon; long enough for a busy machine.
+TIMEOUTS = {"connect": 1.0, "first_byte": 0.6, "between_events": 0.6, "total": 20.0}
+
+
+class Loop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+
+
+class Gateways:
+    """`settings` are of the default gateway. `providers` gets the fakes' URLs by name, and gives all settings."""
+
+    def __init__(
+        self, home: Path, fakes: Sequence[str], providers: Callable[[dict[str, str]], dict[str, Any]], **settings: Any
+    ) -> None:
+        self._loop = Loop()
+        self.home = home
+        self.fakes = {name: self._loop.run(_started()) for name in fakes}
+        tables = providers({name: fake.url for name, fake in self.fakes.items()})
+        default = {"timeouts": TIMEOUTS, "retries": {"attempts": 2, "delay": 0.01}, "providers": tables}
+        self._found = {"gateways": {"default": {**default, **settings}}}
+        self._loop.run(self._start())
+
+    async def _start(self) -> None:
+        self._stack = AsyncExitStack()
+        config = GatewayConfig(
+            store=f"sqlite:{self.home / 'store'}",
+            master_key=str(self.home / "master"),
+            api_keys=("a-key-of-the-tests",),
+        )
+        app = await build(config, self._found, self._stack)
+        self._store = app.store
+        listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        settings = uvicorn.Config(app, http="httptools", lifespan="off", log_level="critical", ws="none")
+        self._server = uvicorn.Server(settings)
+        self._serving = asyncio.ensure_future(self._server._serve([listener]))
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        async def stop() -> None:
+            self._server.should_exit = True
+            await self._serving
+            await self._stack.aclose()
+            for fake in self.fakes.values():
+                await fake.close()
+
+        self._loop.run(stop())
+        self._loop.close()
+
+    def reset(self) -> None:
+        for fake in self.fakes.values():
+            fake.fault, fake.script, fake.after, fake.pace = "", [], 3, 0.0
+            fake.asked, fake.count, fake.gone = [], 0, 0
+
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"
+    ) -> tuple[int, dict[str, str], bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        asked = urllib.request.Request(
+            self.url + path, data, {"content-type": "application/json", **(headers or {})}, method=method
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as reply:
+                return reply.status, {k.lower(): v for k, v in reply.headers.items()}, reply.read()
+        except urllib.error.HTTPError as e:
+            return e.code, {k.lower(): v for k, v in e.headers.items()}, e.read()
+
+    def record(self, id: str) -> Record:
+        """Of the log, once it is written."""
+        deadline = time.monotonic() + 10
+        while (found := self._loop.run(self._look(id))) is None:
+            assert time.monotonic() < deadline, f"no record {id}"
+            time.sleep(0.02)
+        return found
+
+    async def _look(self, id: str) -> Record | None:
+        try:
+            return await self._store.record("default", "default", id)
+        except StoreFailed:  # the day's file is just being made
+            return None
+
+    def has_no_record(self, id: str) -> bool:
+        """Asked when later ones are written."""
+        return self._loop.run(self._look(id)) is None
+
+    def payload(self, id: str) -> Payload | None:
+        return self._loop.run(self._store.payload("default", "default", id))
+
+    def newest(self) -> Record | None:
+        """The last one written."""
+
+        async def look() -> list[Record]:
+            try:
+                return (await self._store.page(Filters(account="default", gateway="default"), limit=1)).records
+            except StoreFailed:
+                return []
+
+        found = self._loop.run(look())
+        return found[0] if found else None
+
+
+async def _started() -> FakeProvider:
+    return await FakeProvider().start()

@@ -1,0 +1,49 @@
+"""One replica of a gateway, as far as limits go: many clients at once against one rule. Prints what came of it.
+
+python limit_replica.py URL CLIENTS RULE(JSON) AMOUNT
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+
+import uvloop
+
+from emberline.core.clock import SystemClock
+from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.limits.redis import RedisLimiter
+from emberline.gateway.limits.rule import Rule
+from emberline.gateway.redislink import RedisLink
+
+
+async def main(url: str, clients: int, rule: Rule, amount: int) -> None:
+    link = RedisLink(url, SystemClock(), patience=20.0)  # so that a loaded machine does not decide
+    assert await link.start(20.0)
+    limiter = RedisLimiter(link, degraded="closed")
+    passed = used = 0
+
+    async def client() -> None:
+        nonlocal passed, used
+        await asyncio.sleep(random.random() / 20)
+        try:
+            made = await limiter.reserve([rule.claim({"gateway": "a/g"}, amount)], time.time(), 60)
+        except LimitExceeded:
+            return
+        await asyncio.sleep(random.random() / 50)
+        actual = 1 if rule.amount == "requests" else random.randint(0, amount)
+        limiter.settle(made, {rule.amount: actual}, time.time())
+        passed, used = passed + 1, used + actual
+
+    for _ in range(3 if rule.amount == "micros" else 1):
+        await asyncio.gather(*(client() for _ in range(clients)))
+    await limiter.close()
+    await link.close()
+    print(json.dumps({"passed": passed, "used": used}))
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], int(sys.argv[2]), Rule.read([json.loads(sys.argv[3])])[0], int(sys.argv[4])))

@@ -1,0 +1,65 @@
+"""A real PostgreSQL for tests: a private cluster on a free port. It refuses to run as root, so then it runs as `nobody`
+or whoever Debian made for it."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Postgres:
+    port: int
+    data: Path
+    tools: Path
+    user: str | None  # to run as; None: ourselves
+
+    def url(self, database: str) -> str:
+        return f"postgresql://tester@127.0.0.1:{self.port}/{database}"
+
+    def control(self, *arguments: str) -> None:
+        command = [str(self.tools / "pg_ctl"), "-D", str(self.data), "-w", "-t", "60", *arguments]
+        subprocess.run(command, user=self.user, check=True, stdout=subprocess.DEVNULL, timeout=90, cwd="/")
+
+    def stop(self, mode: str = "immediate") -> None:
+        self.control("stop", "-m", mode)
+
+    def start(self) -> None:
+        settings = (
+            f"-p {self.port} -k {self.data} -h 127.0.0.1 -c fsync=off -c full_page_writes=off -c shared_buffers=32MB"
+        )
+        self.control("start", "-l", str(self.data / "log"), "-o", settings)
+
+
+def find_tools() -> Path | None:
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    named = shutil.which("initdb")
+    return found[-1].parent if found else Path(named).parent if named else None
+
+
+def start_postgres(tools: Path) -> Postgres:
+    user = None
+    home = Path(tempfile.mkdtemp(prefix="emberline-postgres-"))
+    if os.getuid() == 0:
+        names = {entry.pw_name for entry in pwd.getpwall()}
+        user = "postgres" if "postgres" in names else "nobody"
+        shutil.chown(home, user)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Postgres(port, home / "data", tools, user)
+    initdb = [str(tools / "initdb"), "-D", str(server.data), "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"]
+    subprocess.run([*initdb, "--locale=C"], user=user, check=True, stdout=subprocess.DEVNULL, timeout=90, cwd="/")
+    server.start()
+    return server
+
+
+def stop_postgres(server: Postgres) -> None:
+    server.stop()
+    shutil.rmtree(server.data.parent)

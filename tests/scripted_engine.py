@@ -1,0 +1,192 @@
+"""A worker's whole HTTP side over an engine that follows a script: what it writes is a function of the prompt, the seed
+and what was written, so a reply can go on anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from bytelevel import EOS, byte_level
+from tokenizers import AddedToken
+
+from emberline.api.reasoning import THINK
+from emberline.api.toolstyle import HERMES
+from emberline.core.config import ServerConfig, WorkerConfig
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output, Timing
+from emberline.core.params import Grammar
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason, Submission
+from emberline.engine.grammar_guard import GrammarGuard
+from emberline.engine.stream import AsyncEngine, State
+from emberline.server.catalog import Catalog, Served
+from emberline.server.engine_app import EngineApp
+from emberline.server.generator import Generator
+from emberline.server.metrics import Metrics
+from emberline.server.prompts import Prompts
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+TEMPLATE = "{{ messages[-1].content }}|{{ '<think></think>' if false }}"
+Script = Callable[[str, int], str]  # what is written of a choice, and which choice: all that it will have written
+
+LEAST = 1  # tokens of a step; the next has one more, up to three: as a function of the position, so that cuts agree
+
+
+def logprob(token: int, top: int) -> TokenLogprob:
+    return TokenLogprob(-token / 7, 1, [((token + k) % EOS, -token / 7 - k) for k in range(top)])
+
+
+@dataclass
+class ScriptedEngine:
+    """An AsyncEngine's shape. `fail_after`: it breaks after so many outputs."""
+
+    tokenizer: Tokenizer
+    script: Script
+    state: State = State.READY
+    cached: int = 3
+    fail_after: int | None = None
+    error: EmberlineError | None = None
+    submissions: list[Submission] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    aborted: set[tuple[str, int]] = field(default_factory=set)
+    ticket: dict[str, Any] | None = None
+    on_stats: Any = None
+    clock: float = 0.0
+
+    def now(self) -> float:
+        self.clock += 0.001
+        return self.clock
+
+    def abort_one(self, submission_id: str, index: int) -> None:
+        self.aborted.add((submission_id, index))
+
+    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
+        self.submissions.append(submission)
+        self.open.add(submission.id)
+        try:
+            for output in self._outputs(submission):
+                await asyncio.sleep(0)
+                if self.fail_after is not None:
+                    self.fail_after -= 1
+                    if self.fail_after < 0:
+                        assert self.error is not None
+                        raise self.error
+                yield output
+        finally:
+            self.open.discard(submission.id)
+
+    def _outputs(self, s: Submission) -> Any:
+        if s.publish:
+            yield from self._published(s)
+            return
+        goals = [self._goal(s, i) for i in range(s.params.n)]
+        written = [list(one) for one in s.resumed] or [[] for _ in goals]
+        started = [bool(one) for one in written]
+        live = list(range(len(goals)))
+        while live:
+            i = min(live, key=lambda i: (len(written[i]), i))
+            if (s.id, i) in self.aborted:
+                live.remove(i)
+                yield Output(s.id, i, finish=FinishReason.ABORT)
+                continue
+            new: list[int] = []
+            finish = self._ending(s, written[i])  # of what was resumed, perhaps
+            for _ in range(LEAST + len(written[i]) % 3):
+                if finish is None:
+                    new.append(goals[i][len(written[i])])
+                    written[i].append(new[-1])
+                    finish = self._ending(s, written[i])
+            output = Output(s.id, i, new, finish=finish, timing=Timing(0.0, 0.0, 0.0, 1.0 if finish else None))
+            if s.params.logprobs is not None:
+                output.logprobs = [logprob(token, s.params.logprobs) for token in new]
+            if not started[i] and s.params.prompt_logprobs is not None:
+                output.prompt_logprobs = [logprob(token, s.params.prompt_logprobs) for token in s.prompt[1:]]
+            output.cached_tokens = 0 if started[i] else self.cached
+            started[i] = True
+            if finish is not None:
+                live.remove(i)
+            yield output
+
+    def _published(self, s: Submission) -> Any:
+        if self.ticket is not None:
+            yield Output(s.id, ticket=self.ticket)
+        done = {"cached_tokens": self.cached, "timing": Timing(0.0, 1.0, 1.5, 1.5), "ticket": self.ticket}
+        yield Output(s.id, 0, self._goal(s, 0)[:1], finish=FinishReason.HANDOFF, **done)
+
+    def _goal(self, s: Submission, index: int) -> list[int]:
+        before = self.tokenizer.decode(s.prompt, skip_special=False).rpartition("|")[2]
+        whole = self.tokenizer.encode(self.script(before, index), add_special=False)
+        return [*whole[len(self.tokenizer.encode(before, add_special=False)) :], EOS]
+
+    def _ending(self, s: Submission, written: list[int]) -> FinishReason | None:
+        if written and written[-1] == EOS:
+            return FinishReason.STOP
+        most = s.params.max_tokens
+        return FinishReason.LENGTH if most is not None and len(written) >= most else None
+
+
+class House:
+    def __init__(self, script: Script, **worker: Any) -> None:
+        inner = byte_level()
+        inner.add_special_tokens([AddedToken("<|end|>", special=True)])
+        inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
+        self.tokenizer = Tokenizer(inner, {}, [EOS], None)
+        self.engine = ScriptedEngine(self.tokenizer, script)
+        engine = cast("AsyncEngine", self.engine)
+        prompts = Prompts(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), HERMES, 4000)
+        self.metrics = Metrics("m")
+        style: dict[str, Any] = {"tool_style": HERMES, "reasoning": THINK}
+        guard = cast("GrammarGuard", self)
+        generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
+        self.catalog = Catalog([Served("m", generator, guard, self.metrics, "fp")])
+        config = ServerConfig(models={"m": "m"}, embedder=None, worker=WorkerConfig("http://router", **worker))
+        self.app = EngineApp(config, engine, self.catalog, None, {})
+
+    def check(self, grammar: Grammar, param: str = "") -> None:
+        """The guard's: the script knows no grammars."""
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return asyncio.run(self.posted(path, body, **headers))
+
+    async def posted(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Answer:
+        answer = Answer()
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "client": (client, 1)}
+        inbox = [{"type": "http.request", "body": raw}]
+
+        async def receive() -> dict[str, Any]:
+            return inbox.pop() if inbox else await asyncio.Future()
+
+        await self.app(scope, receive, answer.take)
+        assert not self.engine.open, "nothing is left open"
+        return answer
+
+
+class Answer:
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.writes: list[bytes] = []
+        self.ended = False
+
+    async def take(self, message: dict[str, Any]) -> None:
+        assert not self.ended
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.writes.append(message["body"])
+            self.ended = not message.get("more_body", False)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.writes)
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)

@@ -1,0 +1,43 @@
+"""`emberline cluster up`: which processes it starts, as what, and what they know."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from emberline.cli import cluster
+from emberline.cluster.supervisor import children
+from emberline.core.config import WorkerConfig, cluster_key
+from emberline.core.errors import InvalidRequest
+
+
+def counts(*options: str) -> dict[str, int]:
+    parser = argparse.ArgumentParser()
+    cluster.add_arguments(parser)
+    return {role: n for role, n in cluster._workers(parser.parse_args(["up", *options, "m"])).items() if n}
+
+
+def test_how_many_of_each() -> None:
+    assert counts() == {"both": 2} and counts("--workers", "3") == {"both": 3}
+    assert counts("--prefill", "1", "--decode", "2") == {"prefill": 1, "decode": 2}
+    assert counts("--prefill", "1", "--workers", "1") == {"prefill": 1, "both": 1}
+    for wrong in (["--workers", "0"], ["--prefill", "2"], ["--decode", "-1", "--workers", "2"]):
+        with pytest.raises(InvalidRequest):
+            counts(*wrong)
+
+
+def test_the_key_is_in_no_command() -> None:
+    made = children(["--port", "1"], {"prefill": 1, "decode": 2}, ["m"], url="http://r", key="hush", logs=Path("/logs"))
+    assert [child.name for child in made] == ["router", "prefill-1", "decode-1", "decode-2"]
+    assert made[2].arguments == ["worker", "m", "--role", "decode", "--router", "http://r", "--worker-name", "decode-1"]
+    assert all("hush" not in child.arguments and "hush" not in repr(child) for child in made)
+    assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush" for child in made)
+
+
+def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "hush")
+    assert cluster_key() == "hush"
+    monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
+    assert cluster_key() is None and WorkerConfig("http://r").role == "both"

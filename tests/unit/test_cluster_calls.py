@@ -1,0 +1,145 @@
+"""What a router asks of a worker: who may ask, what is refused and how, and a prompt computed for another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from scripted_engine import House
+
+from emberline.core.config import ServerConfig
+from emberline.core.errors import EngineFailed, EngineUnavailable, Overloaded
+from emberline.server.engine_app import EngineApp
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "why"}], "stream": True}
+TICKET = {"id": "abc", "peer": {"name": "p"}, "blocks": [1, 2]}
+RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
+
+
+def house(**worker: Any) -> House:
+    return House(lambda before, index: before + "Because.", **worker)
+
+
+def envelope(body: Any = CHAT, path: str = "/v1/chat/completions", **fields: Any) -> dict[str, Any]:
+    return {"path": path, "body": body, "seed": 1, "handoff": {}, "timeout": 9.0, **fields}
+
+
+@pytest.mark.parametrize("path", [RESUME, PREFILL])
+def test_only_the_cluster_may_ask(path: str) -> None:
+    ours = {"authorization": "Bearer secret"}
+    for worker, client, headers, status in (
+        ({}, "127.0.0.1", {}, 200),
+        ({}, "::1", {}, 200),
+        ({}, "10.0.0.7", {}, 401),
+        ({}, "", {}, 401),
+        ({}, "127.0.0.1", {"origin": "http://evil"}, 401),
+        ({"cluster_key": "secret"}, "10.0.0.7", ours, 200),
+        ({"cluster_key": "secret"}, "127.0.0.1", {}, 401),
+        ({"cluster_key": "secret"}, "127.0.0.1", {"authorization": "Bearer wrong"}, 401),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "origin": "http://evil"}, 401),
+    ):
+        made = house(**worker)
+        answer = asyncio.run(made.posted(path, envelope(), client=client, **headers))
+        assert answer.status == status and bool(made.engine.submissions) == (status == 200)
+
+
+def test_a_server_that_is_no_worker_has_no_such_thing() -> None:
+    made = house()
+    alone = ServerConfig(models={"m": "m"}, embedder=None)
+    made.app = EngineApp(alone, made.app.engine, made.catalog, None, {})
+    assert made.post(RESUME, envelope()).status == made.post(PREFILL, envelope()).status == 404
+
+
+@pytest.mark.parametrize("call", [RESUME, PREFILL])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": 200}'),
+        ("/v1/chat/completions", b'{"model": "m", "messages": [] }'),
+        ("/v1/chat/completions", b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/completions", json.dumps({"model": "m", "prompt": "x" * 5000}).encode()),
+        ("/v1/messages", b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/messages", b'{"model": "other", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}'),
+        ("/v1/responses", b'{"model": "m", "input": 7}'),
+    ],
+)
+def test_a_bad_call_is_refused_in_its_clients_words(call: str, path: str, body: bytes) -> None:
+    made = house()
+    told = made.post(path, body)
+    wrapped = b'{"path": "%b", "seed": 1, "handoff": {}, "timeout": 5, "body": %b}' % (path.encode(), body)
+    again = made.post(call, wrapped)
+    assert told.status in (400, 404) and (again.status, again.body) == (told.status, told.body)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"path": "/v1/embeddings"},
+        {"path": 7},
+        {"seed": "x"},
+        {"seed": -1 << 70},
+        {"handoff": {"said": [[0, [-1]]]}},
+        {"handoff": {"said": [[0, [1], "maybe"]]}},
+        {"handoff": {"said": [[3, [1]]]}},
+        {"handoff": {"said": [[0, [99999]]]}},
+        {"handoff": {"source": 7}},
+        {"handoff": []},
+    ],
+)
+def test_a_bad_envelope_is_a_bad_request(wrong: dict[str, Any]) -> None:
+    made = house()
+    answer = made.post(RESUME, envelope() | wrong)
+    assert answer.status == 400 and answer.json["error"]["code"] == "invalid_value"
+    assert not made.engine.submissions
+
+
+def test_a_source_reaches_the_engine() -> None:
+    made = house()
+    assert made.post(RESUME, envelope(handoff={"source": TICKET})).status == 200
+    assert made.engine.submissions[0].source == TICKET and not made.engine.submissions[0].publish
+
+
+def test_a_prompt_for_another() -> None:
+    made = house()
+    made.engine.ticket = TICKET
+    answer = made.post(PREFILL, envelope())
+    assert answer.status == 200 and answer.headers["content-type"] == "application/x-ndjson" and answer.ended
+    ticket, done = map(json.loads, answer.body.splitlines())
+    first = made.tokenizer.encode("B", add_special=False)[0]
+    assert ticket == {"ticket": TICKET} and done == {"done": {"token": first, "cached": 3, "seconds": 0.5}}
+    assert answer.writes[0].count(b"\n") == 1  # as soon as it is known
+    asked = made.engine.submissions[0]
+    assert asked.publish and asked.params.seed == 1 and 8.9 < asked.timeout <= 9.0
+
+
+def test_a_prompt_too_short_for_a_ticket() -> None:
+    assert list(house().post(PREFILL, envelope()).json) == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"n": 2}),
+        ("/v1/completions", {"model": "m", "prompt": ["a", "b"]}),
+        ("/v1/completions", {"model": "m", "prompt": "a", "echo": True}),
+    ],
+)
+def test_what_cannot_be_split_is_refused(path: str, body: dict[str, Any]) -> None:
+    made = house()
+    assert made.post(PREFILL, envelope(body, path)).status == 400 and not made.engine.submissions
+
+
+def test_a_prefill_that_fails_says_so_in_its_place() -> None:
+    """Before the first line with a status, after it with a line."""
+    for error, after, status in ((Overloaded("full"), 0, 429), (EngineUnavailable("starting"), 0, 503)):
+        made = house()
+        made.engine.fail_after, made.engine.error = after, error
+        assert made.post(PREFILL, envelope()).status == status
+    made = house()
+    made.engine.ticket, made.engine.fail_after, made.engine.error = TICKET, 1, EngineFailed("it died")
+    answer = made.post(PREFILL, envelope())
+    lines = [json.loads(line) for line in answer.body.splitlines()]
+    assert answer.status == 200 and answer.ended and [list(line) for line in lines] == [["ticket"], ["error"]]
+    assert lines[1]["error"] == {"code": "engine_failed", "message": "it died", "status": 500}

@@ -1,0 +1,526 @@
+"""A request that moves between engines says the same tokens, whatever happens to the blocks on their way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig, TransferConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output
+from emberline.core.handoff import Handoff, Note, Said
+from emberline.core.params import SamplingParams
+from emberline.core.request import FinishReason, Priority, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.kv.transfer.base import Fetch
+from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.errors import Corrupted
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.local import LocalLink, LocalTransport, offer
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.ticket import Peer
+
+
+def test_a_handoff_travels_as_json() -> None:
+    handoff = Handoff((Said(1, (2, 3)), Said(0, (4,)), Said(1, (5,))), True, 7, {"id": "x"})
+    assert Handoff.parsed(json.loads(json.dumps(handoff.as_dict()))) == handoff
+    assert handoff.resumed(2) == ((4,), (2, 3, 5))
+    assert Handoff.parsed({}) == Handoff() and Handoff().resumed(3) == ()
+    with pytest.raises(InvalidRequest, match="choice 1"):
+        handoff.resumed(1)
+    for wrong in ([], {"said": [[0, [-1]]]}, {"said": [[0]]}, {"started": 1}, {"source": []}, {"cached_tokens": "1"}):
+        with pytest.raises(InvalidRequest, match="cannot be read"):
+            Handoff.parsed(wrong)
+    note = Note((5,), True, 3, 0.5)
+    assert Note.parsed(str(note)) == note and Note.parsed("") is None and Note.parsed("{}") is None
+
+
+def engine(
+    name: str = "", blocks: int = 64, size: int = 8, *, runner: type[FakeRunner] = FakeRunner, **others: object
+) -> Engine:
+    """With a name: one that others can pull from, and that pulls from everybody in `PEERS`."""
+    made = runner(blocks, size, **({"eos": others.pop("eos")} if "eos" in others else {}))  # type: ignore[arg-type]
+    config = SchedulerConfig(block_size=size, **{"max_batch_tokens": 16, **others})  # type: ignore[arg-type]
+    if not name:
+        return Engine(config, made)
+    region = made.region()
+    sender = Sender(region, name)
+    offer(sender, name)
+    return Engine(config, made, dock=Dock(sender, Receiver(region, []), config=TransferConfig(name)))
+
+
+def acquaint(*engines: Engine) -> None:
+    """Each can reach all the others."""
+    for one in engines:
+        assert one.dock is not None
+        senders = [other.dock.sender for other in engines if other is not one and other.dock is not None]
+        one.dock.receiver._transports = [LocalTransport(senders)]
+
+
+def ask(name: str = "r", length: int = 41, start: int = 0, **params: object) -> Submission:
+    wishes = {"max_tokens": 6, "seed": 11, **params}
+    prompt = [(start + 7 * i) % 1000 for i in range(length)]
+    return Submission(name, prompt, SamplingParams(**wishes))  # type: ignore[arg-type]
+
+
+def run(e: Engine, *submissions: Submission, beside: Engine | None = None) -> list[Output]:
+    for submission in submissions:
+        e.add(submission)
+    outputs: list[Output] = []
+    ends = time.monotonic() + 30
+    while not e.idle and time.monotonic() < ends:
+        outputs += e.step()
+        e.kv.check()
+        if beside is not None:
+            beside.step()
+            beside.kv.check()
+    assert e.idle, "the engine did not finish"
+    return outputs
+
+
+def tokens(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]
+
+
+def settle(*engines: Engine) -> None:
+    """Until no lease and no pull is left, and every block is free or cached."""
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends:
+        for one in engines:
+            one.step()
+            one.kv.check()
+        if all(one.kv.num_free + one.kv.num_cached == one.kv.total for one in engines):
+            return
+        time.sleep(0.005)
+    raise AssertionError("somebody still holds blocks")
+
+
+def prefilled(e: Engine, submission: Submission) -> list[Output]:
+    return run(e, replace(submission, publish=True))
+
+
+# -- going on from tokens alone ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", [FakeRunner, FakeAheadRunner])
+@pytest.mark.parametrize("n", [1, 3])
+def test_going_on_from_any_place(n: int, runner: type[FakeRunner]) -> None:
+    whole: dict[int, list[int]] = {i: [] for i in range(n)}
+    for output in run(engine(), ask(n=n, max_tokens=9)):
+        whole[output.index] += output.tokens
+    for cut in range(10):
+        said = tuple(tuple(whole[i][: max(0, cut - i)]) for i in range(n))
+        rest: dict[int, list[int]] = {i: [] for i in range(n)}
+        finishes = []
+        for output in run(engine(runner=runner), replace(ask(n=n, max_tokens=9), resumed=said)):
+            rest[output.index] += output.tokens
+            finishes += [output.finish] if output.finish else []
+        assert {i: [*said[i], *rest[i]] for i in range(n)} == whole
+        assert finishes == [FinishReason.LENGTH] * n
+
+
+def test_what_has_ended_ends_again_without_a_token() -> None:
+    e = engine(eos=frozenset({5}))
+    for params, said, finish in (
+        ({"max_tokens": 2}, (7, 8), FinishReason.LENGTH),
+        ({"max_tokens": 2}, (7, 8, 9), FinishReason.LENGTH),
+        ({"max_tokens": 9}, (7, 5), FinishReason.STOP),
+        ({"max_tokens": 2}, (7, 5), FinishReason.STOP),
+        ({"max_tokens": 9, "stop_token_ids": (8,)}, (7, 8), FinishReason.STOP),
+    ):
+        outputs = run(e, replace(ask(**params), resumed=(said,)))
+        assert [(o.tokens, o.finish) for o in outputs] == [([], finish)]
+    assert e.stats().step == 0
+    assert len(tokens(run(e, replace(ask(max_tokens=3, ignore_eos=True), resumed=((7, 5),))))) == 1
+
+
+def test_what_cannot_be_resumed_or_published_is_refused() -> None:
+    e = engine()
+    for wrong, param in (
+        ({"resumed": ((1,), (2,))}, "resumed"),
+        ({"resumed": ((1000,),)}, "resumed"),
+        ({"publish": True}, "publish"),
+    ):
+        with pytest.raises(InvalidRequest) as refusal:
+            e.add(replace(ask(), **wrong))
+        assert refusal.value.param == param
+    with pytest.raises(InvalidRequest, match="one new completion"):
+        engine("p").add(replace(ask(n=2), publish=True))
+    assert e.idle
+
+
+# -- blocks from another engine ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8), (8, 32), (32, 8)])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 32, 33, 64, 65])
+def test_prompts_of_any_length(theirs: int, ours: int, length: int) -> None:
+    expected = tokens(run(engine(), ask(length=length)))
+    p, d = engine("p", size=theirs), engine("d", size=ours)
+    acquaint(p, d)
+    *early, last = prefilled(p, ask(length=length))
+    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[:1]
+    full = length // theirs * theirs
+    assert (last.ticket is not None) == (full > 0) == bool(early)
+    if last.ticket is None:
+        settle(p)
+        return
+    assert early[0].ticket is not None and not early[0].ticket["complete"]
+    got = run(d, replace(ask(length=length), source=early[0].ticket))
+    assert tokens(got) == expected
+    assert got[-1].finish is FinishReason.LENGTH
+    stats = d.stats().transfer
+    assert stats is not None and (stats.pulls, stats.pull_failures, stats.recomputed) == (1, {}, 0)
+    assert stats.hit_tokens == full and d.stats().prompt_tokens == length - full
+    settle(p, d)
+    stats = p.stats().transfer
+    assert stats is not None and stats.ended == {"acknowledged": 1} and (stats.leases, stats.pinned_blocks) == (0, 0)
+    assert stats.published_blocks == length // theirs
+
+
+def test_blocks_are_pulled_while_the_rest_of_the_prompt_is_computed() -> None:
+    expected = tokens(run(engine(), ask(length=100)))
+    p, d = engine("p"), engine("d")
+    acquaint(p, d)
+    p.add(replace(ask(length=100), publish=True))
+    (first,) = p.step()
+    assert first.ticket is not None and len(first.ticket["blocks"]) == 2 and not first.ticket["complete"]
+    d.add(replace(ask(length=100), source=first.ticket))
+    d.step()
+    for computed in (16, 32, 48):  # a piece is known to be good when the next is there
+        ends = time.monotonic() + 30
+        p.step()
+        while d.scheduler.requests["r#0"].computed < computed and time.monotonic() < ends:
+            d.step()
+        assert d.scheduler.requests["r#0"].computed == computed
+    assert tokens(run(d, beside=p)) == expected
+    assert d.stats().prompt_tokens == 4
+    settle(p, d)
+
+
+@pytest.mark.parametrize("runner", [FakeRunner, FakeAheadRunner])
+def test_engines_that_run_ahead_of_their_results(runner: type[FakeRunner]) -> None:
+    for length in (40, 41):
+        expected = tokens(run(engine(), ask(length=length)))
+        p, d = engine("p", runner=FakeAheadRunner), engine("d", runner=runner)
+        acquaint(p, d)
+        p.add(replace(ask(length=length), publish=True))
+        while not (outputs := p.step()):
+            pass
+        d.add(replace(ask(length=length), source=outputs[0].ticket))
+        assert tokens(run(d, beside=p)) == expected
+        run(p)
+        settle(p, d)
+
+
+def test_what_is_cached_here_is_not_pulled() -> None:
+    expected = tokens(run(engine(), ask()))
+    for theirs, cached, pulled in ((8, 24, 16), (16, 16, 16), (32, 0, 32)):  # what is shared is never written to
+        p, d = engine("p", size=theirs), engine("d")
+        acquaint(p, d)
+        run(d, Submission("before", ask().prompt[:24], SamplingParams(max_tokens=1)))
+        ticket = prefilled(p, ask())[-1].ticket
+        before = d.stats().prefix_hits
+        assert tokens(run(d, replace(ask(), source=ticket))) == expected
+        stats = d.stats().transfer
+        assert stats is not None and stats.hit_tokens == pulled and stats.pulled_bytes == 8 * pulled
+        assert d.stats().prefix_hits - before == cached
+        settle(p, d)
+
+
+def pair_of(**others: object) -> tuple[Engine, Engine]:
+    p, d = engine("p"), engine("d", **others)  # type: ignore[arg-type]
+    acquaint(p, d)
+    return p, d
+
+
+def failures(e: Engine) -> dict[str, int]:
+    stats = e.stats().transfer
+    assert stats is not None and stats.recomputed == sum(stats.pull_failures.values())
+    return stats.pull_failures
+
+
+EXPECTED = tokens(run(engine(), ask()))
+
+
+def test_the_prefill_engine_tells_what_the_first_token_cost() -> None:
+    p, d = pair_of()
+    run(p, ask("before"))
+    ticket = prefilled(p, ask())[-1].ticket
+    assert ticket is not None and ticket["complete"]
+    note = Note.parsed(ticket["note"])
+    assert note is not None and note.tokens == tuple(EXPECTED[:1]) and note.cached == 40 and not note.stop
+    got = run(d, replace(ask(), source=ticket))
+    assert got[0].cached_tokens == 40 and got[0].timing is not None
+    assert sum(output.cached_tokens for output in got) == 40
+    assert d.stats().generated_tokens == 5, "the first was generated elsewhere"
+    settle(p, d)
+
+
+@pytest.mark.parametrize(
+    ("params", "count", "finish"),
+    [
+        ({"max_tokens": 1}, 1, FinishReason.LENGTH),
+        ({"stop_token_ids": (EXPECTED[0],)}, 1, FinishReason.STOP),
+        ({"max_tokens": 2}, 2, FinishReason.LENGTH),
+        ({"logprobs": 1}, 6, FinishReason.LENGTH),
+    ],
+)
+def test_the_first_token_may_be_the_last(params: dict[str, object], count: int, finish: FinishReason) -> None:
+    p, d = pair_of()
+    ticket = prefilled(p, ask(**params))[-1].ticket
+    got = run(d, replace(ask(**params), source=ticket))
+    assert tokens(got) == EXPECTED[:count] and [o.finish for o in got if o.finish] == [finish]
+    assert failures(d) == {}
+    settle(p, d)
+
+
+def test_whoever_wants_log_probabilities_samples_the_first_token_itself() -> None:
+    """From the last token of the prompt, though its block could be had whole."""
+    expected = tokens(run(engine(), ask(length=40)))
+    p, d = pair_of()
+    ticket = prefilled(p, ask(length=40))[-1].ticket
+    assert tokens(run(d, replace(ask(length=40, logprobs=1), source=ticket))) == expected
+    assert d.stats().prompt_tokens == 1 and d.stats().generated_tokens == 6
+    settle(p, d)
+
+
+def test_a_receiver_that_does_not_want_the_blocks_any_more() -> None:
+    p = engine("p")
+    p.add(replace(ask(), publish=True))
+    (first,) = p.step()
+    assert first.ticket is not None and p.dock is not None
+    p.dock.sender.end(first.ticket["id"], How.RELEASED)
+    *_, last = run(p)
+    assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1] and last.ticket is None
+    settle(p)
+
+
+def test_resumed_with_a_source() -> None:
+    p, d = pair_of()
+    ticket = prefilled(p, ask())[-1].ticket
+    assert tokens(run(d, replace(ask(), source=ticket, resumed=(tuple(EXPECTED[:2]),)))) == EXPECTED[2:]
+    assert d.stats().prompt_tokens == 1
+    settle(p, d)
+
+
+def test_a_ticket_can_be_used_until_somebody_has_it_all() -> None:
+    p, d = pair_of()
+    ticket = prefilled(p, ask())[-1].ticket
+    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
+    settle(p, d)
+    other = engine("other")
+    acquaint(p, other)
+    assert tokens(run(other, replace(ask(), source=ticket))) == EXPECTED
+    assert failures(other) == {"ticket_over": 1} and other.stats().prompt_tokens == 41
+
+
+def test_the_sender_ends_the_lease_of_a_request_that_is_aborted() -> None:
+    p, d = pair_of()
+    p.add(replace(ask(), publish=True))
+    (first,) = p.step()
+    p.abort("r")
+    assert tokens(run(d, replace(ask(), source=first.ticket))) == EXPECTED
+    assert failures(d) == {"ticket_over": 1}
+    settle(p, d)
+    assert p.stats().transfer.ended == {"closed": 1}  # type: ignore[union-attr]
+
+
+def test_a_sender_that_stops_half_way() -> None:
+    p, d = pair_of()
+    assert d.kv.pulls is not None
+    d.kv.pulls._patience = 0.2
+    p.add(replace(ask(), publish=True))
+    (first,) = p.step()
+    got = run(d, replace(ask(), source=first.ticket))  # p does nothing more
+    assert tokens(got) == EXPECTED and failures(d) == {"transfer_timeout": 1}
+    assert d.stats().prompt_tokens == 41 - 16, "what had come was used"
+    settle(d)
+    p.abort("r")
+    settle(p)
+
+
+def test_a_sender_that_is_gone() -> None:
+    p, d = pair_of()
+    ticket = prefilled(p, ask())[-1].ticket
+    acquaint(d)
+    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
+    assert failures(d) == {"peer_unreachable": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda ticket: {**ticket, "subject": "0" * 32}, "bad_transfer"),
+        (lambda ticket: {"id": ticket["id"]}, "bad_transfer"),
+        (lambda ticket: {**ticket, "blocks": ticket["blocks"][::-1]}, "bad_transfer"),
+        (lambda ticket: {**ticket, "peer": {**ticket["peer"], "incarnation": "another"}}, "peer_changed"),
+        (
+            lambda ticket: {**ticket, "peer": {**ticket["peer"], "layout": {**ticket["peer"]["layout"], "width": 4}}},
+            "incompatible",
+        ),
+        (
+            lambda ticket: {**ticket, "peer": {**ticket["peer"], "layout": {**ticket["peer"]["layout"], "tokens": 12}}},
+            "incompatible",
+        ),
+    ],
+)
+def test_tickets_that_are_not_what_they_say(change: Callable[[Any], Any], code: str) -> None:
+    p, d = pair_of()
+    early = prefilled(p, ask())[0].ticket
+    assert tokens(run(d, replace(ask(), source=change(early)))) == EXPECTED
+    assert failures(d) == {code: 1}
+
+
+def test_another_tenants_ticket_is_no_use() -> None:
+    p, d = pair_of()
+    ticket = prefilled(p, replace(ask(), salt="one"))[-1].ticket
+    assert tokens(run(d, replace(ask(), source=ticket, salt="two"))) == EXPECTED
+    assert failures(d) == {"bad_transfer": 1}
+
+
+class Spoiling(LocalTransport):
+    """Writes something else than it should, and finds out."""
+
+    def connect(self, peer: Peer, deadline: float) -> LocalLink:
+        link = super().connect(peer, deadline)
+
+        def fetch(asked: Fetch) -> None:
+            for view in asked.region.views(Piece(0, 1, 0, len(asked.ticket.blocks)), asked.into):
+                view[:] = bytes(len(view))
+            raise Corrupted("a checksum is wrong")
+
+        link.fetch = fetch  # type: ignore[method-assign]
+        return link
+
+
+def test_content_that_is_spoiled_on_its_way() -> None:
+    p, d = pair_of()
+    assert p.dock is not None and d.dock is not None
+    d.dock.receiver._transports = [Spoiling([p.dock.sender])]
+    ticket = prefilled(p, ask())[-1].ticket
+    assert tokens(run(d, replace(ask(), source=ticket))) == EXPECTED
+    assert failures(d) == {"corrupted": 1} and d.stats().prompt_tokens == 41
+    settle(p, d)
+    assert p.stats().transfer.ended == {"released": 1}  # type: ignore[union-attr]
+
+
+def test_pinned_blocks_are_nobodys_until_their_lease_ends() -> None:
+    p = engine("p", blocks=12)
+    clock = ManualClock()
+    assert p.dock is not None
+    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    prefilled(p, ask())
+    p.add(ask("next", start=500, length=60))
+    for _ in range(5):
+        assert p.step() == []
+        p.kv.check()
+    stats = p.stats().transfer
+    assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5)
+    clock.advance(9.0)
+    p.step()
+    assert p.attentive and p.stats().transfer.oldest_lease == 9.0  # type: ignore[union-attr]
+    clock.advance(1.0)
+    assert len(tokens(run(p))) == 6
+    assert not p.attentive and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]
+    settle(p)
+
+
+def test_a_lease_lasts_as_long_as_its_blocks_are_computed() -> None:
+    p, d = pair_of()
+    clock = ManualClock()
+    assert p.dock is not None
+    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    p.add(replace(ask(), publish=True))
+    (first,) = p.step()
+    for _ in range(2):
+        clock.advance(60.0)  # a slow step
+        outputs = p.step()
+    assert outputs[-1].ticket is not None and outputs[-1].ticket["complete"]
+    assert tokens(run(d, replace(ask(), source=first.ticket))) == EXPECTED and failures(d) == {}
+    settle(p, d)
+
+
+def test_what_is_published_stays_as_it_is_when_its_request_is_preempted() -> None:
+    expected = tokens(run(engine(), ask(length=100)))
+    p, d = engine("p", blocks=22), engine("d")
+    acquaint(p, d)
+    p.add(replace(ask(length=100), publish=True, priority=Priority.BATCH))
+    (first,) = p.step()
+    p.step()
+    p.add(ask("other", start=500, length=64, max_tokens=100))
+    outputs: list[Output] = []
+    while p.scheduler.preemptions == 0:
+        outputs += p.step()
+        p.kv.check()
+    d.add(replace(ask(length=100), source=first.ticket))
+    assert tokens(run(d, beside=p)) == expected
+    run(p)
+    settle(p, d)
+
+
+def test_blocks_have_another_generation_for_each_content() -> None:
+    p = engine("p", blocks=12)
+    assert p.dock is not None
+    for i in range(4):
+        run(p, ask(f"r{i}", start=100 * i, length=60, max_tokens=4))
+    assert p.dock.sender.region.generations.min() > 1
+    assert p.dock.sender.region.generations.sum() == 4 * 8
+
+
+def test_leases_of_requests_that_wait_are_kept_alive() -> None:
+    p, d = pair_of(max_running=1)
+    clock = ManualClock(time.monotonic())
+    assert p.dock is not None and d.kv.pulls is not None
+    p.dock.sender._clock = p.dock.sender._leases._clock = clock
+    tickets = [prefilled(p, ask(name))[-1].ticket for name in ("one", "two")]
+    d.add(ask("busy", length=9, max_tokens=50))
+    d.step()
+    for name, ticket in zip(("one", "two"), tickets, strict=True):
+        d.add(replace(ask(name), source=ticket))
+    d.abort("two")  # it never starts: nobody needs its blocks
+    for _ in range(4):
+        clock.advance(4.0)
+        for expected in d.kv.pulls._expected.values():
+            expected.renewed -= 4.0
+        d.kv.pulls.renew()
+        p.step()
+    got = [o for o in run(d) if o.id == "one"]
+    assert tokens(got) == EXPECTED and failures(d) == {}
+    settle(p, d)
+    assert p.stats().transfer.ended == {"acknowledged": 1, "released": 1}  # type: ignore[union-attr]
+
+
+def test_pairing_with_whom_it_should() -> None:
+    p, d = pair_of()
+    other, wide = engine("other"), engine("wide", size=24)
+    assert p.dock and d.dock and d.pairing and other.dock and wide.dock
+    peers = [asdict(one.dock.sender.peer) for one in (p, other, wide)]
+    d.pairing.meet([*peers, {"incarnation": "broken"}])
+    ends, pairs = time.monotonic() + 30, None
+    while time.monotonic() < ends and (pairs is None or len(pairs.paired) + len(pairs.refused) < 4):
+        pairs = d.pairing.news() or pairs
+        time.sleep(0.005)
+    assert pairs is not None and pairs.paired == [peers[0]["incarnation"]]
+    assert pairs.refused.keys() == {peers[1]["incarnation"], "broken"} | {peers[2]["incarnation"]}
+    assert "reached" in pairs.refused[peers[1]["incarnation"]]
+    acquaint(p, d, other)  # it is up at last
+    ends = time.monotonic() + 30
+    while time.monotonic() < ends and len(pairs.paired) < 2:
+        pairs = d.pairing.news() or pairs
+        time.sleep(0.005)
+    assert len(pairs.paired) == 2 and len(pairs.refused) == 2
+    assert len(d.dock.receiver._links) == 2
+    d.pairing.close()
+    assert d.pairing.news() == ([], {}) and d.dock.receiver._links == {}
+    for one in (p, d, other, wide):
+        one.close()

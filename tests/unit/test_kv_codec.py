@@ -1,0 +1,183 @@
+"""Keys and values as the codec makes them: every bit comes back, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transfers import Fault, Proxy, blank, content, fill, small, soon, via
+
+from emberline.core.config import cache_dir
+from emberline.core.errors import InvalidRequest
+from emberline.kernels.cpu.build import build
+from emberline.kernels.cpu.library import load
+from emberline.kv.codec import Unweight, codec_of
+from emberline.kv.transfer.errors import Corrupted, TransferError
+from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.pace import AGAIN, LEAST, Pace
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
+
+LIBRARY = load(build(cache_dir().expanduser() / "kernels"))
+
+
+def keys(count: int, seed: int = 1) -> bytes:
+    """bfloat16 of the size that keys have."""
+    values = np.random.default_rng(seed).standard_normal(count, np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def encoded(data: bytes, width: int = 2) -> bytes:
+    codec = Unweight(LIBRARY, width)
+    out = memoryview(bytearray(codec.room(len(data))))
+    return bytes(out[: codec.encode(memoryview(data), out)])
+
+
+def decoded(data: bytes, size: int, width: int = 2) -> bytes | None:
+    out = memoryview(bytearray(size))
+    return bytes(out) if Unweight(LIBRARY, width).decode(memoryview(data), out) else None
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("count", [0, 1, 5, 4096, 65536, 65537, 262144, 262145, 600001])
+def test_every_size_comes_back(count: int, width: int) -> None:
+    data = keys(count * width // 2)
+    assert decoded(encoded(data, width), len(data), width) == data
+
+
+def test_every_pattern_comes_back() -> None:
+    data = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).tobytes()
+    assert decoded(encoded(data), len(data)) == data
+
+
+@given(st.binary(max_size=3000), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_any_bytes_come_back(part: bytes, times: int) -> None:
+    data = part[: len(part) // 2 * 2] * times
+    assert decoded(encoded(data), len(data)) == data
+
+
+def test_a_symbol_that_no_sample_saw_has_a_code() -> None:
+    elements = np.frombuffer(keys(262144), np.uint16).copy()
+    elements[5000], elements[200000] = 0x0000, 0xFF80  # the least exponent and the greatest, between two samples
+    assert decoded(encoded(elements.tobytes()), 2 * len(elements)) == elements.tobytes()
+
+
+def test_keys_shrink_and_noise_does_not_grow() -> None:
+    data, noise = keys(1 << 20), random.Random(1).randbytes(1 << 20)
+    assert len(encoded(data)) < 0.7 * len(data)
+    assert len(encoded(noise)) < len(noise) + 1024
+    assert len(encoded(bytes(1 << 20))) < 0.6 * (1 << 20)  # one symbol: a bit each, and the rests
+
+
+def test_any_damage_is_refused() -> None:
+    data = keys(700)
+    whole = encoded(data)
+    for at in range(len(whole)):
+        for bit in (1, 16, 128):
+            damaged = whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]
+            assert decoded(damaged, len(data)) is None, at
+        assert decoded(whole[:at], len(data)) is None
+    assert decoded(whole + b"\0", len(data)) is None
+    assert decoded(whole, len(data) - 2) is None and decoded(whole, len(data) + 2) is None
+    raw = encoded(random.Random(1).randbytes(64))
+    assert all(decoded(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :], 64) is None for at in range(len(raw)))
+
+
+def test_garbage_is_refused() -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        assert decoded(rng.randbytes(rng.randrange(2000)), 2 * rng.randrange(1, 1000)) is None
+
+
+def test_who_has_a_codec() -> None:
+    assert codec_of("none", LIBRARY, "bfloat16") is None
+    assert codec_of("auto", LIBRARY, "bfloat16") is not None and codec_of("uw", LIBRARY, "float32") is not None
+    assert codec_of("auto", None, "bfloat16") is None and codec_of("auto", LIBRARY, "float8") is None
+    for choice, library, dtype in (("uw", None, "bfloat16"), ("uw", LIBRARY, "float8"), ("zip", LIBRARY, "bfloat16")):
+        with pytest.raises(InvalidRequest):
+            codec_of(choice, library, dtype)
+
+
+# -- on a link ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_faster_way_is_taken() -> None:
+    for wins in (True, False):
+        pace, taken = Pace(), []
+        for _ in range(3 * AGAIN):
+            taken.append(coded := pace.coded(LEAST))
+            pace.note(coded, LEAST, 1.0 if coded is wins else 2.0)
+        assert taken[:2] == [False, True] and 1 <= taken[2:].count(not wins) <= 3
+        assert pace.coded(1) is wins
+
+
+def test_a_link_that_changes_is_noticed() -> None:
+    pace, seconds = Pace(), {True: 2.0, False: 1.0}
+    for now in range(12 * AGAIN):
+        if now == 3 * AGAIN:
+            seconds = {True: 2.0, False: 9.0}
+        coded = pace.coded(LEAST)
+        pace.note(coded, LEAST, seconds[coded])
+    assert pace.coded(LEAST) is True
+
+
+def test_small_transfers_say_nothing_about_speed() -> None:
+    pace = Pace()
+    for _ in range(5):
+        assert pace.coded(LEAST - 1) is False
+        pace.note(False, LEAST - 1, 1.0)
+
+
+BIG = small(heads=8, tokens=64, width=128)
+
+
+class Counted(Unweight):
+    used = 0
+
+    def encode(self, data: memoryview, out: memoryview) -> int:
+        self.used += 1
+        return super().encode(data, out)
+
+
+def test_a_link_codes_and_learns() -> None:
+    sender, codec = Sender(blank(BIG, 12), "p"), Counted(LIBRARY, 2)
+    server = serve_tcp(sender, codecs=[codec])
+    sent = fill(sender.region, range(8), 1)
+    for always in (True, False):
+        receiver = Receiver(blank(BIG, 12), [TcpTransport(BIG, Habits(codecs=[Unweight(LIBRARY, 2)], always=always))])
+        used = []
+        for _ in range(3):  # of its own choice: plain, coded, and as was faster
+            codec.used = 0
+            fill(receiver.region, range(12), 2)
+            receiver.pull(sender.publish(list(range(8)), 30.0), list(range(8)), soon())
+            assert content(receiver.region, list(range(8))) == sent
+            used.append(codec.used > 0)
+        assert used[:2] == [always, True]
+        receiver.close()
+    server.stop()
+
+
+def test_a_coded_piece_that_is_damaged_is_noticed() -> None:
+    layout = small(tokens=64, width=128)
+    sender = Sender(blank(layout, 4), "p")
+    server = serve_tcp(sender, codecs=[Unweight(LIBRARY, 2)])
+    sent, seen = fill(sender.region, [0, 1], 1), 0
+    for at in range(2000, 60000, 9000):
+        with Proxy(sender.endpoints["tcp"], Fault("flip", True, at)) as proxy:
+            habits = Habits(streams=1, checked=False, codecs=[Unweight(LIBRARY, 2)], always=True)
+            receiver = Receiver(blank(layout, 4), [TcpTransport(layout, habits)], piece_bytes=1 << 15)
+            ticket = via(sender.publish([0, 1], 30.0), proxy.address)
+            try:
+                receiver.pull(ticket, [2, 3], soon())
+            except TransferError as error:
+                seen += isinstance(error, Corrupted)
+                receiver.pull(ticket, [2, 3], soon())
+            assert proxy.happened and content(receiver.region, [2, 3]) == sent
+            receiver.close()
+    server.stop()
+    assert seen == 7

@@ -1,0 +1,144 @@
+"""A worker's side of a cluster: its card, when it is ready, whom its engine meets, and when it registers again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import aiohttp
+import msgspec
+import pytest
+
+from emberline.api.openai.models import ServedModel
+from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.cluster.registrar import PAUSE, SOON, Registrar
+from emberline.core.events import Stats, TransferStats
+from emberline.engine.messages import Facts, Paired
+from emberline.engine.stream import AsyncEngine, State
+from emberline.server.presence import PAIRING, Presence
+
+P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
+
+
+@dataclass
+class Engine:
+    ready: dict[str, Facts] = field(default_factory=dict)
+    stats: dict[str, Stats] = field(default_factory=dict)
+    paired: dict[str, Paired] = field(default_factory=dict)
+    state: State = State.READY
+    time: float = 100.0
+    met: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+
+    def now(self) -> float:
+        return self.time
+
+    def pair(self, model: str, peers: list[dict[str, Any]]) -> None:
+        self.met.append((model, peers))
+
+
+def facts(peer: dict[str, Any] | None) -> Facts:
+    return Facts(512, 300, 4096, 16, 1, 1, "ref", "layout", 64, {}, peer)
+
+
+def presence(engine: Engine) -> Presence:
+    served = [ServedModel("m", 1, 512), ServedModel("embedder", 1, 256)]
+    return Presence("w", "i", "http://w", "decode", cast("AsyncEngine", engine), lambda: served)
+
+
+def test_a_card_tells_what_the_engine_is_now() -> None:
+    engine = Engine({"m": facts({"incarnation": "first"})})
+    us = presence(engine)
+    card = us.card()
+    assert (
+        card.role == "decode" and card.models[0].peer == {"incarnation": "first"} and card.models[0].kv_tokens == 4096
+    )
+    assert card.models[1] == ModelCard("embedder", max_context=256)
+    engine.ready = {"m": facts({"incarnation": "second"})}
+    assert us.card() != card
+
+
+def test_it_is_ready_when_it_is_paired_with_whom_it_was_told_of_first() -> None:
+    engine = Engine({"m": facts({})}, {"m": Stats(transfer=TransferStats(pulls=2))})
+    us = presence(engine)
+    us.meet({"m": [P1, P2]})
+    assert engine.met == [("m", [P1, P2])] and not us.beat().ready
+    engine.paired = {"m": Paired("m", ["one"], {})}
+    assert not us.beat().ready
+    engine.paired = {"m": Paired("m", ["one"], {"two": "another layout"})}
+    beat = us.beat()
+    assert beat.ready and beat.paired == ("one",) and beat.refused == {"two": "another layout"}
+    assert beat.transfer == TransferStats(pulls=2)
+    us.meet({"m": [P1, P2, {"incarnation": "three"}]})  # whoever comes later is not waited for
+    assert us.beat().ready and len(engine.met) == 2
+    us.meet({"m": [P1, P2, {"incarnation": "three"}]})
+    assert len(engine.met) == 2  # only what is new is passed on
+    us.meet({})
+    assert engine.met[-1] == ("m", [])
+
+
+def test_nobody_is_waited_for_for_ever() -> None:
+    engine = Engine({"m": facts({})}, {"m": Stats()})
+    us = presence(engine)
+    us.meet({"m": [P1]})
+    engine.time += PAIRING - 0.1
+    assert not us.beat().ready
+    engine.time += 0.2
+    assert us.beat().ready
+    engine.state = State.RESTARTING
+    assert not us.beat().ready
+
+
+def test_an_engine_that_exchanges_nothing_meets_nobody() -> None:
+    engine = Engine({"m": facts(None)}, {"m": Stats()})
+    us = presence(engine)
+    us.meet({"m": [P1]})
+    assert engine.met == []
+
+
+class Scripted(Registrar):
+    """What is sent, and the router's answers."""
+
+    def __init__(self, answers: list[tuple[int, Any]]) -> None:
+        self.card, self.how, self.met = Card("w", "i", "http://w", (ModelCard("m"),)), Beat("w", "i"), list[Any]()
+        super().__init__("http://r", None, lambda: self.card, lambda: self.how, self.met.append)
+        self.answers, self.sent = answers, list[str]()
+
+    async def _post(self, session: Any, path: str, body: bytes) -> tuple[int, bytes]:
+        self.sent.append(path.removeprefix("/cluster/"))
+        status, answer = self.answers.pop(0)
+        if status == 0:
+            raise aiohttp.ClientError("away")
+        return status, msgspec.json.encode(answer)
+
+    def turn(self) -> float | None:
+        return asyncio.run(self._turn(cast("aiohttp.ClientSession", None)))
+
+
+WELCOME = {"beat_seconds": 0.7, "peers": {"m": [P1]}}
+
+
+def test_it_registers_then_beats_and_passes_peers_on() -> None:
+    them = Scripted([(200, WELCOME)] * 4)
+    assert (them.turn(), them.turn()) == (0.0, 0.7) and them.sent == ["register", "beat"]
+    them.how = Beat("w", "i", ready=False)
+    assert them.turn() == SOON and them.met == [{"m": [P1]}] * 3
+
+
+def test_it_registers_again_when_it_must() -> None:
+    """When the router has forgotten it, was away, or its card has changed."""
+    them = Scripted(
+        [(200, WELCOME), (404, {}), (200, WELCOME), (200, WELCOME), (200, WELCOME), (0, {}), (200, WELCOME)]
+    )
+    assert [them.turn() for _ in range(3)] == [0.0, 0.0, 0.0]
+    them.card = Card("w", "i", "http://elsewhere", (ModelCard("m"),))
+    assert [them.turn() for _ in range(2)] == [0.0, 0.7]
+    with pytest.raises(aiohttp.ClientError):
+        them.turn()
+    them.turn()
+    assert them.sent == ["register", "beat", "register", "register", "beat", "beat", "register"]
+
+
+def test_it_gives_up_when_it_was_replaced() -> None:
+    them = Scripted([(200, WELCOME), (500, {}), (409, {})])
+    assert [them.turn() for _ in range(3)] == [0.0, PAUSE, None]

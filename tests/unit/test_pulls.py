@@ -1,0 +1,402 @@
+"""For any order of arrivals, steps, aborts and of what pulls do, also after nobody wants them any more: same tokens,
+each request ends once, and no block is lost or written to by two."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.config import SchedulerConfig, TransferConfig
+from emberline.core.events import Output
+from emberline.core.handoff import Note
+from emberline.core.params import SamplingParams
+from emberline.core.request import FinishReason, Status, Submission
+from emberline.engine.engine import Engine
+from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.errors import PeerLost, TicketOver, TransferCancelled
+from emberline.kv.transfer.lease import How
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.ticket import Ticket, subject_of
+
+BLOCK = 8
+
+
+@dataclass
+class Open:
+    """A pull under way: its thread waits until the test says how it ends."""
+
+    ticket: Ticket
+    into: Sequence[int]
+    progress: Progress
+    first: int
+    prompt: list[int]
+    token: int
+    over: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
+
+
+class Gate:
+    """A receiver that moves when it is told to."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.prompts: dict[str, tuple[list[int], int]] = {}  # by ticket, with the first token of the output
+        self.open: list[Open] = []
+        self.told: Counter[str] = Counter()
+        self.started = threading.Semaphore(0)
+
+    def pull(self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: Progress, first: int) -> Progress:
+        it = Open(ticket, into, progress, first, *self.prompts[ticket.id])
+        self.open.append(it)
+        self.started.release()
+        it.over.wait(60)
+        if it.failure is not None:
+            raise it.failure
+        return progress
+
+    def renew(self, ticket: Ticket, deadline: float) -> None: ...
+
+    def acknowledge(self, ticket: Ticket, deadline: float) -> None:
+        self.told["acknowledged"] += 1
+
+    def release(self, ticket: Ticket, deadline: float) -> None:
+        self.told["released"] += 1
+
+    def write(self, it: Open, tokens: Sequence[int], first: int) -> None:
+        """Into the blocks of a pull, as a transport does."""
+        for i in range(first, len(tokens) // BLOCK):
+            block = Piece(0, 1, i, i + 1)
+            data = array("q", tokens[i * BLOCK : (i + 1) * BLOCK]).tobytes()
+            for view in self.region.views(block, np.asarray(it.into, np.int64)):
+                view[:] = data
+            it.progress.bytes += len(data)
+
+    def land(self, it: Open, blocks: int) -> None:
+        """So many more of its blocks are here, and known to be right."""
+        count = min(max(it.progress.proven, it.first) + blocks, len(it.prompt) // BLOCK)
+        self.write(it, it.prompt[: count * BLOCK], max(it.progress.proven, it.first))
+        it.progress.proven = count
+
+    def finish(self, it: Open, failure: Exception | None) -> None:
+        self.open.remove(it)
+        if failure is None:
+            self.land(it, len(it.prompt))
+            it.progress.complete = True
+            it.progress.ticket = replace(it.ticket, complete=True, note=str(Note((it.token,), False, 0, 0.0)))
+        it.failure = failure
+        it.over.set()
+
+
+class House:
+    def __init__(
+        self, blocks: int, runner: type[FakeRunner] = FakeRunner, running: int = 4, budget: int = 32, buffers: int = 0
+    ) -> None:
+        """`buffers`: of host memory, in which blocks outlive the cache."""
+        fake = runner(blocks, BLOCK)
+        self.clock = ManualClock()
+        self.gate = Gate(fake.region())
+        self.sender = Sender(self.gate.region, "here", clock=self.clock)
+        dock = Dock(self.sender, self.gate, config=TransferConfig("here", patience=5.0))  # type: ignore[arg-type]
+        config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=budget, max_running=running)
+        tiers = TierStack(HostTier(fake.block_bytes, buffers * 4096), threads=False) if buffers else None
+        self.engine = Engine(config, fake, self.clock, tiers, dock)
+        self.outputs: list[Output] = []
+        self.pulls = 0
+
+    def ticket(self, name: str, submission: Submission, token: int) -> dict[str, object]:
+        subject = subject_of(self.gate.region.layout, "", submission.prompt)
+        self.gate.prompts[name] = submission.prompt, token
+        return Ticket(self.sender.peer, name, (), (), False, 10.0, subject=subject).as_dict()
+
+    def step(self) -> None:
+        self.outputs += self.engine.step()
+        self.engine.kv.check()
+
+    def published(self) -> dict[str, Ticket]:
+        """What others could pull from here, by request, as it is now."""
+        ids = {output.id: output.ticket["id"] for output in self.outputs if output.ticket is not None}
+        found = {}
+        for name, ticket in ids.items():
+            with suppress(TicketOver):
+                found[name] = self.sender._ticket(self.sender._leases.find(ticket))  # nobody renews it
+        return found
+
+    def check(self, prompts: dict[str, list[int]]) -> None:
+        self.engine.kv.check()
+        region = self.gate.region
+        for name, ticket in self.published().items():
+            blocks = np.asarray(ticket.blocks, np.int64)
+            assert region.holds(blocks, np.asarray(ticket.generations, np.uint64))
+            views = region.views(Piece(0, 1, 0, len(blocks)), blocks)
+            assert b"".join(views) == array("q", prompts[name][: BLOCK * len(blocks)]).tobytes()
+
+    def finish(self, it: Open, failure: Exception | None) -> None:
+        self.gate.finish(it, failure)
+        self.pulls += 1
+        self.until(lambda: self._stats().pulls == self.pulls)
+
+    def all_open(self) -> bool:
+        """Whether each pull that should be has begun."""
+        kv = self.engine.kv
+        pulls = [*kv._pulling.values(), *(pull for pull, _ in kv._quarantine)]
+        return len(self.gate.open) == sum(not pull.ended for pull in pulls)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        ends = time.monotonic() + 30
+        while not done():
+            assert time.monotonic() < ends, "it never happened"
+            time.sleep(0.0005)
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if self.engine.idle:
+                return
+            self.step()
+        raise AssertionError("the engine did not finish")
+
+    def _stats(self):  # type: ignore[no-untyped-def]
+        stats = self.engine.stats().transfer
+        assert stats is not None
+        return stats
+
+
+def ask(name: str, length: int, start: int, out: int) -> Submission:
+    prompt = [(start * 97 + i) % 1000 for i in range(length)]
+    return Submission(name, prompt, SamplingParams(max_tokens=out, seed=3), timeout=1e9)
+
+
+def alone(submission: Submission) -> list[int]:
+    engine = Engine(SchedulerConfig(block_size=BLOCK), FakeRunner(64, BLOCK))
+    engine.add(submission)
+    said: list[int] = []
+    while not engine.idle:
+        said += [token for output in engine.step() for token in output.tokens]
+    return said
+
+
+NUMBER = st.integers(0, 7)
+DEEDS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("add"),
+            st.integers(1, 50),
+            st.integers(0, 2),
+            st.integers(1, 10),
+            st.sampled_from(["plain", "pulled", "published"]),
+        ),
+        st.tuples(st.just("let go"), NUMBER),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.tuples(st.just("land"), NUMBER, st.integers(1, 3)),
+        st.tuples(st.just("spoil"), NUMBER),
+        st.tuples(st.just("finish"), NUMBER, st.booleans()),
+        st.tuples(st.just("abort"), NUMBER),
+        st.tuples(st.just("silence")),
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    deeds=DEEDS,
+    blocks=st.integers(14, 30),
+    running=st.integers(1, 4),
+    runner=st.sampled_from([FakeRunner, FakeAheadRunner]),
+    buffers=st.sampled_from([0, 4, 100]),
+)
+def test_any_order_of_events(deeds: list, blocks: int, running: int, runner: type[FakeRunner], buffers: int) -> None:
+    house = House(blocks, runner, running, buffers=buffers)
+    expected: dict[str, list[int]] = {}
+    prompts: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    for deed, *how in deeds:
+        gate = house.gate
+        chosen = gate.open[how[0] % len(gate.open)] if deed in ("land", "spoil", "finish") and gate.open else None
+        if deed == "add":
+            length, start, out, kind = how
+            name = f"r{len(expected)}"
+            submission = ask(name, length, start, out)
+            expected[name], prompts[name] = alone(submission), submission.prompt
+            if kind == "pulled":
+                submission = replace(submission, source=house.ticket(name, submission, expected[name][0]))
+            elif kind == "published":
+                del expected[name][1:]
+            house.engine.add(replace(submission, publish=kind == "published"))
+        elif deed == "let go" and (known := list(house.published().values())):
+            house.sender.end(known[how[0] % len(known)].id, How.RELEASED)
+        elif deed == "step":
+            for _ in range(how[0]):
+                house.step()
+                house.until(house.all_open)
+        elif deed == "land" and chosen is not None:
+            gate.land(chosen, how[1])
+        elif deed == "spoil" and chosen is not None:  # what is not known to be right may be anything, also after abort
+            gate.write(chosen, [-7] * len(chosen.prompt), max(chosen.progress.proven, chosen.first))
+        elif deed == "finish" and chosen is not None:
+            cancelled = chosen.progress._cancelled
+            failure = TransferCancelled("") if cancelled else PeerLost("") if how[1] else None
+            house.finish(chosen, failure)
+        elif deed == "abort" and expected:
+            aborted.add(name := f"r{how[0] % len(expected)}")
+            house.engine.abort(name)
+        elif deed == "silence":
+            house.clock.advance(6.0)
+        house.check(prompts)
+    for _ in range(500):
+        if house.engine.idle and not house.gate.open and not house.engine.attentive:
+            break
+        house.step()
+        house.check(prompts)
+        if house.engine.idle or not house.engine.scheduler.running:
+            house.clock.advance(1.0)  # leases end
+        house.until(house.all_open)
+        for it in list(house.gate.open):
+            house.finish(it, TransferCancelled("") if it.progress._cancelled else None)
+    endings = Counter(output.id for output in house.outputs if output.finish)
+    assert endings == dict.fromkeys(expected, 1)
+    said: dict[str, list[int]] = {name: [] for name in expected}
+    for output in house.outputs:
+        assert output.finish is not FinishReason.ERROR
+        said[output.id] += output.tokens
+    for name, tokens in expected.items():
+        assert said[name] == (tokens[: len(said[name])] if name in aborted else tokens)
+    assert house.engine.kv.num_free + house.engine.kv.num_cached == house.engine.kv.total
+
+
+def loading(house: House) -> Open:
+    """One request, whose pull has brought a block."""
+    submission = ask("r", 41, 0, 4)
+    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
+    house.step()
+    assert house.gate.started.acquire(timeout=30)
+    it = house.gate.open[0]
+    house.gate.land(it, 1)
+    house.step()
+    request = house.engine.scheduler.requests["r#0"]
+    assert request.status is Status.LOADING and request.computed == BLOCK
+    return it
+
+
+@pytest.mark.parametrize("end", ["abort", "deadline"])
+def test_blocks_of_a_request_that_is_gone_wait_for_who_writes_to_them(end: str) -> None:
+    house = House(12)
+    it = loading(house)
+    if end == "abort":
+        house.engine.abort("r")
+    else:
+        house.clock.advance(1e9)
+        house.step()
+    kv = house.engine.kv
+    kv.check()
+    assert it.progress._cancelled and kv.num_quarantined == 6 and kv.num_free == 6
+    house.engine.add(ask("next", 60, 5, 4))  # it needs more than there is
+    for _ in range(3):
+        house.step()
+    assert house.engine.scheduler.requests["next#0"].status is Status.WAITING
+    assert house.engine.attentive
+    house.gate.write(it, [-7] * 40, 1)  # late, and harmless
+    house.finish(it, TransferCancelled(""))
+    house.run()
+    house.step()
+    assert [t for o in house.outputs if o.id == "next" for t in o.tokens] == alone(ask("next", 60, 5, 4))
+    assert kv.num_quarantined == 0 and kv.num_free + kv.num_cached == kv.total
+    assert house._stats().pull_failures == {} and house._stats().recomputed == 0
+    house.until(lambda: house.gate.told == {"released": 1})
+
+
+def test_nobody_is_preempted_whose_blocks_would_not_be_free() -> None:
+    house = House(13)
+    first = ask("first", 40, 5, 20)
+    house.engine.add(first)
+    for _ in range(3):
+        house.step()
+    house.clock.advance(1.0)
+    it = loading(house)  # soon all blocks are used, and the first needs one more
+    for _ in range(25):
+        house.step()
+    assert house.engine.scheduler.requests["first#0"].preemptions == 1
+    assert house.engine.scheduler.requests["r#0"].status is Status.LOADING and not it.progress._cancelled
+    house.finish(it, None)
+    house.run()
+    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "r")}
+    assert said == {"first": alone(first), "r": alone(ask("r", 41, 0, 4))}
+
+
+def test_a_pull_that_was_given_up_still_keeps_its_request_from_starting() -> None:
+    house = House(12)
+    it = loading(house)
+    house.clock.advance(5.0)
+    for _ in range(3):
+        house.step()
+    request = house.engine.scheduler.requests["r#0"]
+    assert it.progress._cancelled and request.status is Status.LOADING
+    house.gate.write(it, [-7] * 40, 1)
+    house.finish(it, TransferCancelled(""))
+    house.run()
+    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
+    assert house._stats().pull_failures == {"transfer_timeout": 1} and house._stats().hit_tokens == BLOCK
+
+
+def test_what_has_come_is_there_for_others_at_once() -> None:
+    house = House(30)
+    it = loading(house)
+    house.gate.land(it, 1)
+    house.engine.add(ask("twin", 41, 0, 4))
+    while not house.outputs or house.outputs[-1].finish is None:
+        house.step()
+    assert {output.id for output in house.outputs} == {"twin"} and house.outputs[0].cached_tokens == 16
+    house.finish(it, PeerLost("it died"))
+    house.run()
+    assert [token for o in house.outputs for token in o.tokens] == 2 * alone(ask("r", 41, 0, 4))
+
+
+def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
+    """Those of a request that ends as soon as they have come may be given away in the same plan."""
+    house = House(9, buffers=100)
+    submission = ask("r", 64, 0, 1)
+    house.engine.add(replace(submission, source=house.ticket("t", submission, alone(submission)[0])))
+    house.step()
+    house.until(house.all_open)
+    other = ask("other", 60, 5, 2)
+    house.engine.add(other)
+    house.finish(house.gate.open[0], None)
+    house.run()
+    again = ask("again", 64, 0, 4)
+    house.engine.add(again)
+    house.run()
+    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("r", "other", "again")}
+    assert said == {"r": alone(submission), "other": alone(other), "again": alone(again)}
+    assert house.engine.stats().tiers["host"].hit_tokens > 0
+
+
+def test_a_slow_peer_is_waited_for_as_long_as_it_sends() -> None:
+    house = House(12)
+    it = loading(house)
+    for _ in range(4):
+        house.clock.advance(4.0)
+        house.gate.land(it, 1)
+        house.step()
+    assert not it.progress._cancelled
+    house.finish(it, None)
+    house.run()
+    assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
+    assert house._stats().hit_tokens == 40 and house.engine.stats().prompt_tokens == 1
+    house.until(lambda: house.gate.told == {"acknowledged": 1})

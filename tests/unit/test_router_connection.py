@@ -1,0 +1,197 @@
+"""Connections to workers: replies as they come, whole or broken, wherever they are cut; kept for the next request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from emberline.router.call import Call
+from emberline.router.connection import BUFFER, Broken, Unreached
+from emberline.router.upstream import Upstream
+
+GET = Call("GET", "/x", {"a": "b"}, b"")
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-One: 1\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
+SIZED = b"HTTP/1.1 429 Full\r\ncontent-length: 3\r\n\r\nabc"
+UNTIL_CLOSED = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nabc"
+CONTINUED = b"HTTP/1.1 100 Continue\r\n\r\n" + SIZED
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def server(talk: Talk) -> AsyncIterator[str]:
+    served = await asyncio.start_server(talk, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{served.sockets[0].getsockname()[1]}"
+    finally:
+        served.close()
+
+
+def says(*pieces: bytes, close: bool = True) -> Talk:
+    """The same to each request."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if close:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+
+    return talk
+
+
+async def fetch(url: str, upstream: Upstream, call: Call = GET) -> tuple[int, bytes]:
+    reply = await upstream.request(url, call)
+    try:
+        return reply.status, await reply.whole()
+    finally:
+        reply.close()
+
+
+@pytest.mark.parametrize("text", [CHUNKED, SIZED, UNTIL_CLOSED, CONTINUED])
+def test_every_cut(text: bytes) -> None:
+    """Of what is sent, in two; and of what is sent at all: whole, or broken, never a shorter reply."""
+    body = b"abcdefg" if text is CHUNKED else b"abc"
+
+    async def run() -> None:
+        async with Upstream() as upstream:
+            for cut in range(1, len(text)):
+                async with server(says(text[:cut], text[cut:])) as url:
+                    assert (await fetch(url, upstream))[1] == body
+                async with server(says(text[:cut])) as url:
+                    try:
+                        got = (await fetch(url, upstream))[1]
+                        assert text is UNTIL_CLOSED and body.startswith(got)
+                    except Broken:
+                        assert text is not UNTIL_CLOSED or cut < len(text) - 3
+
+    asyncio.run(run())
+
+
+def test_connections_are_kept_unless_they_cannot_be() -> None:
+    async def run() -> None:
+        connections = 0
+
+        async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connections
+            connections += 1
+            await says(CHUNKED, close=False)(reader, writer)
+
+        async with Upstream() as upstream, server(counted) as url:
+            for _ in range(3):
+                assert await fetch(url, upstream) == (200, b"abcdefg")
+            assert connections == 1
+            reply = await upstream.request(url, GET)
+            other = await upstream.request(url, GET)
+            assert connections == 2 and await reply.whole() == await other.whole()
+            reply.close()
+            other.close()
+            left = await upstream.request(url, GET)
+            left.abort("enough")  # all of it may have come already
+            left.close()
+            assert await fetch(url, upstream) == (200, b"abcdefg")
+
+    asyncio.run(run())
+
+
+def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
+    async def run() -> None:
+        gone = asyncio.Event()
+
+        async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(CHUNKED[: CHUNKED.index(b"4\r\n")])
+            await reader.read()
+            gone.set()
+            writer.close()
+
+        async with Upstream() as upstream, server(endless) as url:
+            reply = await upstream.request(url, GET)
+            assert await reply.read() == b"abc"
+            reply.close()
+            await asyncio.wait_for(gone.wait(), 5)
+            reply = await upstream.request(url, GET)
+            reading = asyncio.create_task(reply.whole())
+            await asyncio.sleep(0.01)
+            reply.abort("cut off")
+            with pytest.raises(Broken, match="cut off"):
+                await reading
+            reply.close()
+
+    asyncio.run(run())
+
+
+def test_nobody_is_there_and_nonsense() -> None:
+    async def run() -> None:
+        async with Upstream() as upstream:
+            async with server(says(b"")) as url:
+                pass
+            with pytest.raises(Unreached):
+                await upstream.request(url, GET)
+            for nonsense in (
+                b"SSH-2.0-x\r\n\r\n",
+                b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+                CHUNKED[:60] + b"zz\r\n",
+            ):
+                async with server(says(nonsense)) as url:
+                    with pytest.raises(Broken):
+                        await fetch(url, upstream)
+
+    asyncio.run(run())
+
+
+def test_who_does_not_read_is_not_sent_more() -> None:
+    async def run() -> None:
+        sent, piece = 0, b"x" * 4096
+
+        async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (4096 * 20_000))
+            for _ in range(20_000):
+                writer.write(piece)
+                await writer.drain()
+                sent += len(piece)
+            writer.close()
+
+        async with Upstream() as upstream, server(flood) as url:
+            reply = await upstream.request(url, GET)
+            before = -1
+            while before != sent:
+                before = sent
+                await asyncio.sleep(0.05)
+            assert BUFFER < sent < 4096 * 20_000
+            assert len(await reply.whole()) == 4096 * 20_000
+            reply.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_sent() -> None:
+    async def run() -> None:
+        heard = bytearray()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            heard.extend(await reader.readuntil(b"\r\n\r\n"))
+            heard.extend(await reader.readexactly(len(body)))
+            writer.write(SIZED)
+
+        for body in (b"{}", b"x" * (BUFFER + 1)):
+            heard.clear()
+            async with Upstream() as upstream, server(listen) as url:
+                assert await fetch(url, upstream, Call("POST", "/v1?a=%20b", {"x-odd": "\xe4"}, body)) == (429, b"abc")
+            head, _, rest = bytes(heard).partition(b"\r\n\r\n")
+            host, length = url.removeprefix("http://").encode(), b"content-length: %d" % len(body)
+            assert head.split(b"\r\n") == [b"POST /v1?a=%20b HTTP/1.1", b"host: " + host, b"x-odd: \xe4", length]
+            assert rest == body
+
+    asyncio.run(run())

@@ -1,0 +1,120 @@
+"""Tracks: of a stream with groups only whole ones pass, and what they said is known, wherever the bytes are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.cluster.speech import Asked, Speech
+from emberline.core.handoff import Said
+from emberline.router.track import LARGEST, Garbled, Track
+
+TOKENS = st.lists(st.integers(0, 1 << 20), max_size=3).map(tuple)
+EVENTS = st.lists(st.sampled_from([b"data: {}\n\n", b"event: x\ndata: : said 0 1 2\n\n"]), max_size=3).map(b"".join)
+GROUPS = st.lists(st.tuples(st.integers(0, 2), TOKENS, st.sampled_from(["", "stop"]), EVENTS), max_size=8)
+
+
+def feed(track: Track, stream: bytes, cuts: list[int]) -> bytes:
+    ends = [*sorted(cut for cut in cuts if 0 < cut < len(stream)), len(stream)]
+    return b"".join(track.push(stream[a:b]) for a, b in zip([0, *ends], ends, strict=False) if b > a)
+
+
+@given(GROUPS, st.lists(st.integers(0, 400), max_size=8), st.integers(0, 400), st.integers(0, 9))
+def test_only_whole_groups_pass_and_are_known(
+    made: list[tuple[int, tuple[int, ...], str, bytes]], cuts: list[int], broken: int, cached: int
+) -> None:
+    said = [Said(index, tokens, finish) for index, tokens, finish, _ in made]
+    writes = [s.line(len(events)) + events for s, (*_, events) in zip(said, made, strict=True)]
+    if writes:
+        writes[0] = b": cached %d\n\n: odd\n\n" % cached + writes[0]
+    stream = b"".join(writes)[:broken]
+    track = Track()
+    out = feed(track, stream, cuts)
+    whole = 0
+    while whole < len(writes) and len(b"".join(writes[: whole + 1])) <= broken:
+        whole += 1
+    assert out == b"".join(events for *_, events in made[:whole])
+    if stream[:1] == b":":
+        handoff = track.handoff()
+        assert handoff.said == tuple(said[:whole]) and track.count == out.count(b"\n\n")
+        assert handoff.started == bool(out) and handoff.cached_tokens == (cached if whole else None)
+
+
+@given(st.booleans(), st.data())
+def test_who_goes_on_anywhere_says_the_rest(uneven: bool, data: st.DataObject) -> None:
+    """Every cut of the bytes, several times over: the client's stream is the one that never moved."""
+    speech = Speech(data.draw(st.integers(0, 99)), Asked(max_tokens=9, uneven=uneven))
+    track, out = Track(), b""
+    for leg in range(5):
+        after = sum(len(group.tokens) for group in track.handoff().said)
+        stream = b"".join(speech.writes(7, after, True))
+        broken = len(stream) if leg == 4 else data.draw(st.integers(0, len(stream)))
+        out += feed(track, stream[:broken], data.draw(st.lists(st.integers(0, len(stream)), max_size=4)))
+        if track.ended:
+            break
+        track.moved()
+    assert track.ended and not track.movable and out == b"".join(speech.writes(7, 0, False))
+    assert track.named() == (speech.id, 1) and track.count == out.count(b"\n\n")
+
+
+def test_every_single_cut() -> None:
+    speech = Speech(5, Asked(max_tokens=8, uneven=True))
+    whole, plain = b"".join(speech.writes(7, 0, True)), b"".join(speech.writes(7, 0, False))
+    for cut in range(len(whole) + 1):
+        track = Track()
+        out = feed(track, whole[:cut], [])
+        track.moved()
+        after = sum(len(group.tokens) for group in track.handoff().said)
+        assert out + (b"" if track.ended else track.push(b"".join(speech.writes(7, after, True)))) == plain
+
+
+def test_a_stream_without_groups_passes_and_cannot_be_moved() -> None:
+    for begin in (b"", b": ping\n\n"):
+        track = Track()
+        assert track.push(begin + b"data: 1\n\nda") == b"data: 1\n\n" and not track.movable and not track.torn
+        assert track.push(b"ta: 2\n\n: ping\n\ndata") == b"data: 2\n\n" and track.rest() == b"data" and track.count == 2
+
+
+@pytest.mark.parametrize(
+    "next_",
+    [b"data: 1\n\n", b": said 0 1\n\n", b": said 0 1 x\n\n", b": cached -1\n\n", b": said 0 1 %d\n\n" % LARGEST],
+)
+def test_a_tracked_stream_goes_on_with_groups_or_not_at_all(next_: bytes) -> None:
+    track = Track()
+    track.push(b": said 0 1 9\n\ndata: 1\n\n")
+    with pytest.raises(Garbled):
+        track.push(next_)
+
+
+@pytest.mark.parametrize(
+    ("stream", "ended"),
+    [
+        (b"data: {}\n\ndata: [DONE]\n\n", True),
+        (b"event: message_stop\ndata: {}\n\n", True),
+        (b'event: response.completed\ndata: {"x": 1}\n\n', True),
+        (b'data: {"content": "data: [DONE]"}\n\n', False),
+        (b"data: [DONE]\n\ndata: {}\n\n", False),
+        (b"data: {}\n\n", False),
+    ],
+)
+def test_endings_are_known(stream: bytes, ended: bool) -> None:
+    for written in (stream, b": said 0 - %d\n\n" % len(stream) + stream):
+        track = Track()
+        track.push(written)
+        assert track.ended is ended
+
+
+@pytest.mark.parametrize(
+    ("opening", "named"),
+    [
+        (b'data: {"id":"chatcmpl-1","created":5,"choices":[]}\n\n', ("chatcmpl-1", 5)),
+        (b'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1"}}\n\n', ("msg_1", None)),
+        (b'event: response.created\ndata: {"response":{"id":"resp_1","created_at":7}}\n\n', ("resp_1", 7)),
+        (b"data: what\n\n", (None, None)),
+    ],
+)
+def test_the_reply_keeps_its_name(opening: bytes, named: tuple[str | None, int | None]) -> None:
+    track = Track()
+    track.push(Said(0, (1,)).line(len(opening)) + opening)
+    assert track.named() == named

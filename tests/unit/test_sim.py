@@ -1,0 +1,72 @@
+"""A cluster on a virtual clock: nothing is lost, time is the model's, and affinity does what it is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberline.core.plan import StepPlan, Work
+from emberline.sim.agents import Habits, sessions
+from emberline.sim.cluster import Seen, Shape, SimCluster, at_random, by_policy
+from emberline.sim.costmodel import CostModel
+from emberline.sim.oracle import Oracle
+from emberline.sim.sharedstore import SharedStore
+from emberline.sim.worker import Store
+
+HABITS = Habits(
+    sessions=12, systems=2, system_tokens=(200, 300), turns=(4, 6), user_tokens=40, reply_tokens=12, over_seconds=20
+)
+SHAPE = Shape(workers=3, kv_tokens=4096, max_running=8, batch_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def inferred() -> Seen:
+    return SimCluster(SHAPE, by_policy).run(sessions(HABITS, 1))
+
+
+def test_every_turn_is_answered_once_and_counted(inferred: Seen) -> None:
+    turns = sum(session.turns for session in sessions(HABITS, 1))
+    assert inferred.requests == turns == len(inferred.first)
+    assert inferred.seconds > max(session.begins for session in sessions(HABITS, 1))
+
+
+def test_the_same_seed_gives_the_same_run(inferred: Seen) -> None:
+    assert SimCluster(SHAPE, by_policy).run(sessions(HABITS, 1)) == inferred
+
+
+def test_affinity_saves_what_random_routing_loses(inferred: Seen) -> None:
+    random = SimCluster(SHAPE, at_random(1)).run(sessions(HABITS, 1))
+    assert inferred.cached_share > random.cached_share + 0.1
+    assert inferred.cached_share <= inferred.oracle_share
+
+
+def test_a_shared_store_saves_nearly_all_wherever_a_request_goes() -> None:
+    store = Store(SharedStore(1 << 16), 1e-5)
+    seen = SimCluster(SHAPE, at_random(1), store=store).run(sessions(HABITS, 1))
+    assert 0.9 * seen.oracle_share < seen.cached_share <= seen.oracle_share
+
+
+def test_a_full_store_forgets_the_least_recently_used() -> None:
+    store = SharedStore(2)
+    store.store([b"a", b"b"], [])
+    store.load([b"a"], [])
+    store.store([b"c"], [])
+    assert [store.lookup([name]) for name in (b"a", b"b", b"c")] == [1, 0, 1]
+    assert store.stats().evicted_blocks == 1
+
+
+def test_a_step_costs_the_slower_of_reading_and_multiplying() -> None:
+    cost = CostModel(step=1.0, token=0.01, context=0.001)
+    assert cost.seconds(_plan(tokens=1, start=99)) == pytest.approx(1.1)
+    assert cost.seconds(_plan(tokens=200, start=0)) == pytest.approx(2.2)
+
+
+def test_the_oracle_knows_whole_blocks_of_what_was_seen_but_never_the_last_token() -> None:
+    oracle = Oracle(block_size=4)
+    assert oracle.cached(list(range(10))) == 0
+    assert oracle.cached(list(range(10))) == 8
+    assert oracle.cached(list(range(8))) == 4
+    assert oracle.cached([*range(4), 9, 9, 9, 9, 9]) == 4
+
+
+def _plan(tokens: int, start: int) -> StepPlan:
+    return StepPlan(1, (), [Work("a", start, [1] * tokens, [0], samples=True)], ())

@@ -1,0 +1,253 @@
+"""Blocks in a store that workers share: found by others, never wrong, and nobody waits for a store that is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from blocks_made import BLOCK_BYTES, block, buffer, content, digest
+
+from emberline.bench.master import Master, free_port
+from emberline.core.clock import ManualClock
+from emberline.core.config import cache_dir
+from emberline.core.errors import InvalidRequest
+from emberline.kernels.cpu.build import build
+from emberline.kernels.cpu.library import load as load_library
+from emberline.kv.codec import Unweight
+from emberline.kv.tiers import storeclient
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.remote import HOPELESS, RemoteTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.kv.tiers.storeclient import NO_ROOM, NOT_THERE, StoreClient, StoreDown
+
+NAMES = [digest(i) for i in range(8)]
+MEMORY = 64 << 20
+
+
+@dataclass
+class FakeClient:
+    """In a dict; fails when told to."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    answer: int = 0  # in place of all others, if not 0
+    down: bool = False
+    calls: int = 0
+
+    def _say(self, answer: int) -> int:
+        self.calls += 1
+        if self.down:
+            raise StoreDown("told to fail")
+        return self.answer or answer
+
+    def get(self, key: str) -> memoryview | int:
+        answer = self._say(0 if key in self.values else NOT_THERE)
+        return answer or memoryview(bytearray(self.values[key]))
+
+    def put(self, key: str, fill: Callable[[memoryview], int]) -> tuple[int, int]:
+        room = memoryview(bytearray(1 << 16))
+        size = fill(room)
+        if (answer := self._say(0)) == 0:
+            self.values.setdefault(key, bytes(room[:size]))
+        return answer, size
+
+    def remove(self, key: str) -> None:
+        self._say(0)
+        self.values.pop(key, None)
+
+    def check(self) -> None:
+        self._say(0)
+
+    def close(self) -> None:
+        self._say(0)
+
+
+Fake = tuple[RemoteTier, FakeClient, ManualClock]
+
+
+@pytest.fixture
+def fake() -> Fake:
+    client, clock = FakeClient(), ManualClock()
+    tier = RemoteTier("127.0.0.1:1", "m", BLOCK_BYTES, MEMORY, client=client, clock=clock)  # type: ignore[arg-type]
+    return tier, client, clock
+
+
+def fill(tier: RemoteTier, names: list[bytes]) -> int:
+    return tier.store(names, [block(name) for name in names])
+
+
+def loaded(tier: RemoteTier, names: list[bytes]) -> int:
+    into = [buffer() for _ in names]
+    count = tier.load(names, into)
+    assert [bytes(b) for b in into[:count]] == [content(n) for n in names[:count]]
+    return count
+
+
+def test_what_is_stored_is_loaded(fake: Fake) -> None:
+    tier, store, clock = fake
+    assert fill(tier, NAMES[:3]) == 3 and len(store.values) == 3
+    assert tier.lookup(NAMES) == 3 and tier.guess(NAMES) == 8, "only asking would tell"
+    assert loaded(tier, NAMES) == 3 and tier.guess(NAMES) == 3
+    clock.advance(HOPELESS)
+    assert tier.guess(NAMES) == 8, "others may have stored it meanwhile"
+    tier.forget(NAMES[:1])
+    assert not tier.lookup(NAMES) and len(store.values) == 2
+    stats = tier.stats()
+    assert (stats.on, stats.stored_blocks, stats.loaded_blocks, stats.blocks, stats.errors) == (True, 3, 3, 2, 0)
+
+
+def test_a_value_that_is_not_the_block_is_removed(fake: Fake) -> None:
+    tier, store, clock = fake
+    fill(tier, NAMES[:2])
+    one, two = store.values
+    whole = store.values[one]
+    wrong = [whole[:100], whole[:-1], whole + b"x", store.values[two], whole[:5000] + b"?" + whole[5001:], b"?" * 20000]
+    for i, value in enumerate(wrong):
+        store.values[one] = value
+        clock.advance(HOPELESS)
+        assert loaded(tier, NAMES[:1]) == 0 and one not in store.values
+        assert tier.stats().damaged_blocks == i + 1
+    assert loaded(tier, NAMES[1:2]) == 1 and tier.stats().on
+
+
+def test_nobody_asks_a_store_that_failed(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    tier, store, _ = fake
+    fill(tier, NAMES[:2])
+    store.down = True
+    with caplog.at_level(logging.WARNING):
+        assert loaded(tier, NAMES[:1]) == 0
+        calls = store.calls
+        assert tier.guess(NAMES) == 0 == tier.lookup(NAMES) and not tier.stats().on
+        assert loaded(tier, NAMES[:1]) == 0 and fill(tier, NAMES[2:4]) == 0 and store.calls == calls
+        tier.refresh()
+        assert not tier.stats().on and store.calls == calls + 1
+        store.down = False
+        tier.refresh()
+    assert tier.stats().on and loaded(tier, NAMES[:2]) == 2
+    assert [r.message.split(":")[0] for r in caplog.records] == [
+        "KV blocks in the cluster's store are off",
+        "KV blocks in the cluster's store are on again",
+    ]
+
+
+def test_a_store_that_is_full_and_a_provider_that_is_gone(fake: Fake) -> None:
+    tier, store, _ = fake
+    store.answer = NO_ROOM
+    assert fill(tier, NAMES[:2]) == 0 and tier.stats().dropped_blocks == 2 and tier.stats().on
+    store.answer = -800  # its provider died: a miss, and no reason to leave all others alone
+    assert loaded(tier, NAMES[:1]) == 0 and tier.stats().on and tier.stats().errors == 1
+    store.answer = 0
+    assert fill(tier, NAMES[:1]) == 1
+
+
+def test_a_nonsensical_address_is_refused() -> None:
+    for wrong in ("store", "store:x", ":5"):
+        with pytest.raises(InvalidRequest, match="HOST:PORT"):
+            StoreClient(wrong, MEMORY, 1 << 16)
+
+
+def test_no_master_is_no_reason_not_to_start() -> None:
+    tier = RemoteTier(f"127.0.0.1:{free_port()}", "m", BLOCK_BYTES, MEMORY)
+    assert not tier.stats().on and fill(tier, NAMES[:1]) == 0 and tier.guess(NAMES) == 0
+    tier.close()
+
+
+# -- the real one ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
+    monkeypatch.setattr(storeclient, "CLOSE", 0.01)  # parting takes two seconds
+    started = Master().start()
+    yield started
+    started.kill()
+
+
+def test_another_worker_finds_what_one_has_stored(master: Master) -> None:
+    codec = Unweight(load_library(build(cache_dir().expanduser() / "kernels")), 2)
+    one = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
+    two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, coding="uw")
+    assert fill(one, NAMES[:3]) == 3 and fill(two, NAMES[3:5]) == 2
+    assert loaded(two, NAMES[:3]) == 3 and loaded(one, NAMES[3:6]) == 2
+    other = RemoteTier(master.address, "another layout", BLOCK_BYTES, MEMORY)
+    assert loaded(other, NAMES[:1]) == 0
+    stack = TierStack(HostTier(BLOCK_BYTES, 1 << 20), [other], threads=False)
+    assert stack.lookup(NAMES[1:]) == 7, "hope"
+    fetch = stack.fetch(NAMES[1:])
+    while stack.read_next():
+        pass
+    assert stack.take(fetch) == ([], True)
+    for tier in (one, two, other):
+        tier.close()
+
+
+def test_a_master_that_is_killed_and_started_again(master: Master) -> None:
+    tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
+    assert fill(tier, NAMES[:2]) == 2
+    master.kill()
+    assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
+    tier.refresh()
+    assert not tier.stats().on
+    master.start()
+    until = time.monotonic() + 30
+    while fill(tier, NAMES[2:3]) == 0:
+        assert time.monotonic() < until, "the store does not come back"
+        tier.refresh()
+        time.sleep(0.1)
+    assert loaded(tier, NAMES[2:3]) == 1
+    tier.close()
+
+
+def test_a_master_that_hangs(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
+    monkeypatch.setattr(storeclient, "WAIT", 0.3)
+    assert fill(tier, NAMES[:2]) == 2
+    master.hang()
+    assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
+    monkeypatch.setattr(storeclient, "SETUP", 0.5)
+    newcomer = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)  # the system answers the knock, nobody the client
+    assert not newcomer.stats().on
+    newcomer.close()
+    master.wake()
+    come_back(tier)
+    assert loaded(tier, NAMES[:2]) == 2
+    tier.close()
+
+
+def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = StoreClient(master.address, MEMORY, 1 << 16)
+    tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, client=client)
+    monkeypatch.setattr(storeclient, "WAIT", 0.3)
+    assert fill(tier, NAMES[:2]) == 2
+    first = client.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    into = buffer()
+    before = bytes(into)
+    assert tier.load(NAMES[:1], [into]) == 0 and not tier.stats().on
+    os.kill(first, signal.SIGCONT)
+    come_back(tier)
+    assert bytes(into) == before and loaded(tier, NAMES[:2]) == 2 and client.pid == first
+    os.kill(first, signal.SIGSTOP)
+    assert loaded(tier, NAMES[:1]) == 0
+    monkeypatch.setattr(storeclient, "STUCK", 0.0)
+    come_back(tier)
+    second = client.pid
+    assert second is not None and second != first
+    os.kill(second, signal.SIGKILL)
+    assert fill(tier, NAMES[4:5]) == 0 and not tier.stats().on
+    come_back(tier)
+    assert fill(tier, NAMES[5:6]) == 1 and loaded(tier, NAMES[5:6]) == 1
+    tier.close()
+
+
+def come_back(tier: RemoteTier) -> None:
+    until = time.monotonic() + 30
+    while not tier.stats().on:
+        assert time.monotonic() < until, "the store does not come back"
+        tier.refresh()
+        time.sleep(0.02)

@@ -1,0 +1,43 @@
+"""What a cache is reached by: all that works here, and no more than that."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from transfers import content, fill, small, soon
+
+from emberline.core.config import TransferConfig, cache_dir
+from emberline.kv.checksum import find_crc
+from emberline.kv.codec import find_codec
+from emberline.kv.transfer import dock
+from emberline.kv.transfer.dock import Dock, Ways
+from emberline.kv.transfer.shm import Segment
+
+LIBRARY = cache_dir().expanduser() / "kernels"
+
+
+def opened(name: str, *, mooncake: bool) -> Dock:
+    ways = Ways(find_crc(LIBRARY), find_codec(LIBRARY, "bfloat16"), always=True, mooncake=mooncake)
+    return Dock.opened(TransferConfig(name), Segment(small(), 12), ways)
+
+
+@pytest.mark.parametrize("kind", ["shm", "mooncake", "tcp"])
+def test_blocks_arrive_by_every_way(kind: str) -> None:
+    here, there = opened("here", mooncake=True), opened("there", mooncake=True)
+    assert set(there.sender.endpoints) == {"shm", "tcp", "mooncake"}
+    for other in {"shm", "tcp", "mooncake"} - {kind}:
+        del there.sender.endpoints[other]
+    sent = fill(there.sender.region, [4, 5, 1], 1)
+    here.receiver.pull(there.sender.publish([4, 5, 1], 30.0), [2, 3, 9], soon())
+    assert content(here.receiver.region, [2, 3, 9]) == sent
+    here.close()
+    there.close()
+
+
+def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dock, "probe", lambda *_: "it died of signal 11")
+    with caplog.at_level(logging.WARNING):
+        made = opened("here", mooncake=True)
+    assert set(made.sender.endpoints) == {"shm", "tcp"} and "signal 11" in caplog.text
+    made.close()

@@ -1,0 +1,45 @@
+"""What /metrics, /stats and beats tell of transfers."""
+
+from __future__ import annotations
+
+from emberline.core.events import Stats, TransferStats
+from emberline.engine.messages import Inbox, Progress, encode
+from emberline.server.metrics import Metrics, exposition
+from emberline.server.transfer_metrics import families
+
+TOLD = TransferStats(
+    pulls=4, pulled_bytes=1000, pull_seconds=0.5, pull_failures={"peer_lost": 2, "bad_transfer": 1}, hit_tokens=64,
+    published=3, ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5,
+    quarantined_blocks=7,
+)  # fmt: skip
+
+
+def test_each_has_its_line() -> None:
+    (message,) = Inbox().feed(encode(Progress("m", [], Stats(transfer=TOLD))))
+    assert isinstance(message, Progress) and message.stats.transfer == TOLD
+    metrics = Metrics("m")
+    lines = exposition(families(metrics.labels, message.stats.transfer)).splitlines()
+    for line in (
+        'vllm:nixl_xfer_time_seconds_sum{model_name="m"} 0.5',
+        'vllm:nixl_xfer_time_seconds_count{model_name="m"} 4',
+        'vllm:nixl_bytes_transferred_sum{model_name="m"} 1000.0',
+        'vllm:nixl_num_failed_transfers_total{model_name="m"} 3',
+        'vllm:nixl_num_kv_expired_reqs_total{model_name="m"} 1',
+        'vllm:external_prefix_cache_hits_total{model_name="m"} 64',
+        'emberline:kv_transfer_pull_failures_total{model_name="m",code="peer_lost"} 2',
+        'emberline:kv_transfer_leases_ended_total{model_name="m",how="acknowledged"} 2',
+        'emberline:kv_transfer_oldest_lease_seconds{model_name="m"} 2.5',
+        'emberline:kv_transfer_pinned_blocks{model_name="m"} 5',
+        'emberline:kv_transfer_quarantined_blocks{model_name="m"} 7',
+    ):
+        assert line in lines
+    sources = exposition(metrics.families(message.stats, restarts=0, ready=True, block_size=16))
+    assert 'vllm:prompt_tokens_by_source_total{model_name="m",source="external_kv_transfer"} 64' in sources
+
+
+def test_several_engines_together() -> None:
+    other = TransferStats(pulls=1, pull_failures={"peer_lost": 1, "timeout": 1}, oldest_lease=1.0, leases=2)
+    total = Stats.total([Stats(transfer=TOLD), Stats(), Stats(transfer=other)]).transfer
+    assert total is not None and (total.pulls, total.leases, total.oldest_lease) == (5, 3, 2.5)
+    assert total.pull_failures == {"peer_lost": 3, "bad_transfer": 1, "timeout": 1}
+    assert total.ended == TOLD.ended and Stats.total([Stats()]).transfer is None

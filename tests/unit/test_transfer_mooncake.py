@@ -1,0 +1,201 @@
+"""What Mooncake's engine may do when nobody waits for it any more, and a wheel of it that is broken."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from transfers import blank, content, fill, small, soon
+
+from emberline.kv import mooncake as adapter
+from emberline.kv.mooncake import MooncakeMissing, probe
+from emberline.kv.transfer import mooncake
+from emberline.kv.transfer.errors import PeerLost, PeerUnreachable, TransferCancelled, TransferTimeout
+from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, Rooms, serve_mooncake
+from emberline.kv.transfer.progress import Progress
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.sender import Sender
+
+LEASE = 30.0
+
+
+@dataclass
+class SlowEngine:
+    """Reads by memmove, as soon as it is let go; then says how it went."""
+
+    go: threading.Event = field(default_factory=threading.Event)
+    answer: int = 0
+    reads: int = 0
+    ended: int = 0
+
+    def initialize(self, *_: str) -> int:
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return 1
+
+    def register_memory(self, address: int, size: int) -> int:
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        return 0
+
+    def batch_transfer_sync_read(self, session: str, into: list[int], places: list[int], lengths: list[int]) -> int:
+        self.reads += 1
+        self.go.wait(20)
+        for target, source, length in zip(into, places, lengths, strict=True):
+            ctypes.memmove(target, source, length)
+        self.ended += 1
+        return self.answer
+
+
+@dataclass
+class Pair:
+    engine: SlowEngine
+    sender: Sender
+    mooncake: Mooncake
+
+    def receiver(self, patience: float = 20.0) -> Receiver:
+        transport = MooncakeTransport(small(), self.mooncake, Habits(streams=1, patience=patience))
+        return Receiver(blank(small(), 12), [transport])
+
+    def let_go(self) -> None:
+        self.engine.go.set()
+        until = soon()
+        while self.engine.ended < self.engine.reads:
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        for thread in threading.enumerate():
+            if thread.name == "mooncake-read":
+                thread.join(20)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    engine = SlowEngine()
+    monkeypatch.setattr(mooncake, "new_engine", lambda: engine)
+    made = Pair(engine, Sender(blank(small(), 12), "p"), Mooncake())
+    server = serve_mooncake(made.sender, made.mooncake)
+    yield made
+    made.let_go()
+    server.stop()
+
+
+def test_a_late_write_never_reaches_the_cache(pair: Pair) -> None:
+    sent, receiver = fill(pair.sender.region, [1, 2], 1), pair.receiver()
+    ticket = pair.sender.publish([1, 2], LEASE)
+    before = content(receiver.region, range(12))
+    with pytest.raises(TransferTimeout):
+        receiver.pull(ticket, [3, 4], soon(0.2))
+    pair.let_go()
+    assert content(receiver.region, range(12)) == before != sent
+    receiver.pull(ticket, [3, 4], soon())
+    assert content(receiver.region, [3, 4]) == sent and pair.mooncake.rooms._count == 1  # the room was used again
+    receiver.close()
+
+
+def test_a_room_is_not_used_again_before_the_engine_is_done(pair: Pair) -> None:
+    receiver, ticket = pair.receiver(patience=0.05), pair.sender.publish([1, 2], LEASE)
+    for given_up in range(3):
+        with pytest.raises(PeerLost, match="silent"):
+            receiver.pull(ticket, [3, 4], soon())
+        assert pair.mooncake.rooms._count == given_up + 1
+    pair.let_go()
+    receiver.pull(ticket, [3, 4], soon())
+    assert pair.mooncake.rooms._count == 3
+    receiver.close()
+
+
+def test_nothing_more_is_read_for_who_has_left(pair: Pair) -> None:
+    transport = MooncakeTransport(small(), pair.mooncake, Habits(streams=1, patience=0.05))
+    receiver = Receiver(blank(small(), 12), [transport], piece_bytes=64)
+    with pytest.raises(PeerLost, match="silent"):
+        receiver.pull(pair.sender.publish([1, 2, 3], LEASE), [3, 4, 5], soon())
+    pair.let_go()
+    assert pair.engine.reads == 1 and len(pair.mooncake.rooms._idle) == 1
+    receiver.close()
+
+
+def test_a_pull_is_cancelled_while_the_engine_reads(pair: Pair) -> None:
+    receiver, progress, ended = pair.receiver(), Progress(), []
+    ticket = pair.sender.publish([1, 2], LEASE)
+
+    def pull() -> None:
+        try:
+            receiver.pull(ticket, [3, 4], soon(3600), progress=progress)
+        except TransferCancelled as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    while not pair.engine.reads:
+        time.sleep(0.002)
+    progress.cancel()
+    thread.join(20)
+    assert len(ended) == 1 and not thread.is_alive()
+    receiver.close()
+
+
+def test_a_failed_read_is_the_peers_loss_and_its_room_rests(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.engine.answer = -1
+    pair.engine.go.set()
+    receiver, ticket = pair.receiver(), pair.sender.publish([1, 2], LEASE)
+    for failed in range(2):
+        with pytest.raises(PeerLost, match="memory"):
+            receiver.pull(ticket, [3, 4], soon())
+        assert pair.mooncake.rooms._count == failed + 1
+    pair.engine.answer = 0
+    monkeypatch.setattr(mooncake, "QUARANTINE", -1.0)
+    receiver.pull(ticket, [3, 4], soon())
+    assert pair.mooncake.rooms._count == 2
+    receiver.close()
+
+
+def test_rooms_are_bounded() -> None:
+    rooms = Rooms(lambda view: None, most=2)
+    first = rooms.take(10)
+    rooms.take(10)
+    with pytest.raises(PeerUnreachable, match="given up"):
+        rooms.take(10)
+    rooms.give(first, well=True)
+    assert rooms.take(10) is first
+
+
+BROKEN = {
+    "import os; os.abort()": "signal 6",
+    "import time; time.sleep(60)": "does not start within",
+    "raise ImportError('libibverbs.so.1: cannot open')": "libibverbs.so.1",
+    "raise OSError('wrong ELF class')": "wrong ELF class",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_broken_wheel_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").write_text("")
+    (tmp_path / "mooncake" / "engine.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert BROKEN[code] in (probe(seconds=1.5 if "sleep" in code else 20.0) or "")
+
+
+def test_the_wheel_of_the_tests_works() -> None:
+    assert probe() is None
+
+
+def test_a_missing_wheel_is_a_transport_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise MooncakeMissing("Mooncake cannot be used: no module")
+
+    monkeypatch.setattr(mooncake, "new_engine", missing)
+    with pytest.raises(PeerUnreachable, match="cannot be used"):
+        Mooncake()
+    monkeypatch.setitem(sys.modules, "mooncake.engine", None)
+    with pytest.raises(MooncakeMissing, match="cannot be used"):
+        adapter.new_engine()

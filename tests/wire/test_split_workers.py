@@ -1,0 +1,157 @@
+"""Real workers in two roles behind a router: prompts are computed by one, answered by another, and nobody can tell; not
+when one of them is killed or frozen in between, either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from routers import free_port, get, spawn, start_router, stop, tiny_model, until
+from servers import Server
+
+STORY = "Once upon a time there was a cache of keys and values that everybody wanted. "
+TOKENS = 120
+LONG: Any = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"ignore_eos": True}}
+ROLES = {"p": "prefill", "d": "decode", "e": "decode"}
+
+
+class Cluster:
+    def __init__(self, home: Path, router: Server) -> None:
+        self.home, self.router, self.url = home, router, router.url
+        self.model = tiny_model(home / "tiny", 1024)
+        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.ports = {name: free_port() for name in ROLES}
+
+    def start(self, *names: str) -> None:
+        settings = ("--served-name", "tiny", "--embedder", "none", "--threads", "1", "--kv-memory", "32M")
+        before = self.rows()
+        for name in names:
+            command = ("-m", "emberline.cli", "worker", str(self.model), "--router", self.url, "--worker-name", name)
+            own = ("--role", ROLES[name], "--port", str(self.ports[name]))
+            self.workers[name] = spawn(self.home / f"{name}.log", *command, *settings, *own)
+        old = {before[name]["incarnation"] for name in names if name in before}
+        until(lambda: self.paired() and not old & {row["incarnation"] for row in self.rows().values()}, 120)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in get(f"{self.url}/cluster/status")["workers"]}
+
+    def paired(self) -> bool:
+        rows = self.rows()
+        if len(rows) < len(ROLES) or any(row["health"] != "ready" for row in rows.values()):
+            return False
+        return all(rows[name]["paired"] == ["p"] and rows[name]["breaker"] == "closed" for name in "de")
+
+    def quiet(self) -> bool:
+        """Nothing runs, nothing is held for anybody."""
+        rows = self.rows().values()
+        return not any(row["open"] or row["running"] or row["transfer"]["leases"] for row in rows if row["transfer"])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("roles")
+    router = start_router(home / "router.log", "--split-tokens", "32", "--stuck-after", "3", "--lost-after", "2")
+    made = Cluster(home, router)
+    made.start(*ROLES)
+    yield made
+    stop(*made.workers.values(), router.process)
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> openai.OpenAI:
+    until(cluster.paired)
+    return openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def story(number: int) -> str:
+    return f"{number}. {STORY * 6}"
+
+
+def alone(cluster: Cluster, number: int) -> str:
+    """What a worker says that computes the prompt by itself."""
+    body = {"model": "tiny", "max_tokens": TOKENS, "ignore_eos": True, "prompt": story(number), "seed": number}
+    return str(get(f"http://127.0.0.1:{cluster.ports['e']}/v1/completions", body)["choices"][0]["text"])
+
+
+def read(client: openai.OpenAI, number: int, after: Callable[[str], None] | None = None) -> tuple[str, Any]:
+    """What comes through the router; `after` happens when the first words are there, at the worker that says them."""
+    raw = client.completions.with_raw_response.create(**LONG, prompt=story(number), seed=number, stream=True)
+    text, finish = "", None
+    for chunk in raw.parse():
+        if not text and after is not None:
+            after(raw.headers["x-emberline-worker"])
+        text += chunk.choices[0].text
+        finish = chunk.choices[0].finish_reason
+    assert finish == "length"
+    return text, raw.headers
+
+
+def transfer(cluster: Cluster, name: str) -> dict[str, Any]:
+    told: dict[str, Any] = get(f"http://127.0.0.1:{cluster.ports[name]}/stats")["transfer"]
+    return told
+
+
+def test_nobody_can_tell(cluster: Cluster, client: openai.OpenAI) -> None:
+    for number in range(4):
+        text, headers = read(client, number)
+        assert headers["x-emberline-prefill"] == "p" and headers["x-emberline-worker"] in "de"
+        assert text == alone(cluster, number)
+    whole = client.completions.create(**LONG, prompt=story(10), seed=10)
+    assert whole.choices[0].text == alone(cluster, 10) and whole.usage is not None
+    assert whole.usage.prompt_tokens_details is None or not whole.usage.prompt_tokens_details.cached_tokens
+    pulled = [transfer(cluster, name) for name in "de"]
+    assert sum(each["hit_tokens"] for each in pulled) > 5 * 400 and not any(each["recomputed"] for each in pulled)
+    until(cluster.quiet)
+
+
+def test_bad_calls_are_told_as_ever(cluster: Cluster, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.completions.create(model="tiny", prompt=STORY * 40)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="tiny", prompt=story(1), temperature=-1)
+    until(cluster.quiet)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_answers_dies(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
+    number, victim = 20 + sign, ""
+    expected = alone(cluster, number)
+
+    def strike(name: str) -> None:
+        nonlocal victim
+        victim = name
+        os.kill(cluster.workers[name].pid, sign)
+
+    try:
+        assert read(client, number, strike)[0] == expected
+    finally:
+        revive(cluster, victim, sign)
+    until(cluster.quiet)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_prefills_dies(cluster: Cluster, client: openai.OpenAI, sign: signal.Signals) -> None:
+    numbers = range(100 + 10 * sign, 106 + 10 * sign)
+    expected = [alone(cluster, number) for number in numbers]
+    os.kill(cluster.workers["p"].pid, sign)
+    try:
+        assert [read(client, number)[0] for number in numbers] == expected
+    finally:
+        revive(cluster, "p", sign)
+    read(client, 1000 + sign)
+    until(cluster.quiet)
+
+
+def revive(cluster: Cluster, name: str, sign: signal.Signals) -> None:
+    if sign is signal.SIGSTOP:
+        os.kill(cluster.workers[name].pid, signal.SIGCONT)
+    else:
+        cluster.workers[name].wait()
+        cluster.start(name)
+    until(cluster.paired)
