@@ -1,4 +1,4 @@
-"""The files of the playground and of the router's status page, read once."""
+"""The files of the playground, of the router's status page and of the gateway's dashboard, read once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,20 @@ class Page:
 
 
 def load_pages(home: str = "index.html") -> dict[str, Page]:
-    """URL path to content: `/` is the playground, or another page; the rest of web/ lies under /static/."""
+    """URL path to content: `/` is the playground, or another page; the rest of web/ lies under /static/, and with it the
+    folder that the page is in."""
+    room = home.rpartition("/")[0]
+    web = files("emberline").joinpath("web")
     pages = {}
-    for item in files("emberline").joinpath("web").iterdir():
-        if item.is_file() and not item.name.endswith(".py"):
-            kind = mimetypes.guess_type(item.name)[0] or "application/octet-stream"
-            kind = "text/javascript" if item.name.endswith((".js", ".mjs")) else kind
-            page = Page(item.read_bytes(), f"{kind}; charset=utf-8" if kind.startswith("text/") else kind)
-            pages["/" if item.name == home else f"/static/{item.name}"] = page
+    for folder in dict.fromkeys(("", room)):
+        for item in web.joinpath(folder).iterdir():
+            name = f"{folder}/{item.name}" if folder else item.name
+            if item.is_file() and not name.endswith(".py"):
+                pages["/" if name == home else f"/static/{name}"] = Page(item.read_bytes(), _kind(name))
     return pages
+
+
+def _kind(name: str) -> str:
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    kind = "text/javascript" if name.endswith((".js", ".mjs")) else kind
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

@@ -1,0 +1,310 @@
+"""`emberline bench gateway`: what the gateway adds, with authentication, limits, costs and logs on. The same requests
+go to a fake provider directly, through the gateway, and through LiteLLM where it is installed. Processor time is that
+of the proxy's own process and its children."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import msgspec
+
+from emberline.bench import processes
+from emberline.bench.connection import Connection, HTTPFailed
+from emberline.bench.launch import free_port
+from emberline.bench.report import Report
+from emberline.core.errors import EmberlineError
+
+PATIENCE = 60.0
+KEY = "sk-bench-0123456789abcdef"
+PATH = "/v1/chat/completions"
+SOAK_EVENTS = 500  # of one stream
+ENDING = 3  # finish, usage and [DONE] follow the content of a stream
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    requests: int
+    clients: int  # connections with a request open at any time
+    prompt: int  # bytes
+    streams: int  # open at any time
+    events: int  # of one stream
+    pace: float  # seconds between two of them
+    soak: int  # events that pass while its memory is watched
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """Whoever stands between the client and the provider."""
+
+    name: str
+    url: str
+    pid: int | None = None  # None: nobody
+    path: str = PATH
+    model: str = "fake/bench"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    work: int  # requests, or events
+    wall: float
+    cpu: float
+    seconds: list[float]  # of each request; of a stream, to its first content
+    rss: int
+
+
+GATEWAY = """
+api_keys = [{key}]
+store = "sqlite:{home}/store"
+master_key = "{home}/master"
+
+[gateways.default]
+authentication = true
+limits = [{{ name = "requests", limit = 1000000000, per = "minute", split = ["key"] }}]
+budgets = [{{ name = "money", limit = 1000000000000, per = "day", split = ["key"] }}]
+[gateways.default.prices."fake/bench"]
+input = 150000
+output = 600000
+[gateways.default.providers.fake]
+base_url = "{provider}"
+
+[gateways.cached]
+cache_ttl = 3600
+authentication = true
+[gateways.cached.providers.fake]
+base_url = "{provider}"
+"""
+LITELLM = """
+model_list:
+  - model_name: fake/bench
+    litellm_params:
+      model: openai/bench
+      api_base: {provider}/v1
+      api_key: none
+      input_cost_per_token: 0.00000015
+      output_cost_per_token: 0.0000006
+general_settings:
+  master_key: {key}
+"""
+
+
+def bench(plan: Plan, peers: Path | None) -> Report:
+    """`peers`: where LiteLLM's environment is, if it is to be measured beside us."""
+    report = Report("gateway", {name: getattr(plan, name) for name in plan.__slots__})
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        port = free_port()
+        provider = f"http://127.0.0.1:{port}"
+        fake = (sys.executable, "-m", "emberline.gateway.fake", "--port", str(port), "--pace", str(plan.pace))
+        stack.enter_context(_process(*fake))
+        direct = Proxy("direct", provider, model="bench")
+        proxies = [stack.enter_context(_ours(home, provider))]
+        if peers is not None:
+            proxies.append(stack.enter_context(_litellm(home, provider, peers)))
+        asyncio.run(_ready(direct))
+        for proxy in proxies:
+            asyncio.run(_ready(proxy))
+        told = {proxy.name: _measured(plan, proxy, direct) for proxy in proxies}
+        cached = _cached(plan, proxies[0])
+        grown = asyncio.run(_soak(plan, proxies[0], provider))
+    _tell(report, plan, told, cached)
+    report.add("rss_growth", grown / 1e6, "MB")
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Rounds of one proxy; `alone` and `base` one request at a time, through it and past it."""
+
+    loaded: list[Turn]
+    alone: list[Turn]
+    base: list[Turn]
+    streams: list[Turn]
+    short: list[Turn]  # streams of one event
+
+
+def _measured(plan: Plan, proxy: Proxy, direct: Proxy) -> Told:
+    told = Told([], [], [], [], [])
+    few = max(20, plan.requests // 10)
+    for turn in range(plan.rounds + 1):  # the first warms up
+        rounds = (
+            (told.loaded, _drive(proxy, plan, plan.requests, plan.clients)),
+            (told.alone, _drive(proxy, plan, few, 1)),
+            (told.base, _drive(direct, plan, few, 1)),
+            (told.streams, _stream(proxy, plan, plan.events)),
+            (told.short, _stream(proxy, plan, 1)),
+        )
+        for turns, drive in rounds:
+            done = asyncio.run(drive)
+            if turn:
+                turns.append(done)
+    return told
+
+
+def _cached(plan: Plan, ours: Proxy) -> list[Turn]:
+    proxy = Proxy("cached", ours.url, ours.pid, f"/v1/default/cached/compat{PATH[3:]}")
+    return [asyncio.run(_drive(proxy, plan, plan.requests, 1, same=True)) for _ in range(plan.rounds + 1)][1:]
+
+
+async def _soak(plan: Plan, ours: Proxy, provider: str) -> int:
+    """How much more memory it has after many events than after some; they come as fast as they can."""
+    await Connection(provider).fetch("/fake", msgspec.json.encode({"pace": 0.0}))
+    size = max(1, min(SOAK_EVENTS, plan.soak // (2 * plan.streams)))
+    rounds = max(2, plan.soak // (size * plan.streams))
+    rss = [(await _stream(ours, plan, size)).rss for _ in range(rounds)]
+    return rss[-1] - rss[rounds // 5]
+
+
+def _tell(report: Report, plan: Plan, told: dict[str, Told], cached: list[Turn]) -> None:
+    figures = {name: _figures(plan, each) for name, each in told.items()}
+    ours, *others = figures.values()
+    limits = {"cpu_per_request": 500.0, "cpu_per_event": 60.0, "added_p50": 1.0, "added_p99": 5.0, "rss": 120.0}
+    for name, (values, unit) in ours.items():
+        peer = median(others[0][name][0]) if others else None
+        report.add(name, values, unit, peer=peer, limit=limits.get(name))
+    report.add("cache_hit_p50", [1e3 * median(turn.seconds) for turn in cached], "ms", limit=0.3)
+    report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in cached], "us")
+
+
+def _figures(plan: Plan, told: Told) -> dict[str, tuple[list[float], str]]:
+    streams = [
+        1e6 * (long.cpu - one.cpu) / (long.work - one.work) for long, one in zip(told.streams, told.short, strict=True)
+    ]
+    added = [
+        [1e3 * (q - b) for q, b in zip(_quantiles(with_), _quantiles(without), strict=True)]
+        for with_, without in zip(told.alone, told.base, strict=True)
+    ]
+    return {
+        "cpu_per_request": ([1e6 * turn.cpu / turn.work for turn in told.loaded], "us"),
+        "cpu_per_event": (streams, "us"),
+        "requests": ([turn.work / turn.wall for turn in told.loaded], "req/s"),
+        "added_p50": ([each[0] for each in added], "ms"),
+        "added_p99": ([each[1] for each in added], "ms"),
+        "first_content_p50": ([1e3 * median(turn.seconds) for turn in told.streams], "ms"),
+        "rss": ([max(turn.rss for turn in told.streams) / 1e6], "MB"),
+    }
+
+
+def _quantiles(turn: Turn) -> tuple[float, float]:
+    cuts = quantiles(turn.seconds, n=100)
+    return cuts[49], cuts[98]
+
+
+async def _drive(proxy: Proxy, plan: Plan, requests: int, clients: int, same: bool = False) -> Turn:
+    """Closed: as many requests are open at any time."""
+    left = iter(range(requests))
+    seconds: list[float] = []
+
+    async def client() -> None:
+        connection = Connection(proxy.url, KEY)
+        for number in left:
+            body = _body(proxy, plan, 0 if same else number, 8, stream=False)
+            began = time.perf_counter()
+            reply = await connection.fetch(proxy.path, body)
+            seconds.append(time.perf_counter() - began)
+            if b"word7" not in reply:
+                raise EmberlineError(f"a reply was {reply[:200]!r}")
+        connection.close()
+
+    return await _timed(proxy, [client() for _ in range(clients)], requests, seconds)
+
+
+async def _stream(proxy: Proxy, plan: Plan, events: int) -> Turn:
+    first: list[float] = []
+
+    async def client(phase: float) -> None:
+        await asyncio.sleep(phase * plan.pace)  # so that their events do not come together
+        connection = Connection(proxy.url, KEY)
+        began, got, last = time.perf_counter(), 0, b""
+        async for part in connection.stream(proxy.path, _body(proxy, plan, int(phase * 1e6), events, stream=True)):
+            if not got:
+                first.append(time.perf_counter() - began)
+            got += part.count(b"\n\n")
+            last = part
+        if got < events + 1 or not last.endswith(b"[DONE]\n\n"):
+            raise EmberlineError(f"a stream had {got} events, not {events + ENDING}: {last[-200:]!r}")
+        connection.close()
+
+    work = [client(i / plan.streams) for i in range(plan.streams)]
+    return await _timed(proxy, work, plan.streams * (events + ENDING), first)
+
+
+async def _timed(proxy: Proxy, work: Sequence[object], amount: int, seconds: list[float]) -> Turn:
+    before = _usage(proxy)
+    began = time.perf_counter()
+    await asyncio.gather(*work)  # type: ignore[call-overload]
+    wall, after = time.perf_counter() - began, _usage(proxy)
+    return Turn(amount, wall, after.cpu - before.cpu, seconds, after.rss)
+
+
+def _usage(proxy: Proxy) -> processes.Usage:
+    if proxy.pid is None:
+        return processes.Usage(0.0, 0)
+    used = [processes.usage(pid) for pid in processes.family(proxy.pid).values()]
+    there = [each for each in used if each is not None]
+    return processes.Usage(sum(each.cpu for each in there), sum(each.rss for each in there))
+
+
+def _body(proxy: Proxy, plan: Plan, number: int, words: int, *, stream: bool) -> bytes:
+    content = f"{number} ".ljust(plan.prompt, "x")
+    asked = {"model": proxy.model, "messages": [{"role": "user", "content": content}], "max_tokens": words}
+    return msgspec.json.encode({**asked, **({"stream": True} if stream else {})})
+
+
+async def _ready(proxy: Proxy) -> None:
+    deadline = time.monotonic() + PATIENCE
+    body = msgspec.json.encode({"model": proxy.model, "messages": [{"role": "user", "content": "x"}]})
+    while time.monotonic() < deadline:
+        try:
+            await Connection(proxy.url, KEY).fetch(proxy.path, body)
+            return
+        except HTTPFailed:
+            await asyncio.sleep(0.2)
+    raise EmberlineError(f"{proxy.name} did not get ready")
+
+
+@contextmanager
+def _ours(home: Path, provider: str) -> Iterator[Proxy]:
+    port, file = free_port(), home / "gateway.toml"
+    file.write_text(GATEWAY.format(key=json.dumps(KEY), home=home, provider=provider))
+    command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
+    with _process(*command) as process:
+        yield Proxy("ours", f"http://127.0.0.1:{port}", process.pid)
+
+
+@contextmanager
+def _litellm(home: Path, provider: str, peers: Path) -> Iterator[Proxy]:
+    program = peers / "litellm" / "bin" / "litellm"
+    if not program.exists():
+        raise EmberlineError("LiteLLM is not installed", hint="scripts/bench-peers litellm")
+    port, file = free_port(), home / "litellm.yaml"
+    file.write_text(LITELLM.format(key=KEY, provider=provider))
+    command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
+    with _process(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+        yield Proxy("litellm", f"http://127.0.0.1:{port}", process.pid)
+
+
+@contextmanager
+def _process(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env={**os.environ, **environment}, **quiet)  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,67 @@
+"""emberline gateway: one endpoint for many providers and our own engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from emberline.core.config import GatewayConfig
+from emberline.core.errors import InvalidRequest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = GatewayConfig()
+    actions = ["serve", "rotate-keys"]
+    parser.add_argument("action", nargs="?", choices=actions, default="serve", help="(default: %(default)s)")
+    parser.add_argument("--forget-old", action="store_true", help="rotate-keys: only drop old master keys")
+    parser.add_argument("--config", type=Path, help="gateway.toml (default: the local engine as the only provider)")
+    parser.add_argument("--host", help=f"(default: {default.host})")
+    parser.add_argument("--port", type=int, help=f"(default: {default.port})")
+    parser.add_argument("--engine", help=f"URL of the local engine or router (default: {default.engine})")
+    parser.add_argument("--store", help="sqlite:DIRECTORY or postgresql://... (default: in the cache directory)")
+    parser.add_argument("--redis", help="redis://..., where several replicas count together")
+    parser.add_argument("--api-key", action="append", help="a token that works and manages; may be given several times")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def run(args: argparse.Namespace) -> int:
+    logging.basicConfig(
+        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    import uvloop
+
+    from emberline.gateway.book import read_file
+
+    found = read_file(args.config) if args.config is not None else {}
+    config = configured(found, args)
+    if args.action == "rotate-keys":
+        from emberline.cli.rotation import rotate_keys
+
+        return rotate_keys(config, args.forget_old)
+    from emberline.server.gatewaying import serve_gateway
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_gateway(config, found))
+    return 0
+
+
+def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
+    """The file's, and over it what the command line says."""
+    known = {field.name: field for field in fields(GatewayConfig)}
+    given = {name: value for name, value in found.items() if name != "gateways"}
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidRequest(f"{name!r} is no setting", param=name, hint=f"known: gateways, {', '.join(known)}")
+        default = getattr(GatewayConfig(), name)
+        if default is not None and not isinstance(value, list if isinstance(default, tuple) else type(default)):
+            raise InvalidRequest(f"{name} must be like {default!r}", param=name)
+    if "api_keys" in given:
+        given["api_keys"] = tuple(given["api_keys"])
+    told = {name: getattr(args, name) for name in ("host", "port", "engine", "store", "redis")}
+    config = replace(GatewayConfig(**given), **{name: value for name, value in told.items() if value is not None})
+    return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))

@@ -1,0 +1,258 @@
+"""The management API as Cloudflare's clients speak it: its paths, names, pages and envelope, over the same store.
+
+What a field asks for that is not done here (log push, a limit of rows, ...) is refused unless it asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.gateway.admin import logquery
+from emberline.gateway.admin.ask import Ask, converted, named
+from emberline.gateway.admin.desk import Desk
+from emberline.gateway.admin.endpoint import Endpoint
+from emberline.gateway.admin.gateways import CustomProviders, Gateways
+from emberline.gateway.admin.logs import LogDesk, view
+from emberline.gateway.admin.shapes import CustomProvider, FeedbackWish, Strict
+from emberline.gateway.admin.shelf import Stored
+from emberline.gateway.settings import Backoff, Logging, Retries, Settings
+
+ROOT = "/accounts/{account}/ai-gateway"
+PAGES = ("page", "per_page")
+DEEPEST = 10_000  # records that can be reached by numbered pages; beyond, and better, by cursor
+RATE_LIMIT = "rate_limiting"  # the name of the rule that stands for its three fields
+_CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}
+_NUMBERED = {"order_by": "created_at", "order_by_direction": "desc", "direction": "desc"}
+
+
+class Paged(msgspec.Struct, frozen=True):
+    """A result with something to say about it."""
+
+    result: list[Any]
+    info: dict[str, Any]
+
+
+class GatewayWish(Strict, frozen=True, kw_only=True):
+    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    cache_ttl: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    cache_invalidate_on_update: Literal[False] | None = None
+    collect_logs: bool | None = None
+    rate_limiting_interval: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    rate_limiting_limit: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    rate_limiting_technique: Literal["fixed", "sliding"] | None = None
+    authentication: bool | None = None
+    retry_max_attempts: Annotated[int, msgspec.Meta(ge=1, le=5)] | None = None
+    retry_delay: Annotated[int, msgspec.Meta(ge=0, le=5000)] | None = None  # ms
+    retry_backoff: Backoff | None = None
+    zdr: bool | None = None
+    logpush: Literal[False] | None = None
+    logpush_public_key: None = None
+    log_management: None = None
+    log_management_strategy: None = None
+
+    def over(self, old: Settings) -> Settings:
+        rates, retries = self._rates(old), old.retries
+        return msgspec.structs.replace(
+            old,
+            cache_ttl=_or(self.cache_ttl, old.cache_ttl),
+            authentication=_or(self.authentication, old.authentication),
+            zdr=_or(self.zdr, old.zdr),
+            logs=msgspec.structs.replace(old.logs, collect=_or(self.collect_logs, old.logs.collect)),
+            limits=rates,
+            retries=Retries(
+                attempts=_or(self.retry_max_attempts, retries.attempts),
+                delay=retries.delay if self.retry_delay is None else self.retry_delay / 1e3,
+                backoff=_or(self.retry_backoff, retries.backoff),
+            ),
+        )
+
+    def _rates(self, old: Settings) -> tuple[dict[str, Any], ...]:
+        """Other rules stay as they are; 0 is no limit."""
+        rule = _rate_rule(old)
+        limit = _or(self.rate_limiting_limit, rule.get("limit", 0))
+        interval = _or(self.rate_limiting_interval, rule.get("per", 0))
+        technique = _or(self.rate_limiting_technique, rule.get("technique", "fixed"))
+        if bool(limit) != bool(interval):
+            raise InvalidRequest("a rate limit needs rate_limiting_limit and rate_limiting_interval", param=RATE_LIMIT)
+        others = tuple(each for each in old.limits if each.get("name") != RATE_LIMIT)
+        own = {"name": RATE_LIMIT, "limit": limit, "per": interval, "technique": technique}
+        return (own, *others) if limit else others
+
+
+class CloudflareDesk:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._gateways = Gateways(desk)
+        self._providers = CustomProviders(desk)
+        self._logs = LogDesk(desk)
+
+    def endpoints(self) -> list[Endpoint]:
+        gateways, logs = f"{ROOT}/gateways", f"{ROOT}/gateways/{{gateway}}/logs"
+        custom = f"{ROOT}/custom-providers"
+        listed = (*PAGES, "search", "enable", "beta")
+        paged = (*PAGES, *_NUMBERED, *logquery.QUERY, "before")
+        found = [
+            Endpoint("GET", gateways, "Gateways", self.gateways, query=(*PAGES, "search")),
+            Endpoint("POST", gateways, "Make a gateway", self.create_gateway, GatewayWish),
+            Endpoint("GET", f"{gateways}/{{gateway}}", "One gateway", self.gateway),
+            Endpoint("PUT", f"{gateways}/{{gateway}}", "Change a gateway", self.change_gateway, GatewayWish),
+            Endpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
+            Endpoint("GET", logs, "A gateway's log", self.logs, query=paged),
+            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=logquery.QUERY),
+            Endpoint("GET", f"{logs}/{{id}}", "One record", self._logs.get),
+            Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self._logs.patch, FeedbackWish),
+            Endpoint("GET", f"{logs}/{{id}}/request", "What was asked", self._logs.request),
+            Endpoint("GET", f"{logs}/{{id}}/response", "What was answered", self._logs.response),
+            Endpoint("GET", custom, "Custom providers", self.providers, query=listed),
+            Endpoint("POST", custom, "Make a custom provider", self.create_provider, CustomProvider),
+            Endpoint("GET", f"{custom}/{{slug}}", "One custom provider", self.provider),
+            Endpoint("PATCH", f"{custom}/{{slug}}", "Change a custom provider", self.patch_provider),
+            Endpoint("DELETE", f"{custom}/{{slug}}", "Delete a custom provider", self.delete_provider),
+        ]
+        return [replace(each, cloudflare=True) for each in found]
+
+    # Gateways
+
+    async def gateways(self, ask: Ask) -> Paged:
+        stored = [self._gateways.view(each) for each in await self._desk.all("gateway", ask.account)]
+        fixed = [
+            Stored(id=name, version=0, updated=0, value=settings)
+            for (account, name), settings in self._desk.fixed.items()
+            if account == ask.account
+        ]
+        search = ask.query.get("search", "")
+        return _numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
+
+    async def gateway(self, ask: Ask) -> dict[str, Any]:
+        return gateway_view(await self._gateways.get(ask))
+
+    async def create_gateway(self, ask: Ask) -> dict[str, Any]:
+        wish = ask.read(GatewayWish)
+        if wish.id is None:
+            raise InvalidRequest("a gateway needs an id", param="id")
+        made = _with(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
+        return gateway_view(await self._gateways.create(made))
+
+    async def change_gateway(self, ask: Ask) -> dict[str, Any]:
+        wish, old = ask.read(GatewayWish), await self._gateways.get(ask)
+        if wish.id not in (None, old.id):
+            raise InvalidRequest("the id of a gateway cannot be changed", param="id")
+        return gateway_view(await self._gateways.put(_with(ask, {}, wish.over(old.value))))
+
+    async def delete_gateway(self, ask: Ask) -> dict[str, Any]:
+        return await self._gateways.delete(ask)
+
+    # Logs
+
+    async def logs(self, ask: Ask) -> Paged:
+        for name, only in _NUMBERED.items():
+            if ask.query.get(name, only) != only:
+                raise InvalidRequest(f"{name} can only be {only}", param=name)
+        page, per_page = _page(ask, 20)
+        if page * per_page > DEEPEST:
+            raise InvalidRequest(
+                "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
+            )
+        found = await self._logs.page(ask, named(ask.parts["gateway"], "gateway"), page * per_page)
+        shown = found.records[(page - 1) * per_page :]
+        info = {
+            "count": len(shown),
+            "page": page,
+            "per_page": per_page,
+            "has_more": found.has_more,
+            "cursor": found.cursor,
+            "complete": found.complete,
+        }
+        return Paged([view(each) for each in shown], info)
+
+    # Custom providers
+
+    async def providers(self, ask: Ask) -> Paged:
+        found = [provider_view(self._providers.view(d)) for d in await self._desk.all("custom_provider", ask.account)]
+        for name in ("enable", "beta"):
+            if (wanted := ask.flag(name)) is not None:
+                found = [each for each in found if each[name] == wanted]
+        search = ask.query.get("search", "").lower()
+        return _numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
+
+    async def provider(self, ask: Ask) -> dict[str, Any]:
+        return provider_view(await self._providers.get(ask))
+
+    async def create_provider(self, ask: Ask) -> dict[str, Any]:
+        slug = ask.read(CustomProvider).slug
+        return provider_view(await self._providers.create(_with(ask, {"slug": slug})))
+
+    async def patch_provider(self, ask: Ask) -> dict[str, Any]:
+        return provider_view(await self._providers.patch(ask))
+
+    async def delete_provider(self, ask: Ask) -> dict[str, Any]:
+        return await self._providers.delete(ask)
+
+
+def gateway_view(stored: Stored) -> dict[str, Any]:
+    settings = converted(msgspec.to_builtins(stored.value), Settings)
+    rate = _rate_rule(settings)
+    return {
+        "id": stored.id,
+        "modified_at": _iso(stored.updated),
+        "authentication": settings.authentication,
+        "cache_ttl": settings.cache_ttl,
+        "cache_invalidate_on_update": False,
+        "collect_logs": settings.logs.collect,
+        "rate_limiting_interval": rate.get("per", 0),
+        "rate_limiting_limit": rate.get("limit", 0),
+        "rate_limiting_technique": rate.get("technique", "fixed"),
+        "retry_max_attempts": settings.retries.attempts,
+        "retry_delay": round(settings.retries.delay * 1e3),
+        "retry_backoff": settings.retries.backoff,
+        "zdr": settings.zdr,
+        "logpush": False,
+    }
+
+
+def provider_view(stored: Stored) -> dict[str, Any]:
+    return {"id": stored.id, "modified_at": _iso(stored.updated), **msgspec.to_builtins(stored.value)}
+
+
+def envelope(found: Any) -> dict[str, Any]:
+    whole = {"success": True, "errors": [], "messages": []}
+    if isinstance(found, Paged):
+        return {**whole, "result": found.result, "result_info": found.info}
+    return {**whole, "result": found}
+
+
+def error_envelope(error: EmberlineError) -> dict[str, Any]:
+    told = {"code": _CODES.get(error.status, 7000), "message": str(error)}
+    return {"success": False, "errors": [told], "messages": [], "result": None}
+
+
+def _with(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
+    return Ask(ask.identity, {**ask.parts, **parts}, ask.query, ask.body if body is None else msgspec.json.encode(body))
+
+
+def _numbered(ask: Ask, found: Sequence[Any]) -> Paged:
+    page, per_page = _page(ask, 20)
+    shown = list(found[(page - 1) * per_page : page * per_page])
+    return Paged(shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)})
+
+
+def _page(ask: Ask, default: int) -> tuple[int, int]:
+    return ask.number("page", 1, 1, 10_000), ask.number("per_page", default, 1, 100)
+
+
+def _rate_rule(settings: Settings) -> dict[str, Any]:
+    return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT), {})
+
+
+def _iso(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
+
+
+def _or(given: Any, old: Any) -> Any:
+    return old if given is None else given

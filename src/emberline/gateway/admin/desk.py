@@ -1,0 +1,97 @@
+"""Desk: what all handlers share. Every change goes through `change`, so each leaves its line of audit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.core.errors import NotFound
+from emberline.gateway.admin.ask import Ask
+from emberline.gateway.errors import Conflict
+from emberline.gateway.settings import Settings
+from emberline.gateway.store.base import Audit, Change, Document, Kind, Store
+from emberline.gateway.vault import Vault
+
+PAGE = 100
+MOST = 1000
+
+
+class Desk:
+    def __init__(
+        self,
+        store: Store,
+        vault: Vault,
+        wall: Clock,
+        *,
+        fixed: Mapping[tuple[str, str], Settings] | None = None,
+        allow_private: bool = False,
+    ) -> None:
+        """`fixed`: gateways of the configuration file, which only it changes, by account and name."""
+        self.store = store
+        self.vault = vault
+        self.fixed = dict(fixed or {})
+        self.allow_private = allow_private
+        self._wall = wall
+
+    def now(self) -> int:
+        return round(self._wall.now() * 1e3)
+
+    async def found(self, kind: Kind, account: str, id: str) -> Document:
+        document = await self.store.get(kind, account, id)
+        if document is None:
+            raise NotFound(f"there is no {kind.replace('_', ' ')} {id[:80]!r}")
+        return document
+
+    async def listed(self, kind: Kind, ask: Ask, prefix: str = "") -> tuple[list[Document], str]:
+        """A page, and the cursor of the next: empty at the end."""
+        limit = ask.number("limit", PAGE, 1, MOST)
+        after = (ask.query.get("after", ""), ask.account)
+        found = await self.store.documents(kind, ask.account, prefix=prefix, after=after, limit=limit + 1)
+        return found[:limit], found[limit - 1].id if len(found) > limit else ""
+
+    async def all(self, kind: Kind, account: str) -> list[Document]:
+        found: list[Document] = []
+        after = ("", "")
+        while page := await self.store.documents(kind, account, after=after, limit=MOST):
+            found += page
+            after = (page[-1].id, page[-1].account)
+        return found
+
+    async def change(
+        self,
+        ask: Ask,
+        action: str,
+        target: str,
+        *,
+        put: Sequence[Document] = (),
+        delete: Sequence[Document] = (),
+        before: Any = None,
+        after: Any = None,
+    ) -> None:
+        """`before` and `after` are what may be seen by whoever reads the audit: never a secret."""
+        audit = Audit(
+            at=self.now(),
+            account=ask.account,
+            actor=ask.identity.key_id,
+            action=action,
+            target=target,
+            before=msgspec.json.encode(before),
+            after=msgspec.json.encode(after),
+        )
+        await self.store.commit(Change(audit, put=put, delete=delete))
+
+
+def based_on(document: Document, ask: Ask) -> Document:
+    """The document, if it still is of the version that the asker has seen (or did not say)."""
+    seen = ask.number("version", document.version, 0, 2**53)
+    if seen != document.version:
+        raise Conflict.of(document.kind, document.id, is_new=False)
+    return document
+
+
+def changed(document: Document, body: Any) -> Document:
+    return replace(document, body=msgspec.json.encode(body))

@@ -1,0 +1,149 @@
+"""Gateways, custom providers, prices and budgets: shelves, and what must hold of what is put on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.admin.ask import Ask, decoded
+from emberline.gateway.admin.desk import Desk
+from emberline.gateway.admin.endpoint import Endpoint
+from emberline.gateway.admin.shapes import Budget, CustomProvider
+from emberline.gateway.admin.shelf import Listing, Shelf, Stored
+from emberline.gateway.costs import Price
+from emberline.gateway.errors import Conflict
+from emberline.gateway.limited import rules_of
+from emberline.gateway.settings import Settings
+from emberline.gateway.ssrf import checked_url
+
+DIALECTS = ("openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini")
+
+
+class Gateways(Shelf[Settings]):
+    """Those of the configuration file are listed too, and cannot be changed here."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk, "gateway", Settings, where="gateways", id="gateway", check=self._checked)
+
+    async def list(self, ask: Ask) -> Listing:
+        found = await super().list(ask)
+        if "after" in ask.query:
+            return found
+        fixed = [_fixed(name, s) for (account, name), s in self._desk.fixed.items() if account == ask.account]
+        return Listing([*fixed, *found.items], found.next)
+
+    async def get(self, ask: Ask) -> Stored:
+        settings = self._desk.fixed.get((ask.account, self.key(ask)))
+        return _fixed(self.key(ask), settings) if settings is not None else await super().get(ask)
+
+    async def patch(self, ask: Ask) -> Stored:
+        self._refuse_fixed(ask)
+        return await super().patch(ask)
+
+    async def delete(self, ask: Ask) -> dict[str, Any]:
+        self._refuse_fixed(ask)
+        return await super().delete(ask)
+
+    def _refuse_fixed(self, ask: Ask) -> str:
+        name = self.key(ask)
+        if (ask.account, name) in self._desk.fixed:
+            raise Conflict(f"gateway {name!r} is in the configuration file", hint="change it there")
+        return name
+
+    async def _checked(self, value: Settings, ask: Ask) -> Settings:
+        name = self._refuse_fixed(ask)
+        check_rules(name, value, [decoded(d.body, Budget) for d in await self._desk.all("budget", ask.account)])
+        if value.routes:
+            raise InvalidRequest("routes are made and deployed under /routes", param="routes")
+        for slug, provider in value.providers.items():
+            at = f"providers.{slug}"
+            if not provider.key is provider.key_env is provider.key_file is None:
+                raise InvalidRequest("a secret has no place here", param=at, hint="store it under /provider-keys")
+            if provider.base_url is not None:
+                checked_url(provider.base_url, allow_private=self._desk.allow_private, param=f"{at}.base_url")
+            _check_dialects(provider.speaks, f"{at}.speaks")
+        if not 1 <= value.logs.days <= 3650:
+            raise InvalidRequest("logs.days must be from 1 to 3650", param="logs.days")
+        if value.cache_ttl < 0:
+            raise InvalidRequest("cache_ttl must not be below 0", param="cache_ttl")
+        return msgspec.structs.replace(value, account=ask.account, gateway=name, version=0)
+
+
+def _fixed(name: str, settings: Settings) -> Stored:
+    hidden = {slug: msgspec.structs.replace(p, key=None) for slug, p in settings.providers.items()}
+    value = msgspec.structs.replace(settings, providers=hidden)
+    return Stored(id=name, version=0, updated=0, value=value)
+
+
+class CustomProviders(Shelf[CustomProvider]):
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(
+            desk, "custom_provider", CustomProvider, where="custom-providers", id="slug", check=self._checked
+        )
+
+    async def _checked(self, value: CustomProvider, ask: Ask) -> CustomProvider:
+        if value.slug != ask.parts.get("slug", value.slug):
+            raise InvalidRequest("the slug is not that of the path", param="slug")
+        _check_dialects(value.speaks, "speaks")
+        for name, text in value.headers.items():
+            if not (name + text).isascii() or not (name + text).isprintable() or ":" in name:
+                raise InvalidRequest(f"{name!r} cannot be a header", param="headers")
+        url = checked_url(value.base_url, allow_private=self._desk.allow_private)
+        return msgspec.structs.replace(value, base_url=url)
+
+
+def _check_dialects(speaks: Iterable[str] | None, param: str) -> None:
+    if wrong := [each for each in speaks or () if each not in DIALECTS]:
+        raise InvalidRequest(f"{wrong[0][:40]!r} is no dialect", param=param, hint=f"known are {', '.join(DIALECTS)}")
+
+
+async def _checked_price(value: Price, ask: Ask) -> Price:
+    price: Price | None = value
+    while price is not None:
+        for name in ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image"):
+            amount = getattr(price, name)
+            if amount is not None and not 0 <= amount <= 10**12:
+                raise InvalidRequest(f"{name} must be micro-dollars per million tokens, not below 0", param=name)
+        price = price.long.price if price.long is not None else None
+    return value
+
+
+class Budgets(Shelf[Budget]):
+    def __init__(self, desk: Desk) -> None:
+        super().__init__(desk, "budget", Budget, where="budgets", id="budget", check=self._checked)
+
+    async def _checked(self, value: Budget, ask: Ask) -> Budget:
+        if value.rule.name != ask.parts["budget"]:
+            raise InvalidRequest("the rule's name is not that of the path", param="rule.name")
+        found = [decoded(each.body, Budget) for each in await self._desk.all("budget", ask.account)]
+        budgets = [*(each for each in found if each.rule.name != value.rule.name), value]
+        for document in await self._desk.all("gateway", ask.account):
+            check_rules(document.id, decoded(document.body, Settings), budgets)
+        for (account, name), settings in self._desk.fixed.items():
+            if account == ask.account:
+                check_rules(name, settings, budgets)
+        return value
+
+
+def check_rules(gateway: str, settings: Settings, budgets: Iterable[Budget]) -> None:
+    """A gateway's own rules and the account's that hold for it must go together: not too many, no name twice."""
+    holding = [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
+    rules = tuple(msgspec.to_builtins(rule) for rule in holding)
+    try:
+        rules_of(msgspec.structs.replace(settings, budgets=(*settings.budgets, *rules)))
+    except InvalidRequest as e:
+        raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
+
+
+def endpoints(desk: Desk) -> list[Endpoint]:
+    shelves: list[Shelf[Any]] = [
+        Gateways(desk),
+        CustomProviders(desk),
+        Shelf(desk, "price", Price, where="prices", id="provider/model*", check=_checked_price),
+        Budgets(desk),
+    ]
+    return [endpoint for shelf in shelves for endpoint in shelf.endpoints()]

@@ -1,0 +1,152 @@
+"""Log queries: parameters of a URL to Filters. The same on both faces of the API, with Cloudflare's names where it has
+some, and its `filters` as a JSON array of {key, operator, value}."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.admin.ask import Ask, decoded
+from emberline.gateway.store.filters import Filters, Span
+
+_LISTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "id")
+_SPANS = {"cost": "micros", "tokens_in": "tokens_in", "tokens_out": "tokens_out", "duration": "duration_ms"}
+METADATA = "metadata."
+QUERY = (
+    "since",
+    "until",
+    "start_date",
+    "end_date",
+    "success",
+    "cached",
+    "status",
+    "feedback",
+    *_LISTS,
+    *(f"{end}_{name}" for name in _SPANS for end in ("min", "max")),
+    f"{METADATA}*",
+    "filters",
+)
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of Cloudflare's filters."""
+
+    key: str
+    operator: Literal["eq", "gt", "lt"]
+    value: list[str | int | float | bool] | str | int | float | bool
+
+    @property
+    def values(self) -> list[str]:
+        found = self.value if isinstance(self.value, list) else [self.value]
+        return [each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in found]
+
+
+def filters(ask: Ask, gateway: str) -> Filters:
+    given: dict[str, Any] = {}
+    for name in ("success", "cached"):
+        if (flag := ask.flag(name)) is not None:
+            given[name] = flag
+    for name, field in (("since", "since"), ("start_date", "since"), ("until", "until"), ("end_date", "until")):
+        if name in ask.query:
+            given[field] = moment(ask.query[name], name)
+    for name in _LISTS:
+        if name in ask.query:
+            given[name] = tuple(ask.query[name].split(","))
+    for name in ("status", "feedback"):
+        if name in ask.query:
+            given[name] = tuple(_whole(each, name) for each in ask.query[name].split(","))
+    for name, field in _SPANS.items():
+        read = _reader(name)
+        ends = [read(ask.query[each], each) if each in ask.query else None for each in (f"min_{name}", f"max_{name}")]
+        given[field] = Span(*ends)
+    given["metadata"] = {n.removeprefix(METADATA): v for n, v in ask.query.items() if n.startswith(METADATA)}
+    if "filters" in ask.query:
+        _add(given, decoded(ask.query["filters"].encode(), list[Asked]))
+    for id in given.get("id", ()):
+        if not _ID.fullmatch(id):
+            raise InvalidRequest("the id of a log is 32 hexadecimal digits", param="id")
+    return Filters(ask.account, gateway, **given)
+
+
+def _add(given: dict[str, Any], asked: list[Asked]) -> None:
+    pairs: dict[str, str] = {}
+    for each in asked:
+        name, values = each.key, each.values
+        if name in _SPANS:
+            given[_SPANS[name]] = _narrowed(given[_SPANS[name]], each)
+        elif name == "created_at" and each.operator != "eq":
+            ms = moment(values[0], name)
+            given["since" if each.operator == "gt" else "until"] = ms + 1 if each.operator == "gt" else ms
+        elif each.operator != "eq":
+            raise InvalidRequest(f"{name[:40]!r} can only be asked for with eq", param="filters")
+        elif name in _LISTS:
+            given[name] = tuple(values)
+        elif name in ("success", "cached"):
+            given[name] = values == ["true"]
+        elif name in ("status_code", "feedback"):
+            given["status" if name == "status_code" else name] = tuple(_whole(v, name) for v in values)
+        elif name in ("metadata.key", "metadata.value"):
+            pairs[name] = values[0]
+        else:
+            raise InvalidRequest(f"there is no filter {name[:40]!r}", param="filters")
+    if pairs:
+        if len(pairs) < 2:
+            raise InvalidRequest("metadata.key and metadata.value need each other", param="filters")
+        given["metadata"] = {**given["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
+
+
+def _narrowed(span: Span, asked: Asked) -> Span:
+    value = _reader(asked.key)(asked.values[0], "filters")
+    match asked.operator:
+        case "eq":
+            return Span(value, value)
+        case "gt":
+            return Span(value + 1, span.most)
+        case "lt":
+            return Span(span.least, value - 1)
+
+
+def moment(text: str, param: str) -> int:
+    """Milliseconds since 1970, or a date and time."""
+    if text.isdecimal() and len(text) <= 14:
+        return int(text)
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequest(
+            f"{param} must be milliseconds since 1970 or like 2026-01-31T12:00:00Z", param=param
+        ) from None
+    return round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1e3)
+
+
+def _reader(name: str) -> Callable[[str, str], int]:
+    return _micros if name == "cost" else _whole
+
+
+def _whole(text: str, param: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,15}", text):
+        raise InvalidRequest(f"{param} must be a whole number", param=param)
+    return int(text)
+
+
+def _micros(text: str, param: str) -> int:
+    try:
+        amount = Decimal(text).scaleb(6)
+        if amount.is_finite() and 0 <= amount < 10**15:
+            return int(amount)
+    except InvalidOperation:
+        pass
+    raise InvalidRequest(f"{param} must be dollars", param=param)
+
+
+def unknown(query: Mapping[str, str], known: tuple[str, ...]) -> str | None:
+    """The first parameter that an endpoint does not have."""
+    starts = tuple(name[:-1] for name in known if name.endswith("*"))
+    return next((name for name in query if name not in known and not (starts and name.startswith(starts))), None)

@@ -1,0 +1,208 @@
+"""Logs and rollups: what the gateway has done."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest, NotFound
+from emberline.gateway.admin import logquery
+from emberline.gateway.admin.ask import Ask
+from emberline.gateway.admin.desk import Desk
+from emberline.gateway.admin.endpoint import Endpoint
+from emberline.gateway.admin.shapes import FeedbackWish
+from emberline.gateway.admin.shelf import Listing
+from emberline.gateway.record import Record
+from emberline.gateway.store.base import Feedback, Page
+from emberline.gateway.store.rollup import DIMENSIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
+
+ERASE_PAGE, ERASE_PATIENCE = 1000, 2.0
+EXPORT_PAGE = 500
+EXPORT_PATIENCE = 5.0  # seconds of one step
+MOST_CELLS = 50_000
+_HEX = set("0123456789abcdef")
+
+
+class LogPage(msgspec.Struct, frozen=True):
+    items: list[dict[str, Any]]
+    has_more: bool  # exact if complete
+    cursor: str  # `before` of the next page
+    complete: bool  # false: time ran out before the page was full, so that more may be found further on
+
+
+class Erased(msgspec.Struct, frozen=True):
+    deleted: int
+    has_more: bool  # ask again
+
+
+class LogDesk:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def endpoints(self) -> list[Endpoint]:
+        many = "/admin/accounts/{account}/logs"
+        one = many + "/{id}"
+        query = ("gateway", *logquery.QUERY)
+        paging = (*query, "before", "limit")
+        times = ("unit", "since", "until", "gateway", "dimension", "value", "over_time", "limit")
+        rollups = "/admin/accounts/{account}/rollups"
+        return [
+            Endpoint("GET", many, "Pages of the log, newest first", self.list, reply=LogPage, query=paging),
+            Endpoint("DELETE", many, "Delete records that pass the filters", self.erase, reply=Erased, query=query),
+            Endpoint("GET", many + "/export", "All of it as JSON lines", self.refuse, query=query, lines=True),
+            Endpoint("GET", one, "One record", self.get),
+            Endpoint("PATCH", one, "Give feedback on it", self.patch, FeedbackWish),
+            Endpoint("GET", one + "/request", "What was asked", self.request),
+            Endpoint("GET", one + "/response", "What was answered", self.response),
+            Endpoint("GET", rollups, "Counts, tokens, cost and latency", self.rollups, reply=Listing, query=times),
+        ]
+
+    async def list(self, ask: Ask) -> LogPage:
+        page = await self.page(ask, ask.query.get("gateway", ""), ask.number("limit", 50, 1, 1000))
+        return LogPage([view(each) for each in page.records], page.has_more, page.cursor, page.complete)
+
+    async def page(self, ask: Ask, gateway: str, limit: int) -> Page:
+        before = ask.query.get("before", "")
+        if before and (len(before) != 32 or not set(before) <= _HEX):
+            raise InvalidRequest("before must be the cursor of another page", param="before")
+        return await self._desk.store.page(logquery.filters(ask, gateway), before=before, limit=limit)
+
+    async def erase(self, ask: Ask) -> Erased:
+        """The newest that pass, up to a page; it leaves one line of audit that says which were asked for."""
+        asked = logquery.filters(ask, _gateway(ask) or ask.query.get("gateway", ""))
+        page = await self._desk.store.page(asked, limit=ERASE_PAGE, patience=ERASE_PATIENCE)
+        await self._desk.change(ask, "log.delete", asked.gateway or "*", before=dict(ask.query))
+        await self._desk.store.erase(page.records)
+        return Erased(len(page.records), page.has_more)
+
+    async def lines(self, ask: Ask) -> AsyncIterator[bytes]:
+        """Everything that passes the filters, newest first, a page at a time."""
+        asked, before = logquery.filters(ask, ask.query.get("gateway", "")), ""
+        while True:
+            page = await self._desk.store.page(asked, before=before, limit=EXPORT_PAGE, patience=EXPORT_PATIENCE)
+            yield b"".join(msgspec.json.encode(view(each)) + b"\n" for each in page.records)
+            if not page.has_more:
+                return
+            before = page.cursor
+
+    async def refuse(self, ask: Ask) -> None:
+        raise AssertionError("lines are asked for with Admin.export")
+
+    async def get(self, ask: Ask) -> dict[str, Any]:
+        return view(await self._record(ask))
+
+    async def patch(self, ask: Ask) -> dict[str, Any]:
+        wish = ask.read(FeedbackWish)
+        if wish == FeedbackWish():
+            raise InvalidRequest("there is nothing to change", hint="give feedback, score or metadata")
+        given = Feedback(wish.feedback, wish.score, dict(wish.metadata) if wish.metadata is not None else None)
+        new = await self._desk.store.feedback(ask.account, _gateway(ask), _id(ask), given)
+        if new is None:
+            raise _gone(ask)
+        return view(new)
+
+    async def request(self, ask: Ask) -> Any:
+        return _shown((await self._payload(ask))[0])
+
+    async def response(self, ask: Ask) -> Any:
+        return _shown((await self._payload(ask))[1])
+
+    async def rollups(self, ask: Ask) -> Listing:
+        query = self._rollup_query(ask)
+        cells = await self._desk.store.rollups(query)
+        return Listing([cell_view(each, query.dimension in WIDE) for each in cells])
+
+    def _rollup_query(self, ask: Ask) -> RollupQuery:
+        dimension = next((each for each in DIMENSIONS if each == ask.query.get("dimension", "all")), None)
+        if dimension is None:
+            raise InvalidRequest(f"dimension must be one of {', '.join(DIMENSIONS)}", param="dimension")
+        units = DIMENSIONS[dimension]
+        unit = next((each for each in units if each == ask.query.get("unit", units[-1])), None)
+        if unit is None:
+            raise InvalidRequest(f"by {dimension} there is {', '.join(units)}", param="unit")
+        now = self._desk.now()
+        until = logquery.moment(ask.query["until"], "until") if "until" in ask.query else now + 1
+        since = logquery.moment(ask.query["since"], "since") if "since" in ask.query else until - MS["day"]
+        over_time = ask.flag("over_time")
+        return RollupQuery(
+            account=ask.account,
+            unit=unit,
+            since=since,
+            until=until,
+            gateway=ask.query.get("gateway", ""),
+            dimension=dimension,
+            value=ask.query.get("value", ""),
+            over_time=over_time is not False,
+            limit=ask.number("limit", 10_000, 1, MOST_CELLS),
+        )
+
+    async def _record(self, ask: Ask) -> Record:
+        found = await self._desk.store.record(ask.account, _gateway(ask), _id(ask))
+        if found is None:
+            raise _gone(ask)
+        return found
+
+    async def _payload(self, ask: Ask) -> tuple[bytes, bytes]:
+        found = await self._desk.store.payload(ask.account, _gateway(ask), _id(ask))
+        if found is None:
+            raise NotFound("there is no such record, or its payload was not kept")
+        return found.request, found.response
+
+
+def view(record: Record) -> dict[str, Any]:
+    """With Cloudflare's names where it has some. `micros` is exact; `cost` is the same in dollars, to be shown."""
+    usage = record.usage
+    shown = msgspec.to_builtins(record)
+    for name in ("status", "usage", "duration_ms", "first_byte_ms"):
+        del shown[name]
+    return {
+        **shown,
+        "created_at": datetime.fromtimestamp(record.created / 1e3, UTC).isoformat(timespec="milliseconds"),
+        "status_code": record.status,
+        "cost": None if record.micros is None else record.micros / 1e6,
+        "duration": record.duration_ms,
+        "first_byte": record.first_byte_ms,
+        "tokens_in": usage.input,
+        "tokens_out": usage.output,
+        "usage": msgspec.to_builtins(usage),
+        "usage_metadata": {"input_cached_tokens": usage.cached_read},
+    }
+
+
+def cell_view(cell: Cell, wide: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {"start": cell.start, "value": cell.value, **{name: cell[name] for name in SUMS}}
+    if wide:
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            shown[f"duration_{name}"] = _rounded(cell.percentile(share))
+            shown[f"first_byte_{name}"] = _rounded(cell.percentile(share, FIRSTS))
+    return shown
+
+
+def _rounded(ms: float | None) -> float | None:
+    return None if ms is None else round(ms, 1)
+
+
+def _gateway(ask: Ask) -> str:
+    return ask.parts.get("gateway", "")
+
+
+def _id(ask: Ask) -> str:
+    id = ask.parts["id"].lower()
+    if len(id) != 32 or not set(id) <= _HEX:
+        raise _gone(ask)
+    return id
+
+
+def _gone(ask: Ask) -> NotFound:
+    return NotFound(f"there is no log {ask.parts['id'][:80]!r}")
+
+
+def _shown(payload: bytes) -> Any:
+    """JSON as it is, anything else as text."""
+    try:
+        return msgspec.json.decode(payload)
+    except msgspec.DecodeError:
+        return payload.decode("utf-8", "replace")

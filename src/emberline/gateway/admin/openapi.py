@@ -1,0 +1,103 @@
+"""The management API's OpenAPI document, made from its endpoints and the types that decode their bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.admin.endpoint import Endpoint
+
+Json = dict[str, Any]
+
+_REFUSALS = {
+    400: "A field or parameter is wrong",
+    401: "There is no key, or it is not known",
+    403: "The key may not manage this account",
+    404: "There is no such thing",
+    409: "It is there already, or was changed meanwhile",
+    503: "The store does not answer",
+}
+_ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "code": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ENVELOPE: Json = {
+    "type": "object",
+    "required": ["success", "errors", "messages", "result"],
+    "properties": {
+        "success": {"type": "boolean"},
+        "errors": {"type": "array", "items": {"type": "object"}},
+        "messages": {"type": "array"},
+        "result": {},
+        "result_info": {"type": "object"},
+    },
+}
+
+
+def document(endpoints: Sequence[Endpoint], version: str) -> Json:
+    types = list(dict.fromkeys(t for e in endpoints for t in (e.request, e.reply) if t is not None))
+    refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    ref_of = dict(zip(types, refs, strict=True))
+    paths: dict[str, Json] = {}
+    for endpoint in endpoints:
+        path = endpoint.path.replace("*}", "}")
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, ref_of)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Emberline gateway: management",
+            "version": version or "0",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "security": [{"bearer": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas, "Error": _ERROR, "Envelope": _ENVELOPE},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
+    inside = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in endpoint.parameters]
+    asked = [{"name": n, "in": "query", "schema": {"type": "string"}} for n in endpoint.query if not n.endswith("*")]
+    operation: Json = {
+        "operationId": endpoint.method.lower() + re.sub(r"\W+", "_", endpoint.path).rstrip("_"),
+        "summary": endpoint.summary,
+        "parameters": [*inside, *asked],
+        "responses": _responses(endpoint, ref_of),
+    }
+    if not endpoint.parameters:
+        operation["security"] = []
+    if endpoint.request is not None or endpoint.method == "PATCH":
+        schema = ref_of[endpoint.request] if endpoint.request is not None else {"type": "object"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _responses(endpoint: Endpoint, ref_of: dict[Any, Any]) -> Json:
+    refused = {"$ref": f"#/components/schemas/{'Envelope' if endpoint.cloudflare else 'Error'}"}
+    if endpoint.cloudflare:
+        schema: Json = refused
+    else:
+        schema = ref_of[endpoint.reply] if endpoint.reply is not None else {}
+    kind = "application/x-ndjson" if endpoint.lines else "application/json"
+    responses: Json = {str(endpoint.status): {"description": endpoint.summary, "content": {kind: {"schema": schema}}}}
+    for status, why in _REFUSALS.items():
+        responses[str(status)] = {"description": why, "content": {"application/json": {"schema": refused}}}
+    return responses

@@ -1,0 +1,153 @@
+"""Routes: named graphs in versions that never change. Deploying one is naming its number; rolling back names the one
+that was deployed before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest, NotFound
+from emberline.gateway.admin.ask import Ask, decoded, named
+from emberline.gateway.admin.desk import Desk, changed
+from emberline.gateway.admin.endpoint import Endpoint
+from emberline.gateway.admin.shapes import Deploy, Route, RouteVersion, RouteWish
+from emberline.gateway.admin.shelf import Listing
+from emberline.gateway.errors import Conflict
+from emberline.gateway.graph import Graph
+from emberline.gateway.store.base import Document
+
+HISTORY = 50  # deployments that can be rolled back
+
+
+class RouteView(msgspec.Struct, frozen=True):
+    name: str
+    latest: int
+    deployed: int | None
+    history: tuple[int, ...]
+
+
+class RouteDesk:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def endpoints(self) -> list[Endpoint]:
+        many = "/admin/accounts/{account}/routes"
+        one = many + "/{route}"
+        paging = ("after", "limit")
+        return [
+            Endpoint("GET", many, "Every route", self.list, reply=Listing, query=paging),
+            Endpoint("GET", one, "One route", self.get, reply=RouteView),
+            Endpoint("DELETE", one, "Delete a route and its versions", self.delete),
+            Endpoint("GET", one + "/versions", "A route's versions", self.versions, reply=Listing, query=paging),
+            Endpoint("POST", one + "/versions", "Add a version", self.add, RouteWish, RouteVersion, status=201),
+            Endpoint("POST", one + "/check", "Whether such a version could be added", self.check, RouteWish),
+            Endpoint("GET", one + "/versions/{number}", "One version", self.version, reply=RouteVersion),
+            Endpoint("POST", one + "/deploy", "Deploy a version", self.deploy, Deploy, RouteView),
+            Endpoint("POST", one + "/rollback", "Deploy the version before", self.rollback, reply=RouteView),
+        ]
+
+    async def list(self, ask: Ask) -> Listing:
+        found, cursor = await self._desk.listed("route", ask)
+        return Listing([_view(each.id, _route(each)) for each in found], cursor)
+
+    async def get(self, ask: Ask) -> RouteView:
+        document = await self._document(ask)
+        return _view(document.id, _route(document))
+
+    async def versions(self, ask: Ask) -> Listing:
+        name = (await self._document(ask)).id
+        found, cursor = await self._desk.listed("route_version", ask, prefix=f"{name}/")
+        return Listing([decoded(each.body, RouteVersion) for each in found], cursor)
+
+    async def version(self, ask: Ask) -> RouteVersion:
+        return await self._version(ask, _number(ask.parts["number"]))
+
+    async def check(self, ask: Ask) -> dict[str, Any]:
+        name, wish = _wished(ask)
+        return {"id": name, "valid": True, "elements": len(wish.elements)}
+
+    async def add(self, ask: Ask) -> RouteVersion:
+        name, wish = _wished(ask)
+        old = await self._desk.store.get("route", ask.account, name)
+        route = _route(old) if old else Route(latest=0)
+        version = RouteVersion(
+            number=route.latest + 1,
+            created=self._desk.now(),
+            by=ask.identity.key_id,
+            elements=wish.elements,
+            gateways=wish.gateways,
+            description=wish.description,
+        )
+        head = changed(
+            old or Document("route", ask.account, name, b""), msgspec.structs.replace(route, latest=version.number)
+        )
+        document = Document("route_version", ask.account, _id(name, version.number), msgspec.json.encode(version))
+        await self._desk.change(ask, "route.version", document.id, put=[head, document], after=version)
+        return version
+
+    async def deploy(self, ask: Ask) -> RouteView:
+        number = ask.read(Deploy).version
+        await self._version(ask, number)
+        document = await self._document(ask)
+        route = _route(document)
+        history = route.history if route.deployed is None else (*route.history, route.deployed)[-HISTORY:]
+        return await self._point(ask, document, route, "route.deploy", number, history)
+
+    async def rollback(self, ask: Ask) -> RouteView:
+        document = await self._document(ask)
+        route = _route(document)
+        if not route.history:
+            raise Conflict(f"route {document.id!r} has nothing to roll back to")
+        return await self._point(ask, document, route, "route.rollback", route.history[-1], route.history[:-1])
+
+    async def delete(self, ask: Ask) -> dict[str, Any]:
+        document = await self._document(ask)
+        route = _route(document)
+        numbers = range(1, route.latest + 1)
+        found = [await self._desk.store.get("route_version", ask.account, _id(document.id, n)) for n in numbers]
+        gone = [document, *(each for each in found if each is not None)]
+        await self._desk.change(ask, "route.delete", document.id, delete=gone, before=_view(document.id, route))
+        return {"id": document.id, "deleted": True}
+
+    async def _point(
+        self, ask: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
+    ) -> RouteView:
+        new = msgspec.structs.replace(route, deployed=to, history=history)
+        before, after = _view(document.id, route), _view(document.id, new)
+        await self._desk.change(ask, action, document.id, put=[changed(document, new)], before=before, after=after)
+        return after
+
+    async def _document(self, ask: Ask) -> Document:
+        return await self._desk.found("route", ask.account, ask.parts["route"])
+
+    async def _version(self, ask: Ask, number: int) -> RouteVersion:
+        document = await self._desk.store.get("route_version", ask.account, _id(ask.parts["route"], number))
+        if document is None:
+            raise NotFound(f"route {ask.parts['route'][:80]!r} has no version {number}")
+        return decoded(document.body, RouteVersion)
+
+
+def _wished(ask: Ask) -> tuple[str, RouteWish]:
+    """The route's name and what is wished, which has been found to go together."""
+    name, wish = named(ask.parts["route"], "route"), ask.read(RouteWish)
+    Graph(elements=wish.elements).check()
+    return name, wish
+
+
+def _id(name: str, number: int) -> str:
+    return f"{name}/{number:08d}"  # so that they sort
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal() or len(text) > 8:
+        raise InvalidRequest("a version is a number", param="version")
+    return int(text)
+
+
+def _route(document: Document) -> Route:
+    return decoded(document.body, Route)
+
+
+def _view(name: str, route: Route) -> RouteView:
+    return RouteView(name, route.latest, route.deployed, route.history)

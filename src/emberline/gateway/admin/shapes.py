@@ -1,0 +1,145 @@
+"""Shapes: what the management API takes and gives. Strict: a field that is not known is an error."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from emberline.gateway.graph import Element
+from emberline.gateway.identity import ANY
+from emberline.gateway.keys import Key, Scope
+from emberline.gateway.limits.rule import Rule
+
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+Pattern = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Patterns = Annotated[tuple[Pattern, ...], msgspec.Meta(max_length=256)]
+Slug = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9-]{0,62}[a-z0-9])?$")]
+Metadata = Annotated[dict[Label, Text], msgspec.Meta(max_length=5)]
+Millis = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48) - 1)]
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class KeyWish(Strict, frozen=True, kw_only=True):
+    """A key to be made."""
+
+    name: Label
+    kind: Literal["token", "virtual"] = "virtual"
+    user: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    scopes: Annotated[tuple[Scope, ...], msgspec.Meta(min_length=1, max_length=2)] = ("use",)
+    gateways: Patterns = ANY
+    allowed_models: Patterns = ANY
+    allowed_providers: Patterns = ANY
+    metadata: Metadata = {}
+    limits: Annotated[tuple[Label, ...], msgspec.Meta(max_length=20)] = ()  # names of rules
+    expires: Millis | None = None
+    disabled: bool = False
+
+
+class KeyView(Strict, frozen=True, kw_only=True):
+    """A key as anybody may see it."""
+
+    id: str
+    shown: str  # how its secret begins
+    name: str
+    kind: str
+    user: str
+    scopes: tuple[str, ...]
+    gateways: tuple[str, ...]
+    allowed_models: tuple[str, ...]
+    allowed_providers: tuple[str, ...]
+    metadata: dict[str, str]
+    limits: tuple[str, ...]
+    created: int
+    expires: int | None
+    disabled: bool
+    secret: str | None = None  # only once: in the answer to its making
+
+    @staticmethod
+    def of(key: Key, secret: str | None = None) -> KeyView:
+        names = [name for name in KeyView.__struct_fields__ if name != "secret"]
+        return KeyView(**{name: getattr(key, name) for name in names}, secret=secret)
+
+
+class ProviderKeyWish(Strict, frozen=True, kw_only=True):
+    secret: Annotated[str, msgspec.Meta(min_length=1, max_length=16_384)]
+
+
+class ProviderKeyView(Strict, frozen=True, kw_only=True):
+    """That there is a key, and since when; never the key."""
+
+    provider: str
+    alias: str
+    created: int
+    master_key: str  # id of the one it is wrapped with
+
+
+class CustomProvider(Strict, frozen=True, kw_only=True):
+    """A provider of the account's own, at `custom-{slug}`."""
+
+    name: Label
+    slug: Slug
+    base_url: str
+    description: Text = ""
+    link: Text = ""
+    enable: bool = False
+    beta: bool = False
+    curl_example: Text = ""
+    js_example: Text = ""
+    speaks: tuple[str, ...] | None = None  # dialects; None: OpenAI's
+    headers: dict[Label, Text] = {}  # sent with every request
+
+
+class Budget(Strict, frozen=True, kw_only=True):
+    """A rule over requests, tokens or money, for these gateways of the account."""
+
+    rule: Rule
+    gateways: Patterns = ANY
+    enabled: bool = True
+
+
+class RouteWish(Strict, frozen=True, kw_only=True):
+    elements: tuple[Element, ...]
+    gateways: Patterns = ANY
+    description: Text = ""
+
+
+class Route(Strict, frozen=True, kw_only=True):
+    """What is stored of a route besides its versions."""
+
+    latest: int
+    deployed: int | None = None
+    history: tuple[int, ...] = ()  # versions that were deployed before, oldest first
+
+
+class RouteVersion(Strict, frozen=True, kw_only=True):
+    number: int
+    created: int  # ms
+    by: str  # key id
+    elements: tuple[Element, ...]
+    gateways: tuple[str, ...] = ANY
+    description: str = ""
+
+
+class Deploy(Strict, frozen=True, kw_only=True):
+    version: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class FeedbackWish(Strict, frozen=True, kw_only=True):
+    feedback: Literal[-1, 1] | None = None
+    score: Annotated[int, msgspec.Meta(ge=0, le=100)] | None = None
+    metadata: Annotated[dict[Label, str | int | float | bool], msgspec.Meta(max_length=5)] | None = None
+
+
+class AuditView(Strict, frozen=True, kw_only=True):
+    number: int
+    at: int
+    actor: str
+    action: str
+    target: str
+    before: Any
+    after: Any

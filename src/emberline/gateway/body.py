@@ -1,0 +1,57 @@
+"""Peek and edit: the few things of a request's body that the gateway itself needs. All else stays as it was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+
+MODEL_LENGTH = 256
+
+
+class Peek(msgspec.Struct):
+    """Whatever is of another kind than expected is the provider's to refuse."""
+
+    model: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    stream_options: Any = None
+
+    @property
+    def max_output(self) -> int | None:
+        for said in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if isinstance(said, int) and not isinstance(said, bool) and said > 0:
+                return said
+        return None
+
+    @property
+    def counts(self) -> bool:
+        """The client wants its usage at a stream's end."""
+        return isinstance(self.stream_options, dict) and self.stream_options.get("include_usage") is True
+
+
+_PEEK = msgspec.json.Decoder(Peek)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def peek(body: bytes) -> Peek:
+    try:
+        found = _PEEK.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not a JSON object: {e}") from e
+    if isinstance(found.model, str) and len(found.model) > MODEL_LENGTH:
+        raise InvalidRequest(
+            f"model has {len(found.model)} characters; at most {MODEL_LENGTH} are taken", param="model"
+        )
+    return found
+
+
+def edited(body: bytes, **changes: Any) -> bytes:
+    """The same JSON object with other values for some of its fields; the rest keeps its bytes and its order."""
+    fields: dict[str, Any] = dict(_FIELDS.decode(body))
+    fields.update(changes)
+    return msgspec.json.encode(fields)

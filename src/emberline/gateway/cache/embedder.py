@@ -1,0 +1,54 @@
+"""Embedder: texts to vectors, by whoever speaks OpenAI's embeddings: our own engine has a small model for it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from emberline.gateway.errors import UpstreamFailed
+from emberline.gateway.providers.base import Outgoing
+from emberline.gateway.upstream import Upstream
+
+LARGEST = 4 << 20  # bytes of an answer
+
+
+class Embedder(Protocol):
+    async def embed(self, texts: list[str]) -> list[list[float]] | None:
+        """A vector for each. None: not now. Never takes longer than agreed."""
+        ...
+
+
+class _Row(msgspec.Struct):
+    index: int
+    embedding: list[float]
+
+
+class _Answer(msgspec.Struct):
+    data: list[_Row]
+
+
+class HttpEmbedder:
+    def __init__(self, upstream: Upstream, url: str, model: str, *, patience: float = 0.5) -> None:
+        """`url`: of an engine or another server, without the path. `patience`: seconds for a call."""
+        self._upstream, self._url, self._model, self._patience = upstream, url.rstrip("/"), model, patience
+        self.failures = 0
+
+    async def embed(self, texts: list[str]) -> list[list[float]] | None:
+        body = msgspec.json.encode({"model": self._model, "input": texts, "encoding_format": "float"})
+        headers = {"content-type": "application/json"}
+        try:
+            incoming = await self._upstream.send(
+                Outgoing("POST", f"{self._url}/v1/embeddings", headers, body), self._patience
+            )
+            try:
+                data = await incoming.whole(self._patience, LARGEST)
+            finally:
+                incoming.close()
+            rows = msgspec.json.decode(data, type=_Answer).data if incoming.status == 200 else []
+        except (UpstreamFailed, msgspec.MsgspecError, UnicodeError):
+            rows = []
+        if len(rows) != len(texts):
+            self.failures += 1
+            return None
+        return [row.embedding for row in sorted(rows, key=lambda row: row.index)]

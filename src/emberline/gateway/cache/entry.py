@@ -1,0 +1,102 @@
+"""Entry: a reply as it is kept, and as it is given again: a stream as a stream, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import msgspec
+
+from emberline.gateway.call import Reply, Stream
+from emberline.gateway.usage import Usage
+
+KEPT = ("content-type", "x-emberline-changed")  # headers; the others are of one reply
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    status: int
+    headers: dict[str, str]
+    model: str
+    provider: str
+    usage: tuple[int, ...] | None
+    stream: bool
+    chunks: list[bytes]
+
+    @staticmethod
+    def of(reply: Reply, chunks: list[bytes], stream: bool) -> Entry:
+        headers = {name: reply.headers[name] for name in KEPT if name in reply.headers}
+        usage = astuple(reply.usage) if reply.usage is not None else None
+        return Entry(reply.status, headers, reply.model, reply.provider, usage, stream, chunks)
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decoded(data: bytes) -> Entry | None:
+        """None: it was written by a version that kept something else."""
+        try:
+            return msgspec.msgpack.decode(data, type=Entry)
+        except msgspec.MsgspecError:
+            return None
+
+    def reply(self) -> Reply:
+        """It cost nothing this time; its usage is what it was."""
+        made = Reply(
+            self.status,
+            dict(self.headers),
+            b"" if self.stream else b"".join(self.chunks),
+            usage=Usage(*self.usage) if self.usage is not None else None,
+            micros=0,
+            model=self.model,
+            provider=self.provider,
+            cached=True,
+        )
+        if self.stream:
+            made.body = Replay(self.chunks, made)
+        return made
+
+
+class Replay:
+    def __init__(self, chunks: list[bytes], reply: Reply) -> None:
+        self._chunks = iter(chunks)
+        self._reply = reply
+
+    def __aiter__(self) -> Replay:
+        return self
+
+    async def __anext__(self) -> bytes:
+        try:
+            return next(self._chunks)
+        except StopIteration:
+            self._reply.ended = self._reply.ended or "complete"
+            raise StopAsyncIteration from None
+
+    async def aclose(self) -> None:
+        self._reply.ended = self._reply.ended or "left"
+
+
+class Recording:
+    """A stream of which all chunks are kept, unless there are more bytes than may be."""
+
+    def __init__(self, stream: Stream, limit: int) -> None:
+        self._stream = stream
+        self._left = limit
+        self.chunks: list[bytes] = []
+
+    @property
+    def whole(self) -> bool:
+        return self._left >= 0
+
+    def __aiter__(self) -> Recording:
+        return self
+
+    async def __anext__(self) -> bytes:
+        chunk = await self._stream.__anext__()
+        if self._left >= 0:
+            self._left -= len(chunk)
+            self.chunks.append(chunk)
+            if self._left < 0:
+                self.chunks.clear()
+        return chunk
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

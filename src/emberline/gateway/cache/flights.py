@@ -1,0 +1,36 @@
+"""Flights: of calls that are the same and come at the same time, one is sent; the others wait for its reply."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+Landing = Literal["stored", "failed", "left"]
+
+
+class Flights:
+    def __init__(self) -> None:
+        self._running: dict[str, asyncio.Future[Landing]] = {}
+
+    def running(self, key: str) -> asyncio.Future[Landing] | None:
+        return self._running.get(key)
+
+    def begin(self, key: str) -> asyncio.Future[Landing]:
+        assert key not in self._running
+        flight = self._running[key] = asyncio.get_running_loop().create_future()
+        return flight
+
+    def land(self, key: str, flight: asyncio.Future[Landing], how: Landing) -> None:
+        """How it went; `left`: its own client did, which says nothing about the reply."""
+        if not flight.done():
+            flight.set_result(how)
+            del self._running[key]
+
+    @staticmethod
+    async def wait(flight: asyncio.Future[Landing], seconds: float) -> Landing | None:
+        """None: it is still under way."""
+        await asyncio.wait((flight,), timeout=max(0.0, seconds))
+        return flight.result() if flight.done() else None
+
+    def __len__(self) -> int:
+        return len(self._running)

@@ -1,0 +1,69 @@
+"""The key of a call: equal for those calls, and only those, that may share a reply.
+
+It has the tenant in it: the gateway, or by its settings the key or the user; whoever comes without a key of ours but
+with a provider's key shares with those who have the same. The body counts as canonical JSON, so that neither spaces nor
+the order of fields matter. One that two parsers could read in two ways (a name twice in an object) counts as its bytes:
+else who asks one thing could leave the answer to another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.call import Call
+from emberline.gateway.providers.base import CREDENTIALS
+
+VERSION = 1  # of what a key is made of
+SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
+SECRET = ("key", "api_key")  # query parameters that are credentials, of Gemini and others
+
+
+def cache_key(call: Call) -> str:
+    tenant = [VERSION, call.account, call.gateway, *scope(call)]
+    if call.options.cache_key is not None:
+        return _digest([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
+    headers = [call.headers.get(name, "") for name in SPEAKING]
+    about = [*tenant, "exact", call.method, call.provider, call.endpoint, _public(call.query), call.dialect, call.model]
+    return _digest([*about, call.stream, *headers], canonical(call.body))
+
+
+def scope(call: Call) -> list[str]:
+    """Who shares with this caller, within the gateway."""
+    who = call.identity
+    match call.settings.cache_scope:
+        case "key":
+            return ["key", who.key_id, *_credentials(call)]
+        case "user":
+            return ["user", who.user or who.key_id, *_credentials(call)]
+    return ["gateway", *_credentials(call)]
+
+
+def canonical(body: bytes) -> bytes:
+    """The same for the same JSON, however it is written; with what is no plain JSON, its own bytes."""
+    try:
+        found = msgspec.json.decode(body)
+        sorted_ = msgspec.json.encode(found, order="deterministic")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return b"bytes:" + body
+    # Quotes are as many in both unless a name was there twice; but a quote may hide in an escape.
+    if body.count(b'"') != sorted_.count(b'"') or b"\\u0022" in body:
+        return b"bytes:" + body
+    return b"json:" + sorted_
+
+
+def _credentials(call: Call) -> list[str]:
+    if call.identity.kind != "anonymous":
+        return []
+    query = [part for part in call.query.split("&") if part.partition("=")[0] in SECRET]
+    return [*(call.headers.get(name, "") for name in CREDENTIALS), *query]
+
+
+def _public(query: str) -> list[str]:
+    return sorted(part for part in query.split("&") if part and part.partition("=")[0] not in SECRET)
+
+
+def _digest(about: list[Any], body: bytes) -> str:
+    return hashlib.sha256(msgspec.json.encode(about) + b"\n" + body).hexdigest()

@@ -1,0 +1,100 @@
+"""Semantic: replies to questions that only mean the same. Off unless a gateway wants it, because it can be wrong: two
+questions that differ in one word are near each other even where that word is all that matters. Hence a high threshold,
+equal numbers and denials, and nothing shared across anything but the last turn's words; and `shadow`, which answers
+nothing, but compares the reply it would have given with the one that came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.gateway.cache.embedder import Embedder
+from emberline.gateway.cache.entry import Entry
+from emberline.gateway.cache.nearest import Near, Nearest, Vector, cosine, unit
+from emberline.gateway.cache.question import Question
+from emberline.gateway.call import Call
+
+SAME = 0.85  # cosine of two replies that say the same
+READ = 2000  # characters of a reply that are compared
+
+
+@dataclass(slots=True)
+class SemanticStats:
+    asked: int = 0
+    near: int = 0  # there was one similar enough
+    served: int = 0
+    compared: int = 0  # in the shadow
+    disagreed: int = 0  # of these: the reply would have said something else
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was found for one call."""
+
+    question: Question
+    vector: Vector
+    near: Near | None
+
+
+class Semantic:
+    def __init__(self, embedder: Embedder, clock: Clock, nearest: Nearest | None = None) -> None:
+        self._embedder, self._clock = embedder, clock
+        self._nearest = nearest or Nearest()
+        self.stats = SemanticStats()
+
+    async def look(self, call: Call) -> Look | None:
+        question = Question.of(call)
+        if question is None:
+            return None
+        self.stats.asked += 1
+        vectors = await self._embedder.embed([question.text])
+        vector = unit(vectors[0]) if vectors else None
+        if vector is None:
+            return None
+        near = self._nearest.find(question, vector, call.settings.semantic.threshold, self._clock.now())
+        self.stats.near += near is not None
+        return Look(question, vector, near)
+
+    def learn(self, look: Look, key: str, seconds: float) -> None:
+        """The reply to this question is now in the cache."""
+        self._nearest.add(look.question, look.vector, key, self._clock.now() + seconds)
+
+    async def compare(self, would: Entry, came: Entry) -> None:
+        """In the shadow: what would have been given, and what was."""
+        texts = [said(would)[:READ], said(came)[:READ]]
+        if texts[0] != texts[1]:
+            vectors = await self._embedder.embed([text or " " for text in texts])
+            if vectors is None:
+                return
+            self.stats.disagreed += cosine(vectors[0], vectors[1]) < SAME
+        self.stats.compared += 1
+
+
+def said(entry: Entry) -> str:
+    """The words of a reply, whatever its dialect, whole or in events."""
+    data = b"".join(entry.chunks)
+    if not entry.stream:
+        return "".join(_words(_json(data)))
+    lines = [line[5:] for line in data.splitlines() if line.startswith(b"data:")]
+    return "".join("".join(_words(_json(line))) for line in lines)
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+
+
+def _words(found: Any, name: str = "") -> list[str]:
+    match found:
+        case str():
+            return [found] if name in ("text", "content", "delta", "arguments", "partial_json") else []
+        case list():
+            return [word for item in found for word in _words(item, name)]
+        case dict():
+            return [word for inner, item in found.items() for word in _words(item, inner)]
+    return []

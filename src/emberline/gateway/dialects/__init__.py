@@ -1,0 +1,1 @@
+"""What clients and providers speak, translated through one inner form."""

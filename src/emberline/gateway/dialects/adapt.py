@@ -1,0 +1,163 @@
+"""A conversation made fit for another dialect: what that one cannot carry is changed or taken out, and reported."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
+from emberline.gateway.dialects.chat.content import google_seal
+from emberline.gateway.dialects.inner import (
+    Audio,
+    Conversation,
+    File,
+    Image,
+    Json,
+    Message,
+    Opaque,
+    Part,
+    Refusal,
+    Spoken,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolResult,
+)
+from emberline.gateway.dialects.media import mime_of
+from emberline.gateway.dialects.recipient import Recipient
+
+_ANTHROPIC_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) -> None:
+    kin = asked.dialect in OPENAI and target in OPENAI
+    if asked.user is None and not kin and isinstance(asked.extra.get("safety_identifier"), str):
+        asked.user = asked.extra.pop("safety_identifier")
+    changes.leftovers(asked, target)
+    if (asked.n or 1) > 1 and target in ("anthropic", "openai-responses"):
+        raise InvalidRequest(f"n is {asked.n}: this model's provider gives one answer a request", param="n", hint="1")
+    fit = _Fit(target, kin, to, changes)
+    asked.extra = fit.shared(asked.extra)
+    asked.kept = {}
+    asked.system = fit.parts(asked.system)
+    for message in asked.messages:
+        message.parts, message.extra, message.shape = fit.parts(message.parts), fit.shared(message.extra), "auto"
+    asked.messages = [message for message in asked.messages if message.parts]
+    asked.tools = [replace(tool, extra={}) for tool in asked.tools if isinstance(tool, Tool)]
+
+
+class _Fit:
+    def __init__(self, target: Spoken, kin: bool, to: Recipient, changes: Changes) -> None:
+        self._target = target
+        self._kin = kin  # one of OpenAI's dialects into the other: files and cache marks are known to both
+        self._to = to
+        self._changes = changes
+
+    def shared(self, extra: Json) -> Json:
+        return {name: extra[name] for name in extra.keys() & OPENAI_SHARED} if self._kin else {}
+
+    def parts(self, parts: list[Part]) -> list[Part]:
+        made: list[Part] = []
+        for part in parts:
+            if isinstance(part, ToolCall) and self._target == "gemini" and (seal := google_seal(part)):
+                made.append(Thinking("", "gemini", seal))
+            if (fit := self._part(part)) is not None:
+                made.append(fit)
+        return made
+
+    def _part(self, part: Part) -> Part | None:
+        if isinstance(part, Opaque):
+            return None  # reported with the leftovers
+        part.extra = self.shared(part.extra)
+        match part:
+            case Text(text="") if self._target == "anthropic":
+                return None  # it is refused there, and says nothing
+            case ToolResult():
+                return self._result(part)
+            case Thinking():
+                return self._thinking(part)
+            case Refusal() if self._target in ("anthropic", "gemini"):
+                self._changes.say("messages", "a refusal became text", within=".refusal")
+                return Text(part.text)
+            case Image():
+                return self._kept(part, self._why_no_image(part))
+            case Audio():
+                can = self._target in ("openai-chat", "gemini")
+                return self._kept(part, None if can else f"{self._target} takes no audio")
+            case File(plain=True) if self._target != "anthropic":
+                return Text(part.data)
+            case File():
+                return self._kept(part, self._why_no_file(part))
+        return part
+
+    def _kept(self, part: Image | Audio | File, why_not: str | None) -> Part | None:
+        if why_not is None:
+            return part
+        self._changes.say("messages", why_not, within=f".{type(part).__name__.lower()}")
+        return None
+
+    def _result(self, result: ToolResult) -> ToolResult:
+        result.parts, result.shape = self.parts(result.parts), "auto"
+        if result.is_error and self._target in OPENAI:
+            self._changes.say("messages", f"{self._target} has no mark of failure", within=".is_error")
+        return result
+
+    def _thinking(self, part: Thinking) -> Thinking | None:
+        if part.family == self._target and part.seal:
+            return part
+        if self._to.takes_thoughts and part.text:
+            return Thinking(part.text, self._target)
+        self._changes.say("thinking", "only its own provider can take it back")
+        return None
+
+    def _why_no_image(self, image: Image) -> str | None:
+        if self._target == "openai-responses":
+            image.detail = image.detail or "auto"  # which cannot be left out there
+        if image.detail not in (None, "auto") and self._target not in OPENAI:
+            self._changes.say("messages", f"{self._target} has no such field", within=".image_url.detail")
+        if image.file_id and not (image.url or image.data):
+            can = self._kin and self._target == "openai-responses"
+            return None if can else "the file is at another provider"
+        if image.data and self._target == "anthropic" and image.mime not in _ANTHROPIC_IMAGES:
+            return f"anthropic takes no {image.mime or 'unknown'} images"
+        return None
+
+    def _why_no_file(self, file: File) -> str | None:
+        if file.file_id and not (file.url or file.data):
+            return None if self._kin else "the file is at another provider"
+        if file.url and self._target == "openai-chat":
+            return "chat takes no files by URL"
+        file.mime = file.mime or mime_of(file.name or file.url)
+        if file.data and self._target in OPENAI:
+            file.name = file.name or "document"  # which cannot be left out there
+        if self._target == "anthropic" and file.data:
+            return self._as_document(file)
+        return None
+
+    def _as_document(self, file: File) -> str | None:
+        if file.mime == "application/pdf":
+            return None
+        if not file.mime.startswith("text/"):
+            return f"anthropic takes no {file.mime or 'unknown'} documents"
+        try:
+            file.data, file.mime, file.plain = base64.b64decode(file.data, validate=True).decode(), "text/plain", True
+        except ValueError:
+            return "its data is no text in base64"
+        return None
+
+
+def merged(messages: list[Message], *, roles: tuple[str, ...]) -> list[Message]:
+    """Neighbours of the same side as one message; results of tools are on the user's side."""
+    made: list[Message] = []
+    for message in messages:
+        role = "user" if message.role == "tool" else message.role
+        if made and made[-1].role == role and role in roles:
+            made[-1].parts += message.parts
+        else:
+            made.append(Message(role, list(message.parts), "auto"))
+    for message in made:
+        if message.role == "user":  # results answer the calls before them, so they come first
+            message.parts.sort(key=lambda part: not isinstance(part, ToolResult))
+    return made

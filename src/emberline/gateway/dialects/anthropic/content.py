@@ -1,0 +1,152 @@
+"""The messages of Anthropic's protocol, and the inner form's."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.dialects import seals
+from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.inner import (
+    File,
+    Image,
+    Json,
+    Message,
+    Opaque,
+    Part,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+
+_NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")
+
+
+def parse_message(raw: object, path: str) -> Message:
+    said = Fields(raw, path)
+    role = said.need("role", str)
+    if role not in ("user", "assistant", "system"):
+        raise unknown(role, f"{path}.role", "user, assistant, system")
+    parts, shape = parse_content(said.raw("content"), f"{path}.content")
+    return Message(role, parts, shape, said.left)  # type: ignore[arg-type]  # checked above
+
+
+def parse_content(content: object, path: str) -> tuple[list[Part], str]:
+    if content is None:
+        return [], "absent"
+    if isinstance(content, str):
+        return [Text(content)], "text"
+    blocks = expect(content, list, path)
+    return [_parse_block(raw, f"{path}[{at}]") for at, raw in enumerate(blocks)], "list"
+
+
+def _parse_block(raw: object, path: str) -> Part:
+    said = Fields(raw, path)
+    kind = said.need("type", str)
+    match kind:
+        case "text":
+            return Text(said.need("text", str), said.left)
+        case "thinking":
+            seal, family = seals.found(said.take("signature", str, ""), "anthropic")
+            return Thinking(said.take("thinking", str, ""), family, seal, extra=said.left)
+        case "redacted_thinking":
+            return Thinking("", "anthropic", said.need("data", str), redacted=True, extra=said.left)
+        case "tool_use":
+            arguments = msgspec.json.encode(said.take("input", dict, {})).decode()
+            return ToolCall(said.need("id", str), said.need("name", str), arguments, said.left)
+        case "tool_result":
+            parts, shape = parse_content(said.raw("content"), f"{path}.content")
+            id, failed = said.need("tool_use_id", str), said.take("is_error", bool)
+            return ToolResult(id, parts, is_error=failed, shape=shape, extra=said.left)
+        case "image" | "document" if isinstance(said.left.get("source"), dict):
+            return _parse_source(kind, said)
+        case _:
+            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+
+
+def _parse_source(kind: str, said: Fields) -> Part:
+    whole = dict(said.left, type=kind)
+    match said.left.pop("source"):
+        case {"type": "base64", "data": str(data), "media_type": str(mime), **rest} if not rest:
+            given: Json = {"data": data, "mime": mime}
+        case {"type": "url", "url": str(url), **rest} if not rest:
+            given = {"url": url}
+        case {"type": "file", "file_id": str(file_id), **rest} if not rest:
+            given = {"file_id": file_id}
+        case {"type": "text", "data": str(data), "media_type": "text/plain", **rest} if kind == "document" and not rest:
+            given = {"data": data, "mime": "text/plain", "plain": True}
+        case _:
+            return Opaque(kind, whole)
+    if kind == "image":
+        return Image(**given, extra=said.left)
+    return File(**given, name=said.take("title", str, ""), extra=said.left)
+
+
+def render_content(parts: list[Part], shape: str) -> str | list[Json]:
+    match parts:
+        case [Text(text=text, extra=extra)] if shape != "list" and not extra:
+            return text
+    return [render_part(part) for part in parts]
+
+
+def render_part(part: Part) -> Json:
+    match part:
+        case Text():
+            return {"type": "text", "text": part.text, **part.extra}
+        case Thinking(redacted=True):
+            return {"type": "redacted_thinking", "data": part.seal, **part.extra}
+        case Thinking():
+            seal = seals.shown(part.seal, part.family, "anthropic")
+            return {"type": "thinking", "thinking": part.text, "signature": seal, **part.extra}
+        case ToolCall():
+            call = {"id": tool_id(part.id), "name": part.name, "input": arguments_of(part)}
+            return {"type": "tool_use", **call, **part.extra}
+        case ToolResult():
+            return _render_result(part)
+        case Image() | File():
+            return _render_source(part)
+        case Opaque():
+            return part.raw
+    raise AssertionError(f"{type(part).__name__} was not made fit for anthropic")
+
+
+def _render_result(result: ToolResult) -> Json:
+    made: Json = {"type": "tool_result", "tool_use_id": tool_id(result.id)}
+    if result.parts or result.shape in ("text", "list"):
+        made["content"] = render_content(result.parts, result.shape)
+    if result.is_error is not None:
+        made["is_error"] = result.is_error
+    return {**made, **result.extra}
+
+
+def _render_source(part: Image | File) -> Json:
+    if part.data and isinstance(part, File) and part.plain:
+        source = {"type": "text", "media_type": "text/plain", "data": part.data}
+    elif part.data:
+        source = {"type": "base64", "media_type": part.mime, "data": part.data}
+    else:
+        source = {"type": "url", "url": part.url} if part.url else {"type": "file", "file_id": part.file_id}
+    made: Json = {"type": "document" if isinstance(part, File) else "image", "source": source}
+    if isinstance(part, File) and part.name:
+        made["title"] = part.name
+    return {**made, **part.extra}
+
+
+def tool_id(id: str) -> str:
+    """Ids of other providers may have signs that Anthropic refuses; calls and results are changed alike."""
+    return _NOT_IN_IDS.sub("_", id)
+
+
+def arguments_of(call: ToolCall) -> Json:
+    """The arguments as an object; {} where they are none, as when a reply was cut in the middle of them."""
+    return object_of(call.arguments) or {}
+
+
+def object_of(text: str) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None

@@ -1,0 +1,64 @@
+"""A message of Anthropic's as a whole reply, and the inner form's Answer."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects import counts
+from emberline.gateway.dialects.anthropic.content import parse_content, render_part
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.fields import Fields
+from emberline.gateway.dialects.finish import ANTHROPIC, TO_ANTHROPIC
+from emberline.gateway.dialects.inner import Answer, Choice, Image, Json, Opaque, Part, Refusal, Text
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+_IDLE = ("type", "role", "usage")
+
+
+def parse(body: Json, changes: Changes) -> Answer:
+    said = Fields(body, "")
+    id, model = said.take("id", str, ""), said.take("model", str, "")
+    parts, _ = parse_content(said.need("content", list), "content")
+    reason = ANTHROPIC.get(said.take("stop_reason", str, "end_turn"), "stop")
+    details = said.take("stop_details", dict)
+    if details and isinstance(details.get("explanation"), str):
+        parts.append(Refusal(details["explanation"]))
+    choice = Choice(parts, reason, said.take("stop_sequence", str))
+    changes.reply_left(said.left, _IDLE)
+    return Answer("anthropic", id, model, [choice], usage=Usage.found("anthropic", body))
+
+
+def render(answer: Answer, asked: Asked) -> Json:
+    if not answer.choices:
+        raise Broken("the reply has no answer in it")
+    choice = answer.choices[0]
+    stop_reason, stop_sequence = rendered_stop(choice.reason or "stop", choice.stop_sequence, _refuses(choice.parts))
+    return {
+        "id": answer.id or asked.id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model or answer.model,
+        "content": [_render(part) for part in choice.parts if not isinstance(part, Opaque | Image)],
+        "stop_reason": stop_reason,
+        "stop_sequence": stop_sequence,
+        "usage": counts.anthropic(answer.usage or Usage()),
+    }
+
+
+def rendered_stop(reason: str, stop_sequence: str | None, refuses: bool) -> tuple[str, str | None]:
+    """A stop sequence that is not known is not told as one."""
+    if refuses:
+        return "refusal", None
+    if reason == "stop_sequence" and stop_sequence is None:
+        reason = "stop"
+    return TO_ANTHROPIC[reason], stop_sequence  # type: ignore[index]  # a Reason
+
+
+def _refuses(parts: list[Part]) -> bool:
+    return any(isinstance(part, Refusal) for part in parts)
+
+
+def _render(part: Part) -> Json:
+    if isinstance(part, Refusal):
+        part = Text(part.text)
+    return render_part(part) | ({"citations": None} if isinstance(part, Text) else {})

@@ -1,0 +1,143 @@
+"""Deltas as the events of a streamed message of Anthropic's.
+
+message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
+"""
+
+from __future__ import annotations
+
+from emberline.api import sse
+from emberline.gateway.dialects import counts, seals
+from emberline.gateway.dialects.anthropic.content import tool_id
+from emberline.gateway.dialects.anthropic.reply import rendered_stop
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import error_body
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+_TEXT = b'"text_delta","text":'
+_THOUGHT = b'"thinking_delta","thinking":'
+_JSON = b'"input_json_delta","partial_json":'
+_DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":%b%b}}\n\n'
+
+
+class Writer:
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._opened: Opened | None = None
+        self._begun = False
+        self._index = -1  # of the last block
+        self._kind = ""  # of the open one; "": none is
+        self._slot = -1  # of the open call
+        self._signed = False  # the open thinking
+        self._refused = False
+        self._finished: Finished | None = None
+        self._usage = Usage()
+
+    def push(self, delta: Delta) -> bytes:
+        match delta:
+            case TextPiece():
+                return self._grow("text", _TEXT, delta.text)
+            case ToolPiece():
+                if self._kind != "tool_use" or delta.slot != self._slot:
+                    raise Broken("the pieces of several calls are mixed")
+                return _DELTA % (self._index, _JSON, sse.dumps(delta.text))
+            case ThinkingPiece():
+                return self._grow("thinking", _THOUGHT, delta.text)
+            case RefusalPiece():
+                self._refused = True
+                return self._grow("text", _TEXT, delta.text)
+            case ToolOpened():
+                self._slot = delta.slot
+                call = {"id": tool_id(delta.id), "name": delta.name, "input": {}}
+                return self._open("tool_use", {"type": "tool_use", **call})
+            case Sealed():
+                return self._seal(delta)
+            case Opened():
+                assert self._opened is None, "a stream begins once"
+                self._opened = delta
+            case Counted():
+                self._usage = delta.usage
+            case Finished():
+                self._finished = delta
+                return self._start() + self._close()
+            case Ended():
+                return self._end()
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        return sse.event("error", error_body(error, "anthropic"))
+
+    def _grow(self, kind: str, piece: bytes, text: str) -> bytes:
+        before = b""
+        if self._kind != kind or (kind == "thinking" and self._signed):
+            before = self._open(kind, _OPENINGS[kind])
+        return before + _DELTA % (self._index, piece, sse.dumps(text))
+
+    def _seal(self, sealed: Sealed) -> bytes:
+        """The open thinking is signed; where there is none, an empty one carries the signature."""
+        if sealed.redacted:
+            block = {"type": "redacted_thinking", "data": sealed.seal}
+            return self._open("redacted_thinking", block) + self._close()
+        before = b""
+        if self._kind != "thinking" or self._signed:
+            before = self._open("thinking", _OPENINGS["thinking"])
+        self._signed = True
+        signature = seals.shown(sealed.seal, sealed.family, "anthropic")
+        return before + _DELTA % (self._index, b'"signature_delta","signature":', sse.dumps(signature))
+
+    def _start(self) -> bytes:
+        if self._begun:
+            return b""
+        assert self._opened is not None, "a stream is opened before its first piece"
+        self._begun = True
+        message: Json = {
+            "id": self._opened.id or self._asked.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._asked.model or self._opened.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": counts.anthropic(self._usage),
+        }
+        return sse.event("message_start", {"type": "message_start", "message": message})
+
+    def _open(self, kind: str, block: Json) -> bytes:
+        before = self._start() + self._close()
+        self._index += 1
+        self._kind, self._signed = kind, False
+        event = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return before + sse.event("content_block_start", event)
+
+    def _close(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        return sse.event("content_block_stop", {"type": "content_block_stop", "index": self._index})
+
+    def _end(self) -> bytes:
+        assert self._finished is not None and not self._kind, "a stream finishes before it ends"
+        reason, sequence = rendered_stop(self._finished.reason, self._finished.stop_sequence, self._refused)
+        stop = {"stop_reason": reason, "stop_sequence": sequence}
+        event = {"type": "message_delta", "delta": stop, "usage": counts.anthropic(self._usage)}
+        return sse.event("message_delta", event) + sse.event("message_stop", {"type": "message_stop"})
+
+
+_OPENINGS: dict[str, Json] = {
+    "text": {"type": "text", "text": "", "citations": None},
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+}

@@ -1,0 +1,237 @@
+"""The messages of a chat request, and the inner form's."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.inner import (
+    Audio,
+    File,
+    Image,
+    Json,
+    Message,
+    Opaque,
+    Part,
+    Refusal,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from emberline.gateway.dialects.media import data_url, split_data_url
+
+_FORMATS = {"audio/wav": "wav", "audio/x-wav": "wav", "audio/mp3": "mp3", "audio/mpeg": "mp3"}
+
+
+def parse_message(raw: object, path: str) -> Message:
+    said = Fields(raw, path)
+    match said.need("role", str):
+        case "system" | "developer" | "user" as role:
+            parts, shape = _content(said)
+            return Message(role, parts, shape, said.left)
+        case "assistant":
+            return parse_assistant(said)
+        case "tool":
+            id = said.need("tool_call_id", str)
+            parts, shape = _content(said)
+            return Message("tool", [ToolResult(id, parts, shape=shape)], shape, said.left)
+        case "function":
+            return Message("tool", [Opaque("function", dict(said.left))])
+        case role:
+            raise unknown(role, f"{path}.role", "system, developer, user, assistant, tool")
+
+
+def parse_assistant(said: Fields) -> Message:
+    """An assistant's message, of a request or of a reply."""
+    parts: list[Part] = []
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(said.left.get(name), str) and not parts:
+            extra = {"type": name} if name == "reasoning" else {}
+            parts.append(Thinking(said.left.pop(name), "openai-chat", extra=extra))
+    content, shape = _content(said)
+    parts += content
+    if (refusal := said.take("refusal", str)) is not None:
+        parts.append(Refusal(refusal))
+    if (calls := said.take("tool_calls", list)) is not None:
+        if not calls:
+            said.left["tool_calls"] = calls
+        parts += [_parse_call(call, f"{said.at('tool_calls')}[{at}]") for at, call in enumerate(calls)]
+    return Message("assistant", parts, shape, said.left)
+
+
+def _parse_call(raw: object, path: str) -> Part:
+    said = Fields(raw, path)
+    if said.left.get("type", "function") != "function":
+        return Opaque("custom", said.left)
+    said.left.pop("type", None)
+    id = said.take("id", str, "")
+    function = Fields(said.need("function", dict), f"{path}.function")
+    name, arguments = function.need("name", str), function.take("arguments", str, "")
+    return ToolCall(id, name, arguments, {**said.left, **({"function": function.left} if function.left else {})})
+
+
+def _content(said: Fields) -> tuple[list[Part], str]:
+    if "content" not in said.left:
+        return [], "absent"
+    content = said.left.pop("content")
+    if content is None:
+        return [], "null"
+    if isinstance(content, str):
+        return [Text(content)] if content else [], "text"
+    parts = expect(content, list, said.at("content"))
+    return [_parse_part(part, f"{said.at('content')}[{at}]") for at, part in enumerate(parts)], "list"
+
+
+def _parse_part(raw: object, path: str) -> Part:
+    said = Fields(raw, path)
+    kind = said.need("type", str)
+    match kind:
+        case "text":
+            return Text(said.need("text", str), said.left)
+        case "refusal":
+            return Refusal(said.need("refusal", str), {"type": kind, **said.left})  # beside the text, not in its place
+        case "image_url":
+            image = Fields(said.need("image_url", dict), f"{path}.image_url")
+            url, detail = image.need("url", str), image.take("detail", str)
+            mime, data = split_data_url(url) or ("", "")
+            return Image("" if data else url, data, mime, detail=detail, extra=_with_inner(said, image, kind))
+        case "input_audio":
+            audio = Fields(said.need("input_audio", dict), f"{path}.input_audio")
+            data, mime = audio.need("data", str), f"audio/{audio.need('format', str)}"
+            return Audio(data, mime, _with_inner(said, audio, kind))
+        case "file":
+            return _parse_file(said, Fields(said.need("file", dict), f"{path}.file"))
+        case _:
+            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+
+
+def thought_of(row: Json) -> str:
+    """The text of a part of Mistral's thinking; "" if it is none."""
+    rows = row.get("thinking")
+    if row.get("type") != "thinking" or not isinstance(rows, list):
+        return ""
+    return "".join(str(inner.get("text", "")) for inner in rows if isinstance(inner, dict))
+
+
+def _with_inner(outer: Fields, inner: Fields, kind: str) -> Json:
+    """What is left of a part and of the object in it."""
+    return {**outer.left, kind: inner.left} if inner.left else outer.left
+
+
+def _parse_file(said: Fields, file: Fields) -> File:
+    given = file.take("file_data", str, "")
+    mime, data = split_data_url(given) or ("", given)
+    file_id, name = file.take("file_id", str, ""), file.take("filename", str, "")
+    return File(data=data, mime=mime, file_id=file_id, name=name, extra=_with_inner(said, file, "file"))
+
+
+def render_message(message: Message) -> list[Json]:
+    """Results of tools are messages of their own, before what else the user says."""
+    if message.role == "assistant":
+        return [render_assistant(message)]
+    rows = [row for part in message.parts if (row := _render_result(part, message))]
+    rest: list[Part] = [part for part in message.parts if not isinstance(part, ToolResult)]
+    if message.role != "tool" and (rest or not rows):
+        rows.append({"role": message.role, **_with_content(rest, message.shape), **message.extra})
+    return rows
+
+
+def _render_result(part: Part, message: Message) -> Json | None:
+    match part:
+        case ToolResult():
+            extra = message.extra if message.role == "tool" else {}
+            return {"role": "tool", "tool_call_id": part.id, **_with_content(part.parts, part.shape), **extra}
+        case Opaque(kind="function"):
+            return {"role": "function", **part.raw}
+    return None
+
+
+def render_assistant(message: Message) -> Json:
+    made: Json = {"role": "assistant"}
+    made |= _with_content([part for part in message.parts if _is_content(part)], message.shape)
+    calls = []
+    for part in message.parts:
+        match part:
+            case Thinking():
+                name = part.extra.get("type", "reasoning_content")
+                made[name] = made.get(name, "") + part.text
+            case Refusal() if not part.extra:
+                made["refusal"] = part.text
+            case ToolCall():
+                calls.append(render_call(part))
+            case Opaque(kind="custom"):
+                calls.append(part.raw)
+    if calls:
+        made["tool_calls"] = calls
+        if not made.get("content") and message.shape == "auto":
+            made["content"] = None
+    return {**made, **message.extra}
+
+
+def _is_content(part: Part) -> bool:
+    if isinstance(part, Refusal | Opaque):
+        return isinstance(part, Refusal) and bool(part.extra)
+    return isinstance(part, Text | Image | Audio | File)
+
+
+def render_call(call: ToolCall) -> Json:
+    function: Json = {"name": call.name, "arguments": call.arguments, **call.extra.get("function", {})}
+    return {"id": call.id, "type": "function", **call.extra, "function": function}
+
+
+def google_extra(seal: str) -> Json:
+    """Where Google's own chat endpoint puts the signature of a call's thinking."""
+    return {"extra_content": {"google": {"thought_signature": seal}}} if seal else {}
+
+
+def google_seal(call: ToolCall) -> str:
+    match call.extra.get("extra_content"):
+        case {"google": {"thought_signature": str(seal)}}:
+            return seal
+    return ""
+
+
+def _with_content(parts: list[Part], shape: str) -> Json:
+    if shape == "absent" and not parts:
+        return {}
+    if shape == "null" and not parts:
+        return {"content": None}
+    texts = [part.text for part in parts if isinstance(part, Text)]
+    if shape != "list" and len(texts) == len(parts) <= 1:
+        return {"content": "".join(texts)}
+    return {"content": [made for part in parts if (made := _render_part(part)) is not None]}
+
+
+def _render_part(part: Part) -> Json | None:
+    match part:
+        case Text():
+            return {"type": "text", "text": part.text, **part.extra}
+        case Refusal():
+            return {"type": "refusal", "refusal": part.text, **part.extra}
+        case Image() if part.url or part.data:
+            image = {"url": part.url or data_url(part.mime, part.data)}
+            if part.detail is not None:
+                image["detail"] = part.detail
+            return _nested("image_url", image, part.extra)
+        case Audio():
+            format = _FORMATS.get(part.mime, part.mime.removeprefix("audio/"))
+            return _nested("input_audio", {"data": part.data, "format": format}, part.extra)
+        case File():
+            return _nested("file", _render_file(part), part.extra)
+        case Opaque():
+            return part.raw
+    return None
+
+
+def _nested(kind: str, inner: Json, extra: Json) -> Json:
+    return {"type": kind, **extra, kind: {**inner, **extra.get(kind, {})}}
+
+
+def _render_file(file: File) -> Json:
+    made: Json = {}
+    if file.data:
+        made["file_data"] = data_url(file.mime, file.data) if file.mime else file.data
+    if file.file_id:
+        made["file_id"] = file.file_id
+    if file.name:
+        made["filename"] = file.name
+    return made

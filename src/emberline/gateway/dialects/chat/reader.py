@@ -1,0 +1,149 @@
+"""The chunks of a streamed chat completion, as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.dialects.chat.content import thought_of
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.finish import CHAT
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import raised
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    index: int | None = None
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Piece(msgspec.Struct):
+    content: str | list[Json] | None = None  # Mistral's thinking is a list
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[Json] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    delta: _Piece | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Chunk(msgspec.Struct):
+    id: str | None = None
+    model: str | None = None
+    created: float | None = None
+    choices: list[_Choice] | None = None
+    usage: Json | None = None
+    x_groq: Json | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Chunk)
+
+
+class Reader:
+    def __init__(self) -> None:
+        self._opened = False
+        self._calls: dict[int, list[tuple[int, str]]] = {}  # choice -> (index, id) of each slot
+        self._finished: set[int] = set()
+
+    def read(self, event: bytes) -> Iterator[Delta]:
+        if event == b"[DONE]":
+            yield Ended()
+            return
+        try:
+            chunk = _DECODER.decode(event)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Broken(f"an event of the stream is no chunk: {error}") from None
+        if chunk.error is not None:
+            raise raised({"error": chunk.error})
+        if not self._opened and (chunk.id or chunk.choices):  # Azure begins with its filters' results
+            self._opened = True
+            yield Opened(chunk.id or "", chunk.model or "", int(chunk.created or 0))
+        for choice in chunk.choices or ():
+            if choice.delta is not None:
+                yield from self._piece(choice, choice.delta)
+            if choice.finish_reason == "error":
+                raise Broken("the provider ended its answer with an error")
+            if choice.finish_reason is not None and choice.index not in self._finished:
+                self._finished.add(choice.index)
+                reason = CHAT.get(choice.finish_reason, "stop")
+                if reason == "stop" and self._calls.get(choice.index):
+                    reason = "tool_calls"  # some say stop
+                yield Finished(reason, choice=choice.index)
+        said = chunk.usage or (chunk.x_groq or {}).get("usage")
+        if said and (usage := Usage.read("openai-chat", said)):
+            yield Counted(usage)
+
+    def end(self) -> tuple[Delta, ...]:
+        return ()
+
+    def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[Delta]:
+        at = choice.index
+        if isinstance(piece.content, str):
+            if piece.content:
+                yield TextPiece(piece.content, at, choice.logprobs.content if choice.logprobs else None)
+        elif piece.content:
+            for row in piece.content:
+                if text := thought_of(row):
+                    yield ThinkingPiece(text, at)
+                elif isinstance(said := row.get("text"), str):
+                    yield TextPiece(said, at)
+        if thought := piece.reasoning_content or piece.reasoning:
+            yield ThinkingPiece(thought, at)
+        if piece.refusal:
+            yield RefusalPiece(piece.refusal, at)
+        for call in piece.tool_calls or ():
+            yield from self._call(at, call)
+
+    def _call(self, choice: int, call: _Call) -> Iterator[Delta]:
+        slots = self._calls.setdefault(choice, [])
+        function = call.function or _Function()
+        slot = self._slot(slots, call)
+        if slot is None:
+            if not function.name:
+                raise Broken("a call of the stream has no name")
+            slot = len(slots)
+            slots.append((slot if call.index is None else call.index, call.id or ""))
+            yield ToolOpened(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
+        if function.arguments:
+            yield ToolPiece(slot, function.arguments, choice)
+
+    @staticmethod
+    def _slot(slots: list[tuple[int, str]], call: _Call) -> int | None:
+        """Which call goes on; None: a new one. Some providers give every call the index 0, or none, and another id."""
+        for slot in reversed(range(len(slots))):
+            index, id = slots[slot]
+            if call.index is not None and call.index != index:
+                continue
+            return slot if not call.id or call.id == id else None
+        return None

@@ -1,0 +1,75 @@
+"""A chat completion, and the inner form's Answer."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects import counts
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.chat.content import google_extra, parse_assistant, render_call, thought_of
+from emberline.gateway.dialects.fields import Fields
+from emberline.gateway.dialects.finish import CHAT, TO_CHAT, settled
+from emberline.gateway.dialects.inner import Answer, Choice, Json, Opaque, Part, Refusal, Text, Thinking, ToolCall
+from emberline.gateway.usage import Usage
+
+_IDLE = ("object", "system_fingerprint", "service_tier", "usage", "metadata", "index", "x_groq", "stop_reason", "role")
+
+
+def parse(body: Json, changes: Changes) -> Answer:
+    said = Fields(body, "")
+    id, model, created = said.take("id", str, ""), said.take("model", str, ""), said.take("created", float, 0)
+    choices = [_parse_choice(raw, f"choices[{at}]", changes) for at, raw in enumerate(said.need("choices", list))]
+    changes.reply_left(said.left, _IDLE)
+    return Answer("openai-chat", id, model, choices, int(created), Usage.found("openai-chat", body))
+
+
+def _parse_choice(raw: object, path: str, changes: Changes) -> Choice:
+    said = Fields(raw, path)
+    message = parse_assistant(Fields(said.need("message", dict), f"{path}.message"))
+    for at, part in enumerate(message.parts):
+        if isinstance(part, Opaque) and (thought := thought_of(part.raw)):
+            message.parts[at] = Thinking(thought, "openai-chat")
+    reason = CHAT.get(said.take("finish_reason", str, "stop"), "stop")
+    logprobs = said.take("logprobs", dict)
+    tokens = logprobs.get("content") if logprobs else None
+    changes.reply_left(message.extra, _IDLE)
+    changes.reply_left(said.left, _IDLE)
+    return Choice(message.parts, settled(reason, message.parts), logprobs=tokens)
+
+
+def render(answer: Answer, asked: Asked) -> Json:
+    body: Json = {
+        "id": answer.id or asked.id,
+        "object": "chat.completion",
+        "created": answer.created or asked.created,
+        "model": asked.model or answer.model,
+        "choices": [_render_choice(at, choice) for at, choice in enumerate(answer.choices)],
+    }
+    if answer.usage is not None:
+        body["usage"] = counts.chat(answer.usage)
+    return body
+
+
+def _render_choice(index: int, choice: Choice) -> Json:
+    logprobs = None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
+    reason = TO_CHAT[choice.reason or "stop"]
+    return {"index": index, "message": _message(choice.parts), "logprobs": logprobs, "finish_reason": reason}
+
+
+def _message(parts: list[Part]) -> Json:
+    """A reply's content is one text; thinking, refusals and calls have their own places."""
+    texts, thoughts, refusals = ["".join(p.text for p in parts if isinstance(p, k)) for k in (Text, Thinking, Refusal)]
+    calls: list[Json] = []
+    seal = ""
+    for part in parts:
+        if isinstance(part, Thinking) and part.family == "gemini":
+            seal = part.seal
+        elif isinstance(part, ToolCall):
+            calls.append(render_call(part) | google_extra(seal))
+            seal = ""
+    made: Json = {"role": "assistant", "content": texts or (None if calls or refusals else "")}
+    made["refusal"] = refusals or None
+    if thoughts:
+        made["reasoning_content"] = thoughts
+    if calls:
+        made["tool_calls"] = calls
+    return made

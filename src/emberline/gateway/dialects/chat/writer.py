@@ -1,0 +1,107 @@
+"""Deltas as the chunks of a streamed chat completion.
+
+Each choice's first chunk has the role, its last the finish_reason; usage, if asked for, comes in a chunk of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberline.api import sse
+from emberline.gateway.dialects import counts
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.chat.content import google_extra
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.finish import TO_CHAT
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import error_body
+from emberline.gateway.usage import Usage
+
+_TEXT = b',"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
+_THOUGHT = b',"delta":{"reasoning_content":%b},"logprobs":null,"finish_reason":null}]'
+_PIECE = b',"delta":{"tool_calls":[{"index":%d,"function":{"arguments":%b}}]},"logprobs":null,"finish_reason":null}]'
+
+
+class Writer:
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._head = b""  # of every chunk, up to the index of its choice
+        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._begun: set[int] = set()
+        self._seals: dict[int, str] = {}  # choice -> what Gemini signed the next call with
+        self._usage: Usage | None = None
+
+    def push(self, delta: Delta) -> bytes:
+        match delta:
+            case TextPiece(logprobs=None):
+                return self._chunk(delta.choice, _TEXT % sse.dumps(delta.text))
+            case ToolPiece():
+                return self._chunk(delta.choice, _PIECE % (delta.slot, sse.dumps(delta.text)))
+            case ThinkingPiece():
+                return self._chunk(delta.choice, _THOUGHT % sse.dumps(delta.text))
+            case Opened():
+                self._open(delta)
+                return b""
+            case Counted():
+                self._usage = delta.usage
+                return b""
+            case Sealed():
+                if delta.family == "gemini":
+                    self._seals[delta.choice] = delta.seal
+                return b""
+            case Ended():
+                return self._end()
+            case _:
+                return self._chunk(delta.choice, self._rare(delta))
+
+    def fail(self, error: Exception) -> bytes:
+        return sse.data(error_body(error, "openai-chat")) + sse.DONE
+
+    def _open(self, opened: Opened) -> None:
+        assert not self._head, "a stream begins once"
+        names: Json = {"id": opened.id or self._asked.id, "object": "chat.completion.chunk"}
+        names |= {"created": opened.created or self._asked.created, "model": self._asked.model or opened.model}
+        self._head = b"data: " + sse.dumps(names)[:-1] + b',"choices":'
+
+    def _chunk(self, choice: int, rest: bytes) -> bytes:
+        if choice in self._begun:
+            return b'%b[{"index":%d%b%b' % (self._head, choice, rest, self._tail)
+        assert self._head, "a stream is opened before its first piece"
+        self._begun.add(choice)
+        first = self._said({"role": "assistant", "content": ""})
+        return self._chunk(choice, first) + self._chunk(choice, rest)
+
+    def _rare(self, delta: TextPiece | RefusalPiece | ToolOpened | Finished) -> bytes:
+        match delta:
+            case TextPiece():
+                return self._said({"content": delta.text}, logprobs={"content": delta.logprobs, "refusal": None})
+            case RefusalPiece():
+                return self._said({"refusal": delta.text})
+            case ToolOpened():
+                function = {"name": delta.name, "arguments": ""}
+                call: Json = {"index": delta.slot, "id": delta.id, "type": "function", "function": function}
+                return self._said({"tool_calls": [call | google_extra(self._seals.pop(delta.choice, ""))]})
+            case Finished():
+                return self._said({}, finish_reason=TO_CHAT[delta.reason])
+
+    @staticmethod
+    def _said(delta: Json, **more: Any) -> bytes:
+        return b"," + sse.dumps({"delta": delta, "logprobs": None, "finish_reason": None} | more)[1:] + b"]"
+
+    def _end(self) -> bytes:
+        if not self._asked.include_usage:
+            return sse.DONE
+        usage = None if self._usage is None else counts.chat(self._usage)
+        return b'%b[],"usage":%b}\n\n%b' % (self._head, sse.dumps(usage), sse.DONE)

@@ -1,0 +1,54 @@
+"""A Usage as each dialect says it; `Usage.read` is the way back."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.usage import Usage
+
+
+def chat(usage: Usage) -> Json:
+    into = {"cached_tokens": usage.cached_read, "cache_write_tokens": usage.cache_write, "audio_tokens": usage.audio}
+    if usage.image:
+        into["image_tokens"] = usage.image
+    return {
+        "prompt_tokens": usage.input,
+        "completion_tokens": usage.output,
+        "total_tokens": usage.total,
+        "prompt_tokens_details": into,
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def responses(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.input,
+        "input_tokens_details": {"cached_tokens": usage.cached_read, "cache_write_tokens": usage.cache_write},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.total,
+    }
+
+
+def anthropic(usage: Usage) -> Json:
+    """Input is what neither came from the cache nor went into it."""
+    return {
+        "input_tokens": usage.input - usage.cached_read - usage.cache_write,
+        "cache_creation_input_tokens": usage.cache_write,
+        "cache_read_input_tokens": usage.cached_read,
+        "output_tokens": usage.output,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning},
+    }
+
+
+def gemini(usage: Usage) -> Json:
+    """Thoughts stand beside the output, not in it."""
+    said = {
+        "promptTokenCount": usage.input,
+        "candidatesTokenCount": usage.output - usage.reasoning,
+        "totalTokenCount": usage.total,
+    }
+    if usage.cached_read:
+        said["cachedContentTokenCount"] = usage.cached_read
+    if usage.reasoning:
+        said["thoughtsTokenCount"] = usage.reasoning
+    return said

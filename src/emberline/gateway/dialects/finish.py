@@ -1,0 +1,82 @@
+"""Why a reply ended, in every dialect and back. What a dialect cannot tell apart it tells by the nearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from emberline.gateway.dialects.inner import Part, Reason, ToolCall
+
+CHAT: Mapping[str, Reason] = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "filter",
+}
+ANTHROPIC: Mapping[str, Reason] = {
+    "end_turn": "stop",
+    "stop_sequence": "stop_sequence",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "context",
+    "tool_use": "tool_calls",
+    "refusal": "filter",
+    "pause_turn": "pause",
+}
+GEMINI: Mapping[str, Reason] = {
+    "STOP": "stop",
+    "MAX_TOKENS": "length",
+    "SAFETY": "filter",
+    "RECITATION": "filter",
+    "BLOCKLIST": "filter",
+    "PROHIBITED_CONTENT": "filter",
+    "SPII": "filter",
+    "IMAGE_SAFETY": "filter",
+    "IMAGE_PROHIBITED_CONTENT": "filter",
+    "IMAGE_RECITATION": "filter",
+    "LANGUAGE": "filter",
+    "CONTINUATION": "pause",
+}
+# Of a response that is not completed: the reason in incomplete_details.
+RESPONSES: Mapping[str, Reason] = {"max_output_tokens": "length", "content_filter": "filter"}
+
+TO_CHAT: Mapping[Reason, str] = {
+    "stop": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "context": "length",
+    "tool_calls": "tool_calls",
+    "filter": "content_filter",
+    "pause": "stop",
+}
+TO_ANTHROPIC: Mapping[Reason, str] = {
+    "stop": "end_turn",
+    "stop_sequence": "stop_sequence",
+    "length": "max_tokens",
+    "context": "model_context_window_exceeded",
+    "tool_calls": "tool_use",
+    "filter": "refusal",
+    "pause": "pause_turn",
+}
+TO_GEMINI: Mapping[Reason, str] = {
+    "stop": "STOP",
+    "stop_sequence": "STOP",
+    "length": "MAX_TOKENS",
+    "context": "MAX_TOKENS",
+    "tool_calls": "STOP",  # the calls themselves tell
+    "filter": "SAFETY",
+    "pause": "STOP",
+}
+TO_RESPONSES: Mapping[Reason, str | None] = {  # None: completed
+    "stop": None,
+    "stop_sequence": None,
+    "length": "max_output_tokens",
+    "context": "max_output_tokens",
+    "tool_calls": None,
+    "filter": "content_filter",
+    "pause": None,
+}
+
+
+def settled(reason: Reason, parts: Iterable[Part]) -> Reason:
+    """Some providers say stop where they call tools, and Gemini has no other word."""
+    return "tool_calls" if reason == "stop" and any(isinstance(part, ToolCall) for part in parts) else reason

@@ -1,0 +1,209 @@
+"""The contents of Gemini's protocol, and the inner form's messages.
+
+Calls may have no ids. Ours for those are made of their place, so that they are the same each time, and are left out
+again on the way back; a result without an id answers the first open call of its name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+import msgspec
+
+from emberline.gateway.dialects import seals
+from emberline.gateway.dialects.anthropic.content import arguments_of, object_of
+from emberline.gateway.dialects.fields import Fields, unknown
+from emberline.gateway.dialects.inner import (
+    Audio,
+    File,
+    Image,
+    Json,
+    Message,
+    Opaque,
+    Part,
+    Spoken,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from emberline.gateway.dialects.media import mime_of
+
+MADE = "gemini-"  # how ids begin that Gemini did not give
+FOREIGN_SEAL = "skip_thought_signature_validator"  # what Google gives for calls that are not Gemini's own
+
+
+class ContentsParser:
+    """Reads the contents of one conversation, or of one reply."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = MADE + prefix
+        self._calls = 0
+        self._open: list[ToolCall] = []  # without a result yet
+
+    def message(self, raw: object, path: str) -> Message:
+        said = Fields(raw, path)
+        role = said.left.get("role") or "user"
+        if role not in ("user", "model", "function", "system"):
+            raise unknown(role, f"{path}.role", "user, model")
+        rows = said.take("parts", list, [])
+        parts = [part for at, row in enumerate(rows) for part in self.part(row, f"{path}.parts[{at}]")]
+        return Message("assistant" if role == "model" else "user", parts, "list", said.left)
+
+    def part(self, raw: object, path: str) -> list[Part]:
+        said = Fields(raw, path)
+        if (text := said.take("text", str)) is not None:
+            if said.left.get("thought"):
+                del said.left["thought"]
+                seal, family = found_seal(said.take("thoughtSignature", str, ""))
+                return [Thinking(text, family, seal, extra=said.left)]
+            return [Text(text, said.left)]
+        if (call := said.take("functionCall", dict)) is not None:
+            return [self._call(Fields(call, f"{path}.functionCall"), said)]
+        if (result := said.take("functionResponse", dict)) is not None:
+            return [self._result(Fields(result, f"{path}.functionResponse"), said)]
+        for name, place in (("inlineData", "data"), ("fileData", "fileUri")):
+            if (media := said.take(name, dict)) is not None:
+                return [_parse_media(Fields(media, f"{path}.{name}"), place, said.left)]
+        kind = next(iter(said.left), "part")
+        return [Opaque(kind, said.left)]
+
+    def _call(self, call: Fields, said: Fields) -> ToolCall:
+        id = call.take("id", str) or f"{self._prefix}{self._calls}"
+        self._calls += 1
+        arguments = msgspec.json.encode(call.take("args", dict, {})).decode()
+        made = ToolCall(id, call.need("name", str), arguments, said.left | call.left)
+        self._open.append(made)
+        return made
+
+    def _result(self, result: Fields, said: Fields) -> ToolResult:
+        id, name = result.take("id", str, ""), result.need("name", str)
+        answered = next((call for call in self._open if (call.id == id if id else call.name == name)), None)
+        if answered is not None:
+            self._open.remove(answered)
+            id = answered.id
+        response = result.take("response", dict, {})
+        text, shape = _told(response)
+        parts: list[Part] = [Text(text)]
+        for row in result.take("parts", list, []):
+            parts += self.part(row, f"{result.path}.parts")
+        failed = True if shape == "error" else None
+        return ToolResult(id or f"{MADE}{name}", parts, name, failed, shape, said.left | result.left)
+
+
+def _told(response: Json) -> tuple[str, str]:
+    """The text of a result, and how it was wrapped."""
+    if len(response) == 1:
+        for name in ("output", "result", "error"):
+            if isinstance(response.get(name), str):
+                return response[name], name
+    return msgspec.json.encode(response).decode(), "object"
+
+
+def _parse_media(said: Fields, place: str, extra: Json) -> Part:
+    given, mime = said.need(place, str), said.take("mimeType", str, "")
+    name = said.take("displayName", str, "")
+    kept = extra | said.left
+    data, url = (given, "") if place == "data" else ("", given)
+    if mime.startswith("image/") and not name:
+        return Image(url, data, mime, extra=kept)
+    if mime.startswith("audio/") and data and not name:
+        return Audio(data, mime, kept)
+    return File(url, data, mime, name=name, extra=kept)
+
+
+def found_seal(seal: str) -> tuple[str, Spoken]:
+    """Google's are base64; one of another family is wrapped in it."""
+    try:
+        return _foreign(base64.b64decode(seal, validate=True).decode()) or (seal, "gemini")
+    except (binascii.Error, UnicodeDecodeError):
+        return seal, "gemini"
+
+
+def _foreign(text: str) -> tuple[str, Spoken] | None:
+    seal, family = seals.found(text, "gemini")
+    return (seal, family) if family != "gemini" else None
+
+
+def shown_seal(seal: str, family: Spoken) -> str:
+    if not seal or family == "gemini":
+        return seal
+    return base64.b64encode(seals.shown(seal, family, "gemini").encode()).decode()
+
+
+def render_parts(parts: list[Part], names: dict[str, str]) -> list[Json]:
+    """`names` are of the calls, by their ids: results repeat them. A seal without text belongs to the call after it."""
+    rows: list[Json] = []
+    seal = ""
+    for part in parts:
+        if isinstance(part, Thinking) and not part.text and not part.extra:
+            seal = part.seal
+            continue
+        row = _render_part(part, names)
+        if isinstance(part, ToolCall) and seal:
+            row["thoughtSignature"] = seal
+            seal = ""
+        rows.append(row)
+    return rows
+
+
+def _render_part(part: Part, names: dict[str, str]) -> Json:
+    match part:
+        case Text():
+            return {"text": part.text, **part.extra}
+        case Thinking():
+            signed = {"thoughtSignature": shown_seal(part.seal, part.family)} if part.seal else {}
+            return {"text": part.text, "thought": True, **signed, **part.extra}
+        case ToolCall():
+            signature = {name: part.extra[name] for name in part.extra if name in _BESIDE}
+            inside = {name: value for name, value in part.extra.items() if name not in _BESIDE}
+            call = {**_id(part.id), "name": part.name, "args": arguments_of(part), **inside}
+            return {"functionCall": call, **signature}
+        case ToolResult():
+            return _render_result(part, names)
+        case Image() | Audio() | File():
+            return _render_media(part)
+        case Opaque():
+            return part.raw
+    raise AssertionError(f"{type(part).__name__} was not made fit for gemini")
+
+
+_BESIDE = ("thoughtSignature", "partMetadata")  # of a part; the rest is of the call in it
+
+
+def _id(id: str) -> Json:
+    return {} if not id or id.startswith(MADE) else {"id": id}
+
+
+def _render_result(result: ToolResult, names: dict[str, str]) -> Json:
+    texts = [part.text for part in result.parts if isinstance(part, Text)]
+    rest = [_render_part(part, names) for part in result.parts if not isinstance(part, Text)]
+    text = "\n".join(texts)
+    if result.shape == "object":
+        response: Json = object_of(text) or {}
+    else:
+        usual = "error" if result.is_error else "output"
+        response = {result.shape if result.shape in ("output", "result", "error") else usual: text}
+    beside = {name: result.extra[name] for name in result.extra if name in _BESIDE}
+    inside = {name: value for name, value in result.extra.items() if name not in _BESIDE}
+    made = {**_id(result.id), "name": result.name or names.get(result.id, result.id), "response": response, **inside}
+    return {"functionResponse": made | ({"parts": rest} if rest else {}), **beside}
+
+
+def _render_media(part: Image | Audio | File) -> Json:
+    if isinstance(part, Audio) or part.data:
+        media: Json = {"mimeType": part.mime, "data": part.data}
+        made: Json = {"inlineData": media}
+    else:
+        mime = part.mime or mime_of(part.url)
+        media = {"fileUri": part.url} | ({"mimeType": mime} if mime else {})
+        made = {"fileData": media}
+    if isinstance(part, File) and part.name:
+        media["displayName"] = part.name
+    inside = {name: value for name, value in part.extra.items() if name not in _AROUND}
+    media |= inside
+    return {**made, **{name: value for name, value in part.extra.items() if name in _AROUND}}
+
+
+_AROUND = ("videoMetadata", "mediaResolution", "thoughtSignature", "partMetadata", "thought")

@@ -1,0 +1,126 @@
+"""The events of a streamed reply of Gemini's, as deltas. There is no last event: the finishReason tells, and the end of
+the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.gemini.content import MADE
+from emberline.gateway.dialects.gemini.reply import blocked, logprobs_of, reason_of
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import raised
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+
+class _Call(msgspec.Struct):
+    name: str
+    id: str | None = None
+    args: Json | None = None
+
+
+class _Part(msgspec.Struct, rename="camel"):
+    text: str | None = None
+    thought: bool | None = None
+    thought_signature: str | None = None
+    function_call: _Call | None = None
+
+
+class _Content(msgspec.Struct):
+    parts: list[_Part] | None = None
+
+
+class _Candidate(msgspec.Struct, rename="camel"):
+    content: _Content | None = None
+    finish_reason: str | None = None
+    index: int | None = None
+    logprobs_result: Json | None = None
+
+
+class _Event(msgspec.Struct, rename="camel"):
+    candidates: list[_Candidate] | None = None
+    prompt_feedback: Json | None = None
+    usage_metadata: Json | None = None
+    model_version: str | None = None
+    response_id: str | None = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class Reader:
+    def __init__(self) -> None:
+        self._id = ""
+        self._opened = False
+        self._calls: dict[int, int] = {}  # choice -> how many
+        self._finished: set[int] = set()
+        self._usage: Usage | None = None
+
+    def read(self, event: bytes) -> Iterator[Delta]:
+        try:
+            said = _DECODER.decode(event)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Broken(f"an event of the stream is not one of Gemini's: {error}") from None
+        if said.error is not None:
+            raise raised({"error": said.error})
+        if not self._opened:
+            self._opened = True
+            self._id = said.response_id or ""
+            yield Opened(self._id, said.model_version or "")
+        for row in said.candidates or ():
+            yield from self._candidate(row, row.index or 0)
+        if not said.candidates and (said.prompt_feedback or {}).get("blockReason"):
+            yield RefusalPiece(blocked(said.prompt_feedback or {}))
+            self._finished.add(0)
+            yield Finished("filter")
+        if (usage := Usage.read("gemini", said.usage_metadata)) is not None:
+            self._usage = usage if self._usage is None else self._usage.joined(usage)
+
+    def end(self) -> Iterator[Delta]:
+        if self._finished:
+            if self._usage is not None:
+                yield Counted(self._usage)
+            yield Ended()
+
+    def _candidate(self, row: _Candidate, choice: int) -> Iterator[Delta]:
+        logprobs = logprobs_of(row.logprobs_result)
+        for part in (row.content.parts if row.content else None) or ():
+            if part.function_call is not None:
+                yield from self._call(part.function_call, part.thought_signature, choice)
+            elif part.thought:
+                yield ThinkingPiece(part.text or "", choice)
+                if part.thought_signature:
+                    yield Sealed(part.thought_signature, "gemini", choice=choice)
+            elif part.text:
+                yield TextPiece(part.text, choice, logprobs)
+                logprobs = None
+        if row.finish_reason and choice not in self._finished:
+            self._finished.add(choice)
+            reason = reason_of(row.finish_reason)
+            yield Finished("tool_calls" if reason == "stop" and self._calls.get(choice) else reason, choice=choice)
+
+    def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[Delta]:
+        slot = self._calls.get(choice, 0)
+        self._calls[choice] = slot + 1
+        if seal:
+            yield Sealed(seal, "gemini", choice=choice)
+        id = call.id or f"{MADE}{self._id + '-' if self._id else ''}{slot}"
+        yield ToolOpened(slot, id, call.name, choice)
+        yield ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)

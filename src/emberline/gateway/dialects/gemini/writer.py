@@ -1,0 +1,129 @@
+"""Deltas as the events of a streamed reply of Gemini's. Arguments of a call are an object there: they wait for their
+end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from emberline.api import sse
+from emberline.gateway.dialects import counts
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.finish import TO_GEMINI
+from emberline.gateway.dialects.gemini.content import render_parts, shown_seal
+from emberline.gateway.dialects.gemini.reply import logprobs_result
+from emberline.gateway.dialects.inner import Json, Part, Thinking, ToolCall
+from emberline.gateway.dialects.problems import error_body
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+_TEXT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
+
+
+@dataclass(slots=True)
+class _Candidate:
+    calls: dict[int, tuple[ToolOpened, list[str]]] = field(default_factory=dict)  # that wait, with their pieces
+    seals: dict[int, str] = field(default_factory=dict)  # of calls
+    seal: str = ""  # of the next one
+    refused: bool = False
+    finished: Finished | None = None
+
+
+class Writer:
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._tail = b""  # of every event: model and id
+        self._candidates: dict[int, _Candidate] = {}
+        self._usage: Usage | None = None
+
+    def push(self, delta: Delta) -> bytes:
+        match delta:
+            case TextPiece(logprobs=None):
+                return self._flush(delta.choice) + _TEXT % (sse.dumps(delta.text), b"", delta.choice, self._tail)
+            case ThinkingPiece():
+                text = sse.dumps(delta.text)
+                return self._flush(delta.choice) + _TEXT % (text, b',"thought":true', delta.choice, self._tail)
+            case ToolPiece():
+                if delta.slot not in self._of(delta.choice).calls:
+                    raise Broken("a piece of a call comes after other content")
+                self._of(delta.choice).calls[delta.slot][1].append(delta.text)
+            case Opened():
+                assert not self._tail, "a stream begins once"
+                names = {"modelVersion": self._asked.model or delta.model, "responseId": delta.id or self._asked.id}
+                self._tail = b"," + sse.dumps(names)[1:] + b"\n\n"
+            case Counted():
+                self._usage = delta.usage
+            case Ended():
+                return self._end()
+            case _:
+                return self._rare(delta, self._of(delta.choice))
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        return sse.data(error_body(error, "gemini"))
+
+    def _rare(self, delta: TextPiece | RefusalPiece | Sealed | ToolOpened | Finished, candidate: _Candidate) -> bytes:
+        match delta:
+            case TextPiece():
+                more = {"logprobsResult": logprobs_result(delta.logprobs or [])}
+                return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
+            case RefusalPiece():
+                candidate.refused = True
+                return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
+            case Sealed(family="gemini"):
+                candidate.seal = delta.seal
+            case Sealed(redacted=False):
+                thought = {"text": "", "thought": True, "thoughtSignature": shown_seal(delta.seal, delta.family)}
+                return self._flush(delta.choice) + self._event(delta.choice, [thought])
+            case ToolOpened():
+                candidate.calls[delta.slot] = (delta, [])
+                candidate.seals[delta.slot], candidate.seal = candidate.seal, ""
+            case Finished():
+                candidate.finished = delta
+                return self._flush(delta.choice)
+        return b""
+
+    def _of(self, choice: int) -> _Candidate:
+        if (candidate := self._candidates.get(choice)) is None:
+            candidate = self._candidates[choice] = _Candidate()
+        return candidate
+
+    def _flush(self, choice: int) -> bytes:
+        """The calls that waited are whole when anything else comes."""
+        candidate = self._of(choice)
+        if not candidate.calls:
+            return b""
+        parts: list[Part] = []
+        for slot, (call, pieces) in candidate.calls.items():
+            if candidate.seals[slot]:
+                parts.append(Thinking("", "gemini", candidate.seals[slot]))
+            parts.append(ToolCall(call.id, call.name, "".join(pieces)))
+        candidate.calls = {}
+        return self._event(choice, render_parts(parts, {}))
+
+    def _event(self, choice: int, parts: list[Json], more: Json | None = None) -> bytes:
+        row = {"content": {"parts": parts, "role": "model"}, "index": choice} | (more or {})
+        return b'data: {"candidates":[%b]%b' % (sse.dumps(row), self._tail)
+
+    def _end(self) -> bytes:
+        """The last event has the reasons and what was used."""
+        rows: list[Json] = []
+        for choice, candidate in sorted(self._candidates.items()):
+            assert candidate.finished is not None and not candidate.calls, "a stream finishes before it ends"
+            reason = "SAFETY" if candidate.refused else TO_GEMINI[candidate.finished.reason]
+            content = {"parts": [{"text": ""}], "role": "model"}
+            rows.append({"content": content, "finishReason": reason, "index": choice})
+        usage = {} if self._usage is None else {"usageMetadata": counts.gemini(self._usage)}
+        return b"data: " + sse.dumps({"candidates": rows} | usage)[:-1] + self._tail

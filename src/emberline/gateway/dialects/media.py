@@ -1,0 +1,37 @@
+"""Pictures, sounds and documents: data URLs, and what kind a name tells."""
+
+from __future__ import annotations
+
+_SUFFIXES = {
+    "png": "image/png",
+    "jpg": "image/jpeg",
+    "jpeg": "image/jpeg",
+    "gif": "image/gif",
+    "webp": "image/webp",
+    "heic": "image/heic",
+    "pdf": "application/pdf",
+    "txt": "text/plain",
+    "md": "text/markdown",
+    "csv": "text/csv",
+    "json": "application/json",
+    "html": "text/html",
+}
+
+
+def split_data_url(url: str) -> tuple[str, str] | None:
+    """(mime, base64 data) of a data URL; None if it is none, or not in base64."""
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        return None
+    mime = head[len("data:") : -len(";base64")]
+    return (mime or "text/plain"), data
+
+
+def data_url(mime: str, data: str) -> str:
+    return f"data:{mime};base64,{data}"
+
+
+def mime_of(name: str) -> str:
+    """From the end of a name or URL; "" if it tells nothing."""
+    path = name.partition("?")[0].partition("#")[0]
+    return _SUFFIXES.get(path.rpartition(".")[2].lower(), "")

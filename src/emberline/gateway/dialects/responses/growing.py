@@ -1,0 +1,148 @@
+"""The items of a streamed response as they grow: each tells its events, and can be shown at any time."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from emberline.api import sse
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.responses.reply import text_part
+
+_HEAD = b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":%b,"output_index":%d%b,"delta":'
+
+
+class Growing:
+    kind: ClassVar[str]  # of what grows, as its events are named
+    part_place: ClassVar[Json]  # how events say which part it is
+
+    def __init__(self, id: str, index: int) -> None:
+        self.id = id
+        self.status = "in_progress"
+        self.sealed = ""
+        self.pieces: list[str] = []
+        self.place: Json = {"item_id": id, "output_index": index}
+        kind = self.kind.encode()
+        part = b"".join(b',"%b":%d' % (name.encode(), at) for name, at in self.part_place.items())
+        self._head = _HEAD % (kind, kind, sse.dumps(id), index, part)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def piece(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
+        return b'%b%b,"sequence_number":%d}\n\n' % (self._head, text, number)
+
+    def show(self) -> Json:
+        raise NotImplementedError
+
+    def begin(self) -> list[Json]:
+        return [self._item_event("added")]
+
+    def close(self, status: str) -> list[Json]:
+        self.status = status
+        return [self._item_event("done")]
+
+    def _item_event(self, what: str) -> Json:
+        return {"type": f"response.output_item.{what}", "output_index": self.place["output_index"], "item": self.show()}
+
+    def _done(self, **whole: object) -> Json:
+        return {"type": f"response.{self.kind}.done", **self.place, **self.part_place, **whole}
+
+
+class Call(Growing):
+    kind = "function_call_arguments"
+    part_place: ClassVar[Json] = {}
+
+    def __init__(self, id: str, index: int, slot: int, call_id: str, name: str) -> None:
+        super().__init__(id, index)
+        self.slot = slot
+        self._names = {"call_id": call_id, "name": name}
+
+    def show(self) -> Json:
+        head = {"id": self.id, "type": "function_call", "status": self.status}
+        return {**head, **self._names, "arguments": self.text}
+
+    def close(self, status: str) -> list[Json]:
+        return [self._done(name=self._names["name"], arguments=self.text), *super().close(status)]
+
+
+class Said(Growing):
+    """A message: its one part begins right after it and ends right before it."""
+
+    kind = "output_text"
+    part_place: ClassVar[Json] = {"content_index": 0}
+
+    def __init__(self, id: str, index: int) -> None:
+        super().__init__(id, index)
+        self._logprobs: list[Json] = []
+        self._begun = False
+
+    def piece(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
+        self._logprobs += logprobs or ()
+        return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), number)
+
+    def part(self) -> Json:
+        return text_part(self.text, list(self._logprobs))
+
+    def show(self) -> Json:
+        content = [self.part()] if self._begun else []
+        return {"id": self.id, "type": "message", "status": self.status, "role": "assistant", "content": content}
+
+    def begin(self) -> list[Json]:
+        events = super().begin()
+        self._begun = True
+        return [*events, {"type": "response.content_part.added", **self.place, **self.part_place, "part": self.part()}]
+
+    def whole(self) -> Json:
+        return {"text": self.text, "logprobs": list(self._logprobs)}
+
+    def close(self, status: str) -> list[Json]:
+        part_done = {"type": "response.content_part.done", **self.place, **self.part_place, "part": self.part()}
+        return [self._done(**self.whole()), part_done, *super().close(status)]
+
+
+class Refused(Said):
+    kind = "refusal"
+
+    def piece(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
+        return Growing.piece(self, text, logprobs, number)
+
+    def part(self) -> Json:
+        return {"type": "refusal", "refusal": self.text}
+
+    def whole(self) -> Json:
+        return {"refusal": self.text}
+
+
+class Thought(Growing):
+    """Thinking, told as a summary of one part; or only sealed, and not told."""
+
+    kind = "reasoning_summary_text"
+    part_place: ClassVar[Json] = {"summary_index": 0}
+
+    def __init__(self, id: str, index: int, *, told: bool = True) -> None:
+        super().__init__(id, index)
+        self._told = told
+        self._begun = False
+
+    def show(self) -> Json:
+        summary = [self._part()] if self._begun else []
+        return {"id": self.id, "type": "reasoning", "summary": summary, "encrypted_content": self.sealed or None}
+
+    def begin(self) -> list[Json]:
+        events = super().begin()
+        self._begun = self._told
+        return [*events, *self._part_events("added")]
+
+    def close(self, status: str) -> list[Json]:
+        text_done = [self._done(text=self.text)] if self._told else []
+        return [*text_done, *self._part_events("done"), *super().close(status)]
+
+    def _part(self) -> Json:
+        return {"type": "summary_text", "text": self.text}
+
+    def _part_events(self, what: str) -> list[Json]:
+        if not self._told:
+            return []
+        kind = f"response.reasoning_summary_part.{what}"
+        return [{"type": kind, **self.place, **self.part_place, "part": self._part()}]

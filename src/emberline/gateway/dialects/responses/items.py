@@ -1,0 +1,170 @@
+"""The items of a Responses request or reply, and the inner form's messages."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects import seals
+from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.inner import (
+    File,
+    Image,
+    Json,
+    Message,
+    Opaque,
+    Part,
+    Refusal,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+)
+from emberline.gateway.dialects.media import data_url, split_data_url
+
+
+def parse_item(raw: object, path: str) -> Message:
+    """Every item is a message of its own here; neighbours are joined where a dialect wants it."""
+    said = Fields(raw, path)
+    kind = said.left.get("type", "message")
+    match kind:
+        case "message":
+            role = said.need("role", str)
+            if role not in ("user", "assistant", "system", "developer"):
+                raise unknown(role, f"{path}.role", "user, assistant, system, developer")
+            parts, shape = _content(said, "content", "output_text" if role == "assistant" else "input_text")
+            return Message(role, parts, shape, said.left)  # type: ignore[arg-type]  # checked above
+        case "reasoning":
+            return Message("assistant", [_parse_reasoning(said)])
+        case "function_call":
+            id, name = said.need("call_id", str), said.need("name", str)
+            arguments = said.take("arguments", str, "")
+            del said.left["type"]
+            return Message("assistant", [ToolCall(id, name, arguments, said.left)])
+        case "function_call_output":
+            id = said.take("call_id", str, "")
+            parts, shape = _content(said, "output", "input_text")
+            return Message("tool", [ToolResult(id, parts, shape=shape)], "auto", said.left)
+        case _:
+            return Message("assistant", [Opaque(str(kind), said.left)])
+
+
+def _parse_reasoning(said: Fields) -> Thinking:
+    seal, family = seals.found(said.take("encrypted_content", str, ""), "openai-responses")
+    name = "content" if said.left.get("content") else "summary"
+    rows = expect(said.left.get(name) or [], list, said.at(name))
+    text = "\n\n".join(str(row.get("text", "")) for row in rows if isinstance(row, dict))
+    return Thinking(text, family, seal, extra=said.left)
+
+
+def _content(said: Fields, name: str, usual: str) -> tuple[list[Part], str]:
+    content = said.raw(name)
+    if content is None:
+        return [], "absent"
+    if isinstance(content, str):
+        return [Text(content)], "text"
+    rows = expect(content, list, said.at(name))
+    return [_parse_part(row, f"{said.at(name)}[{at}]", usual) for at, row in enumerate(rows)], "list"
+
+
+def _parse_part(raw: object, path: str, usual: str) -> Part:
+    said = Fields(raw, path)
+    kind = said.need("type", str)
+    match kind:
+        case "input_text" | "output_text":
+            odd = {} if kind == usual else {"type": kind}
+            return Text(said.need("text", str), odd | said.left)
+        case "refusal":
+            return Refusal(said.need("refusal", str), said.left)
+        case "input_image":
+            url, detail = said.take("image_url", str, ""), said.take("detail", str)
+            mime, data = split_data_url(url) or ("", "")
+            return Image("" if data else url, data, mime, said.take("file_id", str, ""), detail, said.left)
+        case "input_file":
+            given = said.take("file_data", str, "")
+            mime, data = split_data_url(given) or ("", given)
+            url, file_id, name = [said.take(field, str, "") for field in ("file_url", "file_id", "filename")]
+            return File(url, data, mime, file_id, name, extra=said.left)
+        case _:
+            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+
+
+def render_items(message: Message) -> list[Json]:
+    """In their order; texts and pictures that stand together are one message."""
+    items: list[Json] = []
+    together: list[Part] = []
+    for part in message.parts:
+        if not isinstance(part, Thinking | ToolCall | ToolResult | Opaque) or _inside(part):
+            together.append(part)
+            continue
+        items += _render_message(message, together)
+        together = []
+        items.append(_render_single(part, message.extra))
+    if together or not message.parts:
+        items += _render_message(message, together or None)
+    return items
+
+
+def _inside(part: Part) -> bool:
+    """A part of a message's content that we do not know, not an item."""
+    return isinstance(part, Opaque) and part.kind.startswith("input_")
+
+
+def _render_message(message: Message, parts: list[Part] | None) -> list[Json]:
+    if parts is not None and not parts:
+        return []
+    made: Json = {"role": message.role}
+    usual = "output_text" if message.role == "assistant" else "input_text"
+    if parts or message.shape != "absent":
+        made["content"] = _render_content(parts or [], message.shape, usual)
+    return [{**made, **message.extra}]
+
+
+def _render_single(part: Thinking | ToolCall | ToolResult | Opaque, extra: Json) -> Json:
+    match part:
+        case Thinking():
+            return _render_reasoning(part)
+        case ToolCall():
+            call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+            return {"type": "function_call", **call, **part.extra}
+        case ToolResult():
+            made: Json = {"type": "function_call_output"} | ({"call_id": part.id} if part.id else {})
+            made["output"] = _render_content(part.parts, part.shape, "input_text")
+            return {**made, **extra}
+        case Opaque():
+            return part.raw
+
+
+def _render_reasoning(part: Thinking) -> Json:
+    made: Json = {"type": "reasoning"}
+    if not part.extra:
+        made["summary"] = [{"type": "summary_text", "text": part.text}] if part.text else []
+    if part.seal:
+        made["encrypted_content"] = seals.shown(part.seal, part.family, "openai-responses")
+    return {**made, **part.extra}
+
+
+def _render_content(parts: list[Part], shape: str, usual: str) -> str | list[Json]:
+    match parts:
+        case [Text(text=text, extra=extra)] if shape != "list" and not extra:
+            return text
+        case [] if shape == "auto":
+            return ""
+    return [made for part in parts if (made := _render_part(part, usual))]
+
+
+def _render_part(part: Part, usual: str) -> Json:
+    match part:
+        case Text():
+            return {"type": usual, "text": part.text, **part.extra}
+        case Refusal():
+            return {"type": "refusal", "refusal": part.text, **part.extra}
+        case Image():
+            given = {"image_url": part.url or (data_url(part.mime, part.data) if part.data else "")}
+            given |= {"file_id": part.file_id, "detail": part.detail or ""}
+            return {"type": "input_image", **{name: value for name, value in given.items() if value}, **part.extra}
+        case File():
+            data = data_url(part.mime, part.data) if part.mime else part.data
+            given = {"file_data": data if part.data else "", "file_url": part.url, "file_id": part.file_id}
+            given["filename"] = part.name
+            return {"type": "input_file", **{name: value for name, value in given.items() if value}, **part.extra}
+        case Opaque():
+            return part.raw
+    raise AssertionError(f"{type(part).__name__} was not made fit for responses")

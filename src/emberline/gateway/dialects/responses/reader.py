@@ -1,0 +1,161 @@
+"""The events of a streamed response, as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.responses.reply import reason_of
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+
+class _Item(msgspec.Struct):
+    type: str
+    call_id: str | None = None
+    name: str | None = None
+    arguments: Any = None
+    encrypted_content: str | None = None
+
+
+class _Response(msgspec.Struct):
+    id: str = ""
+    model: str = ""
+    created_at: float | None = None
+    status: str | None = None
+    incomplete_details: Json | None = None
+    error: Any = None
+    usage: Json | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    output_index: int = -1
+    content_index: int = -1
+    summary_index: int = -1
+    delta: Any = None
+    logprobs: list[Json] | None = None
+    item: _Item | None = None
+    response: _Response | None = None
+    # of an error
+    code: Any = None
+    message: Any = None
+    error: Any = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class Reader:
+    def __init__(self) -> None:
+        self._slots: dict[int, int] = {}  # output_index -> call
+        self._bare: set[int] = set()  # calls that have no arguments yet
+        self._thought: tuple[int, int, int] | None = None  # which part of which item thinks
+
+    def read(self, event: bytes) -> Iterator[Delta]:
+        if event == b"[DONE]":
+            return  # some send it here too
+        try:
+            said = _DECODER.decode(event)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Broken(f"an event of the stream is not one of Responses: {error}") from None
+        if said.type == "response.output_text.delta" and isinstance(said.delta, str):  # nearly all are
+            yield TextPiece(said.delta, logprobs=said.logprobs or None)
+            return
+        match said:
+            case _Event(type="response.function_call_arguments.delta", delta=str(text)):
+                slot = self._slot(said.output_index)
+                self._bare.discard(slot)
+                yield ToolPiece(slot, text)
+            case _Event(type="response.reasoning_summary_text.delta" | "response.reasoning_text.delta", delta=str()):
+                yield from self._think(said)
+            case _Event(type="response.refusal.delta", delta=str(text)):
+                yield RefusalPiece(text)
+            case _Event(type="response.output_item.added", item=_Item() as item):
+                yield from self._added(said.output_index, item)
+            case _Event(type="response.output_item.done", item=_Item() as item):
+                yield from self._done(said.output_index, item)
+            case _Event(response=_Response() as response):
+                yield from self._whole(said.type, response)
+            case _Event(type="error" | "response.failed"):
+                raise raised({"error": said.error or {"message": said.message, "code": said.code}})
+            case _Event(type=kind) if kind in _NEEDED:
+                raise Broken(f"an event of the stream has nothing in it: {kind}")
+        # all others repeat what was said, or tell of the server's own tools
+
+    def end(self) -> tuple[Delta, ...]:
+        return ()
+
+    def _whole(self, kind: str, response: _Response) -> Iterator[Delta]:
+        match kind:
+            case "response.created":
+                yield Opened(response.id, response.model, int(response.created_at or 0))
+            case "response.failed":
+                raise raised({"error": response.error or {"message": "the response failed"}})
+            case "response.completed" | "response.incomplete":
+                reason = reason_of(response.status, response.incomplete_details)
+                yield Finished("tool_calls" if reason == "stop" and self._slots else reason)
+                if (usage := Usage.read("openai-responses", response.usage)) is not None:
+                    yield Counted(usage)
+                yield Ended()
+
+    def _think(self, said: _Event) -> Iterator[Delta]:
+        part = (said.output_index, said.summary_index, said.content_index)
+        if self._thought is not None and self._thought[0] == part[0] and self._thought != part:
+            yield ThinkingPiece("\n\n")  # between the parts of one item
+        self._thought = part
+        yield ThinkingPiece(said.delta)
+
+    def _added(self, index: int, item: _Item) -> Iterator[Delta]:
+        if item.type != "function_call":
+            return
+        if item.call_id is None or item.name is None or index in self._slots:
+            raise Broken("a call of the stream has no name, or the place of another")
+        slot = self._slots[index] = len(self._slots)
+        self._bare.add(slot)
+        yield ToolOpened(slot, item.call_id, item.name)
+
+    def _done(self, index: int, item: _Item) -> Iterator[Delta]:
+        if item.type == "reasoning" and item.encrypted_content:
+            yield Sealed(item.encrypted_content, "openai-responses")
+        elif item.type == "function_call" and (slot := self._slot(index)) in self._bare:
+            self._bare.discard(slot)
+            yield ToolPiece(slot, item.arguments if isinstance(item.arguments, str) and item.arguments else "{}")
+
+    def _slot(self, index: int) -> int:
+        if (slot := self._slots.get(index)) is None:
+            raise Broken("a piece of the stream belongs to no call")
+        return slot
+
+
+_NEEDED = frozenset(
+    {
+        "response.created",
+        "response.completed",
+        "response.incomplete",
+        "response.output_text.delta",
+        "response.function_call_arguments.delta",
+        "response.reasoning_summary_text.delta",
+        "response.reasoning_text.delta",
+        "response.refusal.delta",
+        "response.output_item.added",
+        "response.output_item.done",
+    }
+)

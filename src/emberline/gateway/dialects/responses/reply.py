@@ -1,0 +1,118 @@
+"""A whole response, and the inner form's Answer."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects import counts, seals
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.fields import Fields
+from emberline.gateway.dialects.finish import RESPONSES, TO_RESPONSES, settled
+from emberline.gateway.dialects.inner import (
+    Answer,
+    Choice,
+    Json,
+    Part,
+    Reason,
+    Refusal,
+    Text,
+    Thinking,
+    ToolCall,
+)
+from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.responses.items import parse_item
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+# What Responses wants in every reply, if the request did not say it.
+_ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+
+
+def parse(body: Json, changes: Changes) -> Answer:
+    said = Fields(body, "")
+    if said.left.get("status") in ("failed", "cancelled"):
+        raise raised({"error": said.left.get("error") or {"message": f"the response is {said.left['status']}"}})
+    id, model = said.take("id", str, ""), said.take("model", str, "")
+    parts: list[Part] = []
+    logprobs: list[Json] = []
+    for at, raw in enumerate(said.need("output", list)):
+        for part in parse_item(raw, f"output[{at}]").parts:
+            if isinstance(part, Text):
+                logprobs += part.extra.get("logprobs") or []
+            parts.append(part)
+    reason = reason_of(said.left.get("status"), said.take("incomplete_details", dict))
+    choice = Choice(parts, settled(reason, parts), logprobs=logprobs or None)
+    created = int(said.take("created_at", float, 0))
+    return Answer("openai-responses", id, model, [choice], created, Usage.found("openai-responses", body))
+
+
+def reason_of(status: object, details: Json | None) -> Reason:
+    return "stop" if status != "incomplete" else RESPONSES.get(str((details or {}).get("reason")), "length")
+
+
+def render(answer: Answer, asked: Asked) -> Json:
+    if not answer.choices:
+        raise Broken("the reply has no answer in it")
+    choice = answer.choices[0]
+    id = answer.id or asked.id
+    why = TO_RESPONSES[choice.reason or "stop"]
+    items = [_item(part, item_id(id, at), choice) for at, part in enumerate(choice.parts) if _has_place(part)]
+    model = asked.model or answer.model
+    return response(id, answer.created or asked.created, model, asked, items, why=why, usage=answer.usage)
+
+
+def response(
+    id: str,
+    created: int,
+    model: str,
+    asked: Asked,
+    items: list[Json],
+    *,
+    status: str | None = None,
+    why: str | None = None,
+    usage: Usage | None = None,
+    error: Json | None = None,
+) -> Json:
+    """The object itself, at any time of its life."""
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": created,
+        "model": model,
+        **_ECHO,
+        **asked.echo,
+        "status": status or ("incomplete" if why else "completed"),
+        "error": error,
+        "incomplete_details": {"reason": why} if why else None,
+        "output": items,
+        "usage": None if usage is None else counts.responses(usage),
+    }
+
+
+def item_id(response_id: str, at: int) -> str:
+    return f"item_{response_id.removeprefix('resp_')}_{at}"
+
+
+def _has_place(part: Part) -> bool:
+    return isinstance(part, Text | Refusal | ToolCall) or (isinstance(part, Thinking) and not part.redacted)
+
+
+def _item(part: Part, id: str, choice: Choice) -> Json:
+    match part:
+        case Text():
+            content = text_part(part.text, choice.logprobs)
+            return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
+        case Refusal():
+            content = {"type": "refusal", "refusal": part.text}
+            return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
+        case ToolCall():
+            call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+            return {"id": id, "type": "function_call", "status": "completed", **call}
+        case Thinking():
+            summary = [{"type": "summary_text", "text": part.text}] if part.text else []
+            sealed = seals.shown(part.seal, part.family, "openai-responses") or None
+            return {"id": id, "type": "reasoning", "summary": summary, "encrypted_content": sealed}
+    raise AssertionError(f"{type(part).__name__} has no place in a response")
+
+
+def text_part(text: str, logprobs: list[Json] | None) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}

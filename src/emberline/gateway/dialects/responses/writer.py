@@ -1,0 +1,142 @@
+"""Deltas as the events of a streamed response. Items come one after the other; each has one part that grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emberline.api import sse
+from emberline.gateway.dialects import seals
+from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.deltas import (
+    Counted,
+    Delta,
+    Ended,
+    Finished,
+    Opened,
+    RefusalPiece,
+    Sealed,
+    TextPiece,
+    ThinkingPiece,
+    ToolOpened,
+    ToolPiece,
+)
+from emberline.gateway.dialects.finish import TO_RESPONSES
+from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.problems import error_body
+from emberline.gateway.dialects.responses.growing import Call, Growing, Refused, Said, Thought
+from emberline.gateway.dialects.responses.reply import item_id, response
+from emberline.gateway.errors import Broken
+from emberline.gateway.usage import Usage
+
+_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # all others: server_error
+
+
+class Writer:
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+        self._opened: Opened | None = None
+        self._items: list[Growing] = []
+        self._open: Growing | None = None  # the last of them, or none
+        self._finished: Finished | None = None
+        self._usage: Usage | None = None
+        self._sent = 0
+
+    def push(self, delta: Delta) -> bytes:
+        match delta:
+            case TextPiece():
+                return self._grow(Said, delta.text, delta.logprobs)
+            case ToolPiece():
+                if not isinstance(self._open, Call) or self._open.slot != delta.slot:
+                    raise Broken("the pieces of several calls are mixed")
+                return self._piece(self._open, delta.text)
+            case ThinkingPiece():
+                return self._grow(Thought, delta.text)
+            case RefusalPiece():
+                return self._grow(Refused, delta.text)
+            case ToolOpened():
+                return self._begin(Call(*self._place(), delta.slot, delta.id, delta.name))
+            case Sealed():
+                return b"" if delta.redacted else self._seal(delta)
+            case Opened():
+                assert self._opened is None, "a stream begins once"
+                self._opened = delta
+                names = ("response.created", "response.in_progress")
+                return self._events({"type": name, "response": self._response("in_progress")} for name in names)
+            case Counted():
+                self._usage = delta.usage
+            case Finished():
+                self._finished = delta
+                return self._close()
+            case Ended():
+                return self._end()
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        if self._opened is None:
+            self._opened = Opened("", "")
+        if self._open is not None:
+            self._open.status = "incomplete"
+        code = _ERROR_CODES.get(getattr(error, "status", 500), "server_error")
+        said = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
+        return self._events([{"type": "response.failed", "response": self._response("failed", error=said)}])
+
+    def _grow(self, kind: type[Said | Thought | Refused], text: str, logprobs: list[Json] | None = None) -> bytes:
+        before = b""
+        if type(self._open) is not kind or self._open.sealed:
+            before = self._begin(kind(*self._place()))
+        assert self._open is not None
+        return before + self._piece(self._open, text, logprobs)
+
+    def _piece(self, item: Growing, text: str, logprobs: list[Json] | None = None) -> bytes:
+        item.pieces.append(text)
+        event = item.piece(sse.dumps(text), logprobs, self._sent)
+        self._sent += 1
+        return event
+
+    def _seal(self, sealed: Sealed) -> bytes:
+        """The open thinking is sealed; where there is none, an item without text carries the seal."""
+        before = b""
+        if not isinstance(self._open, Thought) or self._open.sealed:
+            before = self._begin(Thought(*self._place(), told=False))
+        assert isinstance(self._open, Thought)
+        self._open.sealed = seals.shown(sealed.seal, sealed.family, "openai-responses")
+        return before
+
+    def _place(self) -> tuple[str, int]:
+        assert self._opened is not None, "a stream is opened before its first piece"
+        return item_id(self._opened.id or self._asked.id, len(self._items)), len(self._items)
+
+    def _begin(self, item: Growing) -> bytes:
+        before = self._close()
+        self._items.append(item)
+        self._open = item
+        return before + self._events(item.begin())
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        item, self._open = self._open, None
+        return self._events(item.close("incomplete" if self._why() else "completed"))
+
+    def _why(self) -> str | None:
+        return TO_RESPONSES[self._finished.reason] if self._finished else None
+
+    def _end(self) -> bytes:
+        assert self._finished is not None and self._open is None, "a stream finishes before it ends"
+        kind = "response.incomplete" if self._why() else "response.completed"
+        return self._events([{"type": kind, "response": self._response(None)}])
+
+    def _response(self, status: str | None, error: Json | None = None) -> Json:
+        assert self._opened is not None
+        id, created = self._opened.id or self._asked.id, self._opened.created or self._asked.created
+        model, items = self._asked.model or self._opened.model, [item.show() for item in self._items]
+        return response(
+            id, created, model, self._asked, items, status=status, why=self._why(), usage=self._usage, error=error
+        )
+
+    def _events(self, events: Iterable[Json]) -> bytes:
+        made = []
+        for event in events:
+            made.append(sse.event(event["type"], {**event, "sequence_number": self._sent}))
+            self._sent += 1
+        return b"".join(made)

@@ -1,0 +1,190 @@
+"""Gateway: a request to a call, the call through the layers, and a reply, whatever happens."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
+from emberline.gateway.body import Peek, peek
+from emberline.gateway.call import POOL, VIRTUAL, Call, Dialect, Handler, Reply
+from emberline.gateway.identity import ANONYMOUS, Identity
+from emberline.gateway.ids import Ids
+from emberline.gateway.options import Options
+from emberline.gateway.paths import DEFAULT, Target, target_of
+from emberline.gateway.providers.base import CREDENTIALS
+from emberline.gateway.providers.registry import KNOWN, Registry
+from emberline.gateway.refusal import error_reply
+from emberline.gateway.settings import Settings
+from emberline.gateway.universal import read_steps
+
+log = logging.getLogger("emberline.gateway")
+
+OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
+TOKENS = (*OURS, "authorization", "x-api-key")  # may carry one
+
+
+class Request(msgspec.Struct, frozen=True):
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]  # names in lower case
+    body: bytes
+
+
+class Book(Protocol):
+    """Who knows every gateway's settings."""
+
+    async def settings(self, account: str, gateway: str) -> Settings:
+        """GatewayNotFound, if there is no such gateway."""
+        ...
+
+
+class Doorkeeper(Protocol):
+    """Who knows every key."""
+
+    async def identify(self, token: str) -> Identity | None:
+        """None: it is not one of ours."""
+        ...
+
+
+class Gateway:
+    def __init__(
+        self, handler: Handler, registry: Registry, book: Book, doorkeeper: Doorkeeper, clock: Clock, wall: Clock
+    ) -> None:
+        """`clock` is monotonic, `wall` tells seconds since 1970."""
+        self._handler = handler
+        self._registry = registry
+        self._book = book
+        self._doorkeeper = doorkeeper
+        self._clock = clock
+        self._wall = wall
+        self._ids = Ids()
+
+    async def answer(self, request: Request, identity: Identity | None = None) -> Reply:
+        """`identity`: who asks, where it is known already, and no key comes with the request."""
+        dialect: Dialect = "raw"
+        try:
+            target = target_of(request.path)
+            dialect = target.dialect
+            call = await self.opened(target, request)
+            call.identity = identity or call.identity
+            dialect = call.dialect
+            reply = await self._handler(call)
+            reply.patience = call.deadline - self._clock.now()
+            return reply
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("%s %s", request.method, request.path)
+            return error_reply(dialect, e)
+
+    async def opened(self, target: Target, request: Request) -> Call:
+        began = self._clock.now()
+        if request.method != "POST" and target.kind != "native":
+            raise MethodNotAllowed(f"{request.path[:200]} takes POST, not {request.method[:20]}", allowed="POST")
+        asked = Options.read(request.headers)
+        gateway = target.gateway or asked.gateway_id or DEFAULT
+        settings = await self._book.settings(target.account, gateway)
+        identity, headers = await self._entered(target, request.headers)
+        call = Call(
+            id=self._ids.next(round(self._wall.now() * 1e3)),
+            account=target.account,
+            gateway=gateway,
+            provider=target.provider,
+            endpoint=target.endpoint,
+            dialect=target.dialect,
+            method=request.method,
+            headers=headers,
+            query=request.query,
+            body=request.body,
+            model="",
+            stream=False,
+            max_output=None,
+            options=asked,
+            identity=identity,
+            settings=settings,
+            began=began,
+            deadline=began + settings.timeouts.total,
+        )
+        self._addressed(call, target)
+        return call
+
+    async def entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, Settings]:
+        """Who asks of which gateway, where nothing is sent anywhere."""
+        gateway = target.gateway or Options.read(headers).gateway_id or DEFAULT
+        identity, _ = await self._entered(target, headers)
+        settings = await self._book.settings(target.account, gateway)
+        if settings.authentication and identity.kind == "anonymous":
+            raise Unauthorized("this gateway needs a key", hint="send it as the API key")
+        return identity, settings
+
+    async def who(self, headers: dict[str, str]) -> Identity:
+        return (await self._entered(Target("plain"), headers))[0]
+
+    async def _entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, dict[str, str]]:
+        """Who it is, and the headers without what told us so: our keys are not shown to providers. Where a provider is
+        named the usual headers carry its key, unless what they carry is one of ours."""
+        identity, told = None, ""
+        for name in TOKENS:
+            if token := headers.get(name, "").removeprefix("Bearer ").strip():
+                identity = await self._doorkeeper.identify(token)
+                if identity is None and name in OURS:
+                    raise Unauthorized("the gateway's key is not known, or no longer", hint=f"see {name}")
+                told = name if identity is not None else ""
+                break
+        dropped = (*OURS, told, *(CREDENTIALS if target.kind == "plain" else ()))
+        return identity or ANONYMOUS, {name: value for name, value in headers.items() if name not in dropped}
+
+    def _addressed(self, call: Call, target: Target) -> None:
+        """Where it goes: by its path, by its model, or by its steps."""
+        match target.kind:
+            case "universal":
+                call.steps = read_steps(call.body, call.options, call.settings, self._registry)
+                first = call.steps[0]
+                assert first.endpoint is not None and first.dialect is not None and first.stream is not None
+                call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint
+                call.dialect, call.stream = first.dialect, first.stream
+                if first.options is not None:
+                    call.options = first.options
+            case "native":
+                provider = self._registry.find(target.provider, call.settings)
+                call.dialect = provider.dialect_of(target.endpoint, call.query)
+                self._peeked(call, peek(call.body) if call.dialect != "raw" else _peek_raw(call.body))
+                call.model = call.model or provider.model_in(target.endpoint)
+                call.stream = call.stream or provider.streams_at(target.endpoint)
+            case _:
+                call.plain = True
+                self._peeked(call, peek(call.body))
+                call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
+
+    def _peeked(self, call: Call, seen: Peek) -> None:
+        call.seen = seen
+        call.model = seen.model if isinstance(seen.model, str) else ""
+        call.stream = seen.stream is True
+        call.max_output = seen.max_output
+
+
+def _peek_raw(body: bytes) -> Peek:
+    try:
+        return peek(body) if body[:1] == b"{" else Peek()
+    except InvalidRequest:
+        return Peek()  # it may be anything
+
+
+def resolve(model: str, settings: Settings, *, named: bool = False) -> tuple[str, str]:
+    """The provider and its own name of a model. `named`: it must say its provider."""
+    model = settings.models.get(model, model)
+    if model in settings.pools:
+        return POOL, model
+    provider, slash, rest = model.partition("/")
+    if slash and (provider in KNOWN or provider in settings.providers or provider in VIRTUAL):
+        return provider, rest
+    if named:
+        known = ", ".join(sorted({*KNOWN, *settings.providers}))
+        raise InvalidRequest(
+            f"model is {model[:100]!r}: it must be PROVIDER/MODEL", param="model", hint=f"known are {known}"
+        )
+    return settings.default_provider, model

@@ -1,0 +1,1 @@
+"""Guardrails: what may not go in or out."""

@@ -1,0 +1,20 @@
+"""Finding: that a guardrail found something, where, and what becomes of it. It never holds what was found."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Action = Literal["flag", "redact", "block"]
+Check = Literal["REQUEST", "RESPONSE"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    policy: str  # the name of the rule
+    entry: str  # what it is: the kind of pattern, the judge's category, or "unchecked"
+    check: Check
+    action: Action
+
+    def __str__(self) -> str:
+        return f"{self.check.lower()}:{self.entry}:{self.action}"

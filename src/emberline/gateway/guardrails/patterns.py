@@ -1,0 +1,186 @@
+"""Patterns: what can be told by its shape, and by what must add up in it. Each finds spans of a text; none of them
+overlap. A finder looks at what stands around a span, so a text that goes on is looked at again (`window.py`)."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+from emberline.gateway.guardrails.policy import Kind
+
+Span: TypeAlias = tuple[int, int]
+Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # the text, and from where on
+
+LONGEST = 512  # characters of any span but a private key
+
+# -- payment cards -----------------------------------------------------------------------------------------------------
+
+# In one piece, or in the groups that are printed on them. Looked for at every digit group: what stands before one may
+# be digits too.
+_CARD = re.compile(
+    r"(?<![\w.])(?<!\d,)(?=(?P<n>\d{13,19}|\d{4}(?P<s>[ -])\d{4}(?P=s)\d{4}(?P=s)\d{4}(?:(?P=s)\d{3})?"
+    r"|\d{4}(?P<t>[ -])\d{6}(?P=t)\d{4,5})(?!\w)(?![.,]\d))"
+)
+_ISSUERS = re.compile(
+    r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
+    r"|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|64[4-9]\d|65\d\d|62\d\d)\d{12,15}|35(?:2[89]|[3-8]\d)\d{12,15}"
+)
+
+
+def _cards(text: str, start: int) -> Iterator[Span]:
+    end = start
+    for found in _CARD.finditer(text, start):
+        digits = re.sub(r"\D", "", found["n"])
+        if found.start() >= end and _ISSUERS.fullmatch(digits) and luhn(digits):
+            end = found.end("n")
+            yield found.start(), end
+
+
+def luhn(digits: str) -> bool:
+    """ISO/IEC 7812: every second digit from the right doubled, all added up."""
+    doubled = (int(d) * 2 for d in digits[-2::-2])
+    return (sum(map(int, digits[-1::-2])) + sum(d - 9 if d > 9 else d for d in doubled)) % 10 == 0
+
+
+# -- bank accounts -----------------------------------------------------------------------------------------------------
+
+_IBAN = re.compile(r"(?<![\w])([A-Z]{2})\d{2}(?= ?[A-Z0-9])", re.IGNORECASE)
+_LENGTHS = {
+    each[:2]: int(each[2:])
+    for each in ["AD24", "AE23", "AL28", "AT20", "AZ28", "BA20", "BE16", "BG22", "BH22", "BR29", "BY28", "CH21", "CR22", "CY28", "CZ24", "DE22", "DK18", "DO28", "EE20", "EG29", "ES24", "FI18", "FO18", "FR27", "GB22", "GE22", "GI23", "GL18", "GR27", "GT28", "HR21", "HU28", "IE22", "IL23", "IQ23", "IS26", "IT27", "JO30", "KW30", "KZ20", "LB28", "LC32", "LI21", "LT20", "LU20", "LV21", "LY25", "MC27", "MD24", "ME22", "MK19", "MR27", "MT31", "MU30", "NL18", "NO15", "PK24", "PL28", "PS29", "PT25", "QA29", "RO24", "RS22", "SA24", "SC31", "SE24", "SI19", "SK24", "SM27", "ST25", "SV28", "TL23", "TN24", "TR26", "UA29", "VA22", "VG24", "XK20"]
+}
+
+
+def _ibans(text: str, start: int) -> Iterator[Span]:
+    end = start
+    for found in _IBAN.finditer(text, start):
+        length = _LENGTHS.get(found[1].upper())
+        if length is None or found.start() < end:
+            continue
+        whole = re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?: ?[A-Za-z0-9]){{{length - 4}}}(?!\w)").match(text, found.start())
+        if whole is not None and mod97(whole[0].replace(" ", "").upper()) == 1:
+            end = whole.end()
+            yield whole.span()
+
+
+def mod97(iban: str) -> int:
+    """ISO 7064: the first four to the end, letters as numbers from 10 on."""
+    return int("".join(str(int(c, 36)) for c in iban[4:] + iban[:4])) % 97
+
+
+# -- secrets -----------------------------------------------------------------------------------------------------------
+
+_KEY = re.compile(
+    r"(?<![A-Za-z0-9_-])(?:"
+    r"(?:AKIA|ASIA)(?P<aws>[A-Z0-9]{16})"
+    r"|AIza(?P<google>[A-Za-z0-9_-]{35})"
+    r"|gh[pousr]_(?P<github>[A-Za-z0-9]{36,255})|github_pat_(?P<pat>[A-Za-z0-9_]{40,255})"
+    r"|glpat-(?P<gitlab>[A-Za-z0-9_-]{20,255})"
+    r"|xox[abeoprs]-(?P<slack>[A-Za-z0-9-]{20,255})"
+    r"|[rs]k_(?:live|test)_(?P<stripe>[A-Za-z0-9]{20,255})"
+    r"|SG\.(?P<sendgrid>[A-Za-z0-9_-]{16,64}\.[A-Za-z0-9_-]{32,64})"
+    r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-](?P<others>[A-Za-z0-9_-]{30,255})"
+    r"|pypi-(?P<pypi>[A-Za-z0-9_-]{50,400})"
+    r"|sk-(?:ant-|proj-|svcacct-|or-v1-)?(?P<sk>[A-Za-z0-9_-]{20,255})"
+    r")(?![A-Za-z0-9_-])"
+)
+_BITS = 3.0  # of a character of what was made by chance, at least; that of words and of xxxx is lower
+_PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\.", re.IGNORECASE)
+
+
+def _keys(text: str, start: int) -> Iterator[Span]:
+    for found in _KEY.finditer(text, start):
+        secret = found[found.lastgroup or 0]
+        if entropy(secret) >= _BITS and _mixed(secret) and not _PLACEHOLDER.search(secret):
+            yield found.span()
+
+
+def _mixed(secret: str) -> bool:
+    """Names of things are words with dashes between; what was made by chance has digits among its letters."""
+    return any(c.isdecimal() for c in secret) and any(c.isalpha() for c in secret)
+
+
+def entropy(text: str) -> float:
+    """Bits of a character."""
+    return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
+
+
+# Its first line, as a text that only speaks of one does not have it, what follows, and its end, which may still come.
+_PRIVATE = re.compile(
+    r"-----BEGIN (?:[A-Z0-9]{1,12} ){0,3}PRIVATE KEY-----\s{0,4}[A-Za-z0-9+/=]{16}[A-Za-z0-9+/=\s]{0,16000}"
+    r"(?:-----END [A-Z0-9 ]{0,48}-----|-{0,5}(?:E[A-Z0-9 ]{0,48}-{0,4})?\Z)?"
+)
+
+
+def _private_keys(text: str, start: int) -> Iterator[Span]:
+    return (found.span() for found in _PRIVATE.finditer(text, start))
+
+
+# -- people ------------------------------------------------------------------------------------------------------------
+
+_EMAIL = re.compile(
+    r"(?<![\w.%+-])[A-Za-z0-9_%+-](?:[A-Za-z0-9_.%+-]{0,62}[A-Za-z0-9_%+-])?@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
+    r"[A-Za-z]{2,24}(?![\w-])(?!\.\w)(?!@)"
+)
+_PHONE = re.compile(
+    r"(?<![\w.+-])(?:\+[1-9](?:[ .-]?\(?\d{1,4}\)?){2,7}|(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d(?P<s>[ .-]))"
+    r"[2-9]\d\d[ .-]\d{4})(?![\w])(?![.-]\d)"
+)
+_SSN = re.compile(r"(?<![\w-])(?!000|666|9)\d{3}(?P<s>[- ])(?!00)\d\d(?P=s)(?!0000)\d{4}(?![\w-])(?! \d)")
+
+
+def _emails(text: str, start: int) -> Iterator[Span]:
+    return (f.span() for f in _EMAIL.finditer(text, start) if ".." not in f[0] and f.end() - f.start() <= 254)
+
+
+def _phones(text: str, start: int) -> Iterator[Span]:
+    for found in _PHONE.finditer(text, start):
+        if not found[0].startswith("+") or 8 <= sum(c.isdecimal() for c in found[0]) <= 15:
+            yield found.span()
+
+
+def _ssns(text: str, start: int) -> Iterator[Span]:
+    return (found.span() for found in _SSN.finditer(text, start))
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_IPV4 = re.compile(rf"(?<![\w.-]){_OCTET}(?:\.{_OCTET}){{3}}(?![\w-])(?!\.\d)")
+_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?![\w:])(?!\.\d)")
+
+
+def _ipv4(text: str, start: int) -> Iterator[Span]:
+    return (found.span() for found in _IPV4.finditer(text, start))
+
+
+def _ipv6(text: str, start: int) -> Iterator[Span]:
+    """Not `a::b`, which is how programs name things: two groups at least one of which has a digit."""
+    for found in _IPV6.finditer(text, start):
+        if found[0].count(":") >= 2 and any(c.isdecimal() for c in found[0]) and _is_ipv6(found[0]):
+            yield found.span()
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
+FINDERS: Mapping[Kind, Finder] = {
+    "payment_card": _cards,
+    "iban": _ibans,
+    "api_key": _keys,
+    "private_key": _private_keys,
+    "email": _emails,
+    "phone": _phones,
+    "ipv4": _ipv4,
+    "ipv6": _ipv6,
+    "us_ssn": _ssns,
+}

@@ -1,0 +1,170 @@
+"""GuardedStream: a streamed reply whose events pass, byte by byte as they came, when their text is decided. What is
+redacted is taken out of the events that had it; what is blocked ends the stream before the first event that has any of
+it. `hold` keeps everything until the end: for judges that may block."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from emberline.gateway.call import Stream
+from emberline.gateway.guardrails.finding import Finding
+from emberline.gateway.guardrails.scanner import Scanner, Span
+from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
+from emberline.gateway.guardrails.window import Piece, Window
+from emberline.gateway.splitter import Splitter, payload_of
+
+_REPEATS = (".done", ".completed", ".incomplete", ".failed")  # events that say again what was said
+
+
+class Warden(Protocol):
+    """Who decides about one reply."""
+
+    def note(self, finding: Finding) -> None: ...
+
+    async def judge(self, said: str) -> Finding | None:
+        """What it is to be blocked for."""
+        ...
+
+    def last_words(self, finding: Finding) -> bytes:
+        """The reply is over. Raises, where the dialect has none."""
+        ...
+
+
+@dataclass(slots=True)
+class Held:
+    """An event that has not gone."""
+
+    event: bytes
+    name: bytes = b""
+    found: Any = None  # decoded
+    pieces: list[tuple[Window, Piece]] = field(default_factory=list)
+
+    @property
+    def decided(self) -> bool:
+        return all(piece.end <= window.decided for window, piece in self.pieces)
+
+    def has(self, window: Window, span: Span) -> bool:
+        return any(w is window and p.start < span.end and span.start < p.end for w, p in self.pieces)
+
+    def written(self) -> bytes:
+        edited = [piece.edit() for _, piece in self.pieces]
+        if not any(edited):
+            return self.event
+        silence(self.found)
+        head = b"event: %b\n" % self.name if self.name else b""
+        return head + b"data: %b\n\n" % msgspec.json.encode(self.found)
+
+
+class GuardedStream:
+    def __init__(
+        self, stream: Stream, scanner: Scanner, warden: Warden, *, judged: bool = False, hold: bool = False
+    ) -> None:
+        """`judged`: what was said is put to a judge at the end."""
+        self._stream, self._scanner, self._warden = stream, scanner, warden
+        self._judged, self._hold = judged, hold
+        self._splitter = Splitter()
+        self._events: deque[Held] = deque()
+        self._voices: dict[Path, tuple[Path, Window]] = {}  # voice -> what it says just now
+        self._stop: tuple[Window, Span] | None = None  # what is blocked
+        self._said: list[str] = []
+        self._over = False
+
+    def __aiter__(self) -> GuardedStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while not self._over:
+            try:
+                chunk = await self._stream.__anext__()
+            except StopAsyncIteration:
+                if last := await self._last():
+                    return last
+                break
+            for event in self._splitter.push(chunk):
+                self._events.append(self._read(event))
+                if self._stop is not None:
+                    break
+            if passed := await self._passed():
+                return passed
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._over = True
+        await self._stream.aclose()
+
+    # -- what comes ----------------------------------------------------------------------------------------------------
+
+    def _read(self, event: bytes) -> Held:
+        name, payload = payload_of(event)
+        held = Held(event, name)
+        if payload[:1] == b"{":
+            try:
+                held.found = msgspec.json.decode(payload)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                held.found = {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
+            for text in event_texts(held.found):
+                self._heard(held, text)
+        return held
+
+    def _heard(self, held: Held, text: Text) -> None:
+        if not text.grows:
+            window = Window(self._scanner)
+            held.pieces.append((window, window.add(text)))
+            self._looked(window, last=True)
+            return
+        if self._judged and not str(text.path[0][0]).endswith(_REPEATS):
+            self._said.append(text.text)
+        window = self._window(text)
+        held.pieces.append((window, window.add(text)))
+        self._looked(window)
+
+    def _window(self, text: Text) -> Window:
+        spoken = self._voices.get(text.voice)
+        if spoken is not None and spoken[0] == text.path:
+            return spoken[1]
+        if spoken is not None:  # it speaks of something else now: what it said is all
+            self._looked(spoken[1], last=True)
+        self._voices[text.voice] = text.path, Window(self._scanner)
+        return self._voices[text.voice][1]
+
+    def _looked(self, window: Window, *, last: bool = False) -> None:
+        for span in window.look(last=last):
+            self._warden.note(self._scanner.finding(span))
+            if span.rule.action == "block" and self._stop is None:
+                self._stop = window, span
+
+    # -- what goes -----------------------------------------------------------------------------------------------------
+
+    async def _passed(self) -> bytes:
+        if self._stop is not None:
+            return await self._blocked()
+        return b"" if self._hold else b"".join(self._gone())
+
+    def _gone(self) -> Iterable[bytes]:
+        while self._events and self._events[0].decided:
+            if self._stop is not None and self._events[0].has(*self._stop):
+                return
+            yield self._events.popleft().written()
+
+    async def _blocked(self) -> bytes:
+        assert self._stop is not None
+        before = b"" if self._hold else b"".join(self._gone())
+        finding = self._scanner.finding(self._stop[1])
+        await self.aclose()
+        return before + self._warden.last_words(finding)
+
+    async def _last(self) -> bytes:
+        for _, window in self._voices.values():
+            self._looked(window, last=True)
+        if self._stop is not None:
+            return await self._blocked()
+        if self._judged and (finding := await self._warden.judge("".join(self._said))) is not None:
+            await self.aclose()
+            return self._warden.last_words(finding)
+        self._over = True
+        return b"".join(self._gone()) + self._splitter.rest

@@ -1,0 +1,154 @@
+"""Limited: a call passes when every rule that holds for it has room. What it may use is reserved first; what it did use
+is settled when its reply has ended. A reply from the cache counts as a request, and costs nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from emberline.core.clock import Clock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.bill import Prices
+from emberline.gateway.call import Call, Handler, Layer, Reply
+from emberline.gateway.catalogue import Model
+from emberline.gateway.costs import cost
+from emberline.gateway.errors import Forbidden, LimitExceeded
+from emberline.gateway.estimate import estimated_input
+from emberline.gateway.limits.base import Limiter
+from emberline.gateway.limits.headers import duration, remaining
+from emberline.gateway.limits.rule import Amount, Claim, Rule
+from emberline.gateway.settings import Settings
+from emberline.gateway.usage import Usage
+
+UNSAID = 4096  # tokens of output reserved where neither the caller nor the catalogue says how many there may be
+GRACE = 5.0  # seconds a reservation outlasts the call's deadline
+
+
+class Sizes(Protocol):
+    """A catalogue, or the files of one."""
+
+    def model(self, provider: str, name: str) -> Model | None: ...
+
+
+def limited(limiter: Limiter, sizes: Sizes, prices: Prices, clock: Clock, wall: Clock) -> Layer:
+    """`clock` is monotonic, `wall` tells seconds since 1970."""
+    claimed = Claims(sizes, prices)
+
+    def layer(inner: Handler) -> Handler:
+        async def handle(call: Call) -> Reply:
+            claims = claimed.of(call)
+            if not claims:
+                return await inner(call)
+            try:
+                made = await limiter.reserve(claims, wall.now(), call.deadline - clock.now() + GRACE)
+            except LimitExceeded as e:
+                call.notes.update(_refused(claims, e))
+                raise
+            call.notes.update(remaining(made.grants))
+            try:
+                reply = await inner(call)
+            except BaseException:
+                limiter.settle(made, {"requests": int(call.last)}, wall.now())  # else it is the next step's to count
+                raise
+
+            async def ended(reply: Reply) -> None:
+                limiter.settle(made, _used(reply), wall.now())
+
+            reply.endings.append(ended)
+            return reply
+
+        return handle
+
+    return layer
+
+
+@dataclass(slots=True)
+class Claims:
+    """What a call asks of each rule."""
+
+    sizes: Sizes
+    prices: Prices
+    _read: dict[tuple[str, str], tuple[Settings, tuple[Rule, ...]]] = field(default_factory=dict)
+
+    def of(self, call: Call) -> list[Claim]:
+        rules = self._rules(call.settings)
+        if not rules:
+            return []
+        facts = facts_of(call)
+        holding = [rule for rule in rules if rule.holds(facts, call.identity.limits)]
+        amounts: dict[Amount, int | None] = {"requests": 1}
+        if any(rule.amount != "requests" for rule in holding):
+            usage = self._most(call)
+            amounts |= {"tokens": usage.total, "micros": self._micros(call, usage)}
+        return [rule.claim(facts, _known(rule, amounts[rule.amount], call)) for rule in holding]
+
+    def at_most(self, call: Call) -> int | None:
+        """Micro-dollars that it may cost; None: not known."""
+        return self._micros(call, self._most(call))
+
+    def _rules(self, settings: Settings) -> tuple[Rule, ...]:
+        place = (settings.account, settings.gateway)
+        read = self._read.get(place)
+        if read is None or read[0] is not settings:
+            read = self._read[place] = (settings, rules_of(settings))
+        return read[1]
+
+    def _most(self, call: Call) -> Usage:
+        """About as much as it can use."""
+        model = self.sizes.model(call.provider, call.model)
+        context, most = (model.context, model.max_output) if model else (None, None)
+        output = 0 if call.dialect == "openai-embeddings" else min(call.max_output or most or UNSAID, most or math.inf)
+        return Usage(input=int(min(estimated_input(call.body), context or math.inf)), output=int(output))
+
+    def _micros(self, call: Call, usage: Usage) -> int | None:
+        custom = call.options.custom_cost
+        if custom is not None:
+            return custom.micros if custom.micros is not None else cost(usage, custom.price)
+        return cost(usage, self.prices.price(call.settings, call.provider, call.model))
+
+
+def rules_of(settings: Settings) -> tuple[Rule, ...]:
+    rules = (*Rule.read(settings.limits), *Rule.read(settings.budgets, "micros"))
+    if len({rule.name for rule in rules}) < len(rules):
+        raise InvalidRequest("a limit and a budget have the same name", param="budgets")
+    return rules
+
+
+def facts_of(call: Call) -> dict[str, str]:
+    """What rules split and filter by. What a key says of its user cannot be said otherwise by a request."""
+    facts = {
+        "gateway": f"{call.account}/{call.gateway}",
+        "key": call.identity.key_id,
+        "user": call.identity.user,
+        "model": call.model,
+        "provider": call.provider,
+    }
+    for name, value in {**(call.options.metadata or {}), **call.settings.metadata, **call.identity.metadata}.items():
+        facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    return facts
+
+
+def _known(rule: Rule, amount: int | None, call: Call) -> int:
+    if amount is None and rule.unpriced == "refuse":
+        raise Forbidden(
+            f"budget {rule.name!r} counts money, and what {call.provider}/{call.model} costs is not known"[:300],
+            hint="give the model a price, or let the budget pass what has none (unpriced = 'pass')",
+        )
+    return amount or 0
+
+
+def _used(reply: Reply) -> Mapping[Amount, int]:
+    if reply.cached or reply.usage is None:
+        return {"requests": 1, "micros": reply.micros or 0}
+    return {"requests": 1, "tokens": reply.usage.total, "micros": reply.micros or 0}
+
+
+def _refused(claims: list[Claim], error: LimitExceeded) -> dict[str, str]:
+    rule = next(claim.rule for claim in claims if claim.rule.name == error.rule)
+    return {
+        f"x-ratelimit-limit-{rule.amount}": str(rule.limit),
+        f"x-ratelimit-remaining-{rule.amount}": str(error.remaining),
+        f"x-ratelimit-reset-{rule.amount}": duration(1000 * error.retry_after),
+    }

@@ -1,0 +1,64 @@
+"""Limiter: who counts. A reservation is all of its claims or none; it is settled exactly once, and comes back by itself
+when its holder is gone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.limits.rule import Amount, Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one claim got."""
+
+    claim: Claim
+    slot: int
+    amount: int  # less than claimed where only so much was left
+    remaining: int
+    resets: int  # milliseconds until all of the limit is there again
+
+
+@dataclass(slots=True)
+class Reservation:
+    name: str
+    grants: tuple[Grant, ...]
+    expires: int  # by the counter's clock, milliseconds: then it has come back
+    local: bool = True  # counted in this process
+    settled: bool = False
+
+
+class Limiter(Protocol):
+    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+        """`now`: seconds since the epoch; `hold`: seconds the call may take. Raises LimitExceeded, or StoreFailed."""
+        ...
+
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+        """What was really used, in place of what was reserved. Never waits and never fails, so it can end a call."""
+        ...
+
+    async def close(self) -> None:
+        """All that was settled has been written, or given up."""
+        ...
+
+
+def refusal(claim: Claim, remaining: int, wait: int) -> LimitExceeded:
+    rule = claim.rule
+    seconds = max(1, math.ceil(wait / 1000))
+    return LimitExceeded(
+        f"limit {rule.name!r} allows {rule.limit} {rule.amount} per {_period(claim)}; "
+        f"{max(0, remaining)} are left and this call would take {claim.amount}",
+        rule=rule.name,
+        remaining=max(0, remaining),
+        retry_after=seconds,
+        money=rule.amount == "micros",
+        hint=f"wait {seconds} s" + ("" if rule.amount == "requests" else ", or ask for fewer tokens"),
+    )
+
+
+def _period(claim: Claim) -> str:
+    return f"{claim.rule.per} s" if isinstance(claim.rule.per, int) else claim.rule.per

@@ -1,0 +1,38 @@
+"""What is left, in headers, the way OpenAI says it: x-ratelimit-{limit,remaining,reset}-{requests,tokens,micros}.
+
+Where several rules count the same, the one with the smallest part left speaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emberline.gateway.limits.base import Grant
+from emberline.gateway.limits.rule import Amount
+
+
+def remaining(grants: Iterable[Grant]) -> dict[str, str]:
+    tightest: dict[Amount, Grant] = {}
+    for grant in grants:
+        amount = grant.claim.rule.amount
+        if amount not in tightest or _part(grant) < _part(tightest[amount]):
+            tightest[amount] = grant
+    headers = {}
+    for amount, grant in tightest.items():
+        headers[f"x-ratelimit-limit-{amount}"] = str(grant.claim.rule.limit)
+        headers[f"x-ratelimit-remaining-{amount}"] = str(max(0, grant.remaining))
+        headers[f"x-ratelimit-reset-{amount}"] = duration(grant.resets)
+    return headers
+
+
+def duration(ms: int) -> str:
+    """1h2m3s, 59s, 120ms."""
+    if ms < 1000:
+        return f"{max(0, ms)}ms"
+    minutes, seconds = divmod(-(-ms // 1000), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{seconds}s"
+
+
+def _part(grant: Grant) -> float:
+    return grant.remaining / max(1, grant.claim.rule.limit)

@@ -1,0 +1,71 @@
+"""LocalLimiter: exact in one process. Nothing here waits, so that a reservation is one step of the event loop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.limits.base import Grant, Reservation, refusal
+from emberline.gateway.limits.bucket import Bucket
+from emberline.gateway.limits.rule import Amount, Claim
+
+SWEPT = 2  # buckets looked at for every reservation, so that those of one-time users do not pile up
+
+
+class LocalLimiter:
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._names = itertools.count()
+
+    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+        ms, name = round(now * 1000), str(next(self._names))
+        self._sweep(ms)
+        rolled = [(claim, self._bucket(claim, ms)) for claim in claims]
+        amounts = [bucket.grant(claim.rule.limit, claim.amount) for claim, bucket in rolled]
+        refused = [pair for pair, amount in zip(rolled, amounts, strict=True) if amount is None]
+        if refused:
+            raise max((_refused(claim, bucket, ms) for claim, bucket in refused), key=lambda e: e.retry_after)
+        expires = ms + round(hold * 1000)
+        pairs = zip(rolled, amounts, strict=True)
+        grants = tuple(_taken(claim, bucket, name, amount or 0, expires, ms) for (claim, bucket), amount in pairs)
+        return Reservation(name, grants, expires)
+
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+        assert not reservation.settled
+        reservation.settled = True
+        for grant in reservation.grants:
+            bucket = self._bucket(grant.claim, round(now * 1000))
+            bucket.settle(reservation.name, grant.slot, actual.get(grant.claim.rule.amount, 0))
+
+    async def close(self) -> None:
+        pass
+
+    @property
+    def buckets(self) -> int:
+        return len(self._buckets)
+
+    def _bucket(self, claim: Claim, now: int) -> Bucket:
+        key = (claim.gateway, claim.bucket)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket(claim.window)
+        bucket.roll(now)
+        return bucket
+
+    def _sweep(self, now: int) -> None:
+        for key in list(itertools.islice(self._buckets, SWEPT)):
+            bucket = self._buckets.pop(key)
+            bucket.roll(now)
+            if not bucket.empty:
+                self._buckets[key] = bucket  # to the end of the round
+
+
+def _taken(claim: Claim, bucket: Bucket, name: str, amount: int, expires: int, now: int) -> Grant:
+    held = bucket.take(name, amount, expires)
+    return Grant(claim, held.slot, amount, claim.rule.limit - bucket.total, bucket.resets(now))
+
+
+def _refused(claim: Claim, bucket: Bucket, now: int) -> LimitExceeded:
+    limit = claim.rule.limit
+    return refusal(claim, limit - bucket.total, bucket.waits(limit, claim.amount, now))

@@ -1,0 +1,144 @@
+"""RedisLimiter: one count for all replicas. A reservation is one call of a Lua script, which Redis runs as one step and
+by its own clock; a settlement is another, which nobody waits for.
+
+Without Redis the gateway goes on, as configured: `local` counts in this process alone (with r replicas up to r times a
+limit may pass, from zero), `closed` refuses. What could not be settled is sent again when Redis is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from typing import Any, Literal
+
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.limits.base import Grant, Reservation, refusal
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.rule import Amount, Claim
+from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
+
+Degraded = Literal["local", "closed"]
+MOST_OWED = 10_000
+AT_ONCE = 100
+LAST = 1.0  # seconds for the settlements under way when the gateway ends
+
+
+@dataclass(slots=True)
+class LimiterStats:
+    reserved: int = 0  # by Redis
+    degraded: int = 0  # Redis could not be asked
+    owed: int = 0  # settlements that wait for it
+    lost: int = 0  # settlements given up: their reservations come back whole
+
+
+class RedisLimiter:
+    def __init__(self, link: RedisLink, *, degraded: Degraded = "local", prefix: str = "emberline") -> None:
+        self._link, self._degraded, self._prefix = link, degraded, prefix
+        self._local = LocalLimiter()
+        self._reserve, self._settle = _script("reserve.lua"), _script("settle.lua")
+        self._owed: deque[list[str | int]] = deque()
+        self._sent: set[asyncio.Future[Any]] = set()
+        self.stats = LimiterStats()
+
+    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+        name = os.urandom(12).hex()
+        values: list[str | int] = [name, round(hold * 1000)]
+        for claim in claims:
+            values += [claim.rule.limit, claim.amount, *_window(claim)]
+        try:
+            said = await self._link.run(self._reserve, self._keys(claims), values)
+        except LinkDown as e:
+            return await self._without(e, claims, now, hold)
+        self.stats.reserved += 1
+        self._pay()
+        return _reservation(name, claims, said)
+
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+        if reservation.local:
+            self._local.settle(reservation, actual, now)
+            return
+        assert not reservation.settled
+        reservation.settled = True
+        keys = self._keys([grant.claim for grant in reservation.grants])
+        words: list[str | int] = [len(keys), *keys, reservation.name, reservation.expires]
+        for grant in reservation.grants:
+            words += [grant.slot, grant.amount, actual.get(grant.claim.rule.amount, 0), *_window(grant.claim)]
+        self._send(words)
+
+    async def close(self) -> None:
+        self._pay()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST):
+                while self._sent:  # an answer may make us send once more
+                    await asyncio.wait(self._sent)
+
+    async def _without(self, why: LinkDown, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+        self.stats.degraded += 1
+        if self._degraded == "closed":
+            raise StoreFailed(
+                f"limits cannot be checked: {why.message}", hint="try again, or let the gateway count locally"
+            ) from why
+        return await self._local.reserve(claims, now, hold)
+
+    def _keys(self, claims: Sequence[Claim]) -> list[str]:
+        """The part in braces is the same for all of a call, so that a cluster has them on one shard."""
+        buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
+        return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
+
+    def _send(self, words: list[str | int], *, text: bool = False) -> None:
+        """`text`: with the script itself, for a Redis that does not know its hash."""
+        script = ("EVAL", self._settle.text) if text else ("EVALSHA", self._settle.sha)
+        try:
+            sent = self._link.post(*script, *words)
+        except LinkDown:
+            self._owe(words)
+            return
+        self._sent.add(sent)
+        sent.add_done_callback(partial(self._answered, words))
+
+    def _answered(self, words: list[str | int], sent: asyncio.Future[Any]) -> None:
+        self._sent.discard(sent)
+        error = None if sent.cancelled() else sent.exception()
+        if isinstance(error, LinkDown):
+            self._owe(words)
+        elif isinstance(error, RedisSaid) and error.message.startswith("NOSCRIPT"):
+            self._send(words, text=True)
+
+    def _owe(self, words: list[str | int]) -> None:
+        if len(self._owed) >= MOST_OWED:
+            self._owed.popleft()
+            self.stats.lost += 1
+        self._owed.append(words)
+        self.stats.owed = len(self._owed)
+
+    def _pay(self) -> None:
+        """Redis answers again: a settlement that did arrive the first time is not counted twice (settle.lua)."""
+        for _ in range(min(AT_ONCE, len(self._owed))):
+            self._send(self._owed.popleft())
+        self.stats.owed = len(self._owed)
+
+
+def _script(name: str) -> Script:
+    room = resources.files("emberline.gateway.limits")
+    return Script((room / "window.lua").read_text() + (room / name).read_text())
+
+
+def _window(claim: Claim) -> tuple[int, int, int]:
+    window = claim.window
+    return window.length, window.live, window.offset
+
+
+def _reservation(name: str, claims: Sequence[Claim], said: list[int]) -> Reservation:
+    rows = [said[5 * i : 5 * i + 5] for i in range(len(claims))]
+    refused = [(wait, i) for i, (fits, _, _, _, wait) in enumerate(rows) if not fits]
+    if refused:
+        wait, i = max(refused)
+        raise refusal(claims[i], rows[i][3], wait)
+    grants = [Grant(c, slot, amount, left, ms) for c, (_, slot, amount, left, ms) in zip(claims, rows, strict=True)]
+    return Reservation(name, tuple(grants), expires=said[-1], local=False)

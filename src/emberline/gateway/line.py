@@ -1,0 +1,207 @@
+"""Line: one HTTP/1.1 connection to a provider, kept from one exchange to the next. What has come and was not taken yet
+is bounded: who reads slowly is sent slowly. General clients cost a gateway more than all it does itself."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from typing import cast
+
+import httptools
+
+from emberline.gateway.errors import Broken, TimedOut
+
+BUFFER = 1 << 16  # bytes of a reply that may wait here before the provider has to
+LARGEST_HEAD = 1 << 16  # bytes of a reply's headers
+LARGEST_INFLATED = 16 << 20  # bytes that one piece of a compressed reply may become
+
+
+class Line(asyncio.Protocol):
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[bool] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._due = 0.0  # when the one who waits has waited long enough
+        self.closed = False
+        self.idle_since = 0.0
+        self._begin(False)
+
+    def _begin(self, bodyless: bool) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self.status = 0
+        self.headers: dict[str, str] = {}  # names in lower case
+        self._head_size = 0
+        self._headed = False  # the head is whole
+        self._bodyless = bodyless
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._paused = False
+        self._inflater: zlib._Decompress | None = None
+        self._error: Broken | None = None
+        self._keep = False
+        self.complete = False
+        self.silent = True  # not one byte has come
+
+    # -- an exchange ---------------------------------------------------------------------------------------------------
+
+    def send(self, method: str, head: bytes, body: bytes) -> None:
+        assert self._transport is not None and not self.closed
+        self._begin(method == "HEAD")
+        if len(body) < BUFFER:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+
+    async def head(self, seconds: float) -> None:
+        """Until `status` and `headers` are there."""
+        until = self._loop.time() + seconds
+        while not self._headed and self._error is None:
+            if not await self._wait(until - self._loop.time()):
+                raise TimedOut(f"no reply began within {seconds:.3g} s")
+        if not self._headed:
+            assert self._error is not None
+            raise self._error
+
+    async def read(self, seconds: float) -> bytes:
+        """What has come, b"" at the end."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self.complete:
+                return b""
+            if not await self._wait(seconds):
+                raise TimedOut(f"nothing came for {seconds:.3g} s in the middle of a reply")
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks, self._size = [], 0
+        if self._paused:
+            self._paused = False
+            if self._transport is not None and not self.closed:
+                self._transport.resume_reading()
+        return data
+
+    async def _wait(self, seconds: float) -> bool:
+        """Until something comes; False: nothing came."""
+        assert self._waiter is None, "one reader at a time"
+        if seconds <= 0:
+            return False
+        self._due = self._loop.time() + seconds
+        if self._alarm is None or self._due < self._alarm.when():
+            self._set_alarm()
+        waiter: asyncio.Future[bool] = self._loop.create_future()
+        self._waiter = waiter
+        try:
+            return await waiter
+        finally:
+            self._waiter = None
+
+    def _set_alarm(self) -> None:
+        """One for many waits: it is moved when it goes off too early, not each time something comes."""
+        self._unset_alarm()
+        self._alarm = self._loop.call_at(self._due, self._rings)
+
+    def _unset_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _rings(self) -> None:
+        self._alarm = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._due:
+            self._set_alarm()
+        else:
+            self._waiter.set_result(False)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
+
+    def rest(self) -> bool:
+        """The exchange is over. True: there can be another."""
+        self._unset_alarm()
+        return self.complete and self._keep and not self._chunks and self._error is None and not self.closed
+
+    def abort(self) -> None:
+        self._unset_alarm()
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- of the connection ---------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.complete or self._error is not None:  # nobody asked
+            self.abort()
+            return
+        self.silent = False
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, zlib.error, Broken) as e:
+            self._failed(e)
+        if self._size > BUFFER and not self._paused and not self.closed:
+            assert self._transport is not None
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def _failed(self, error: Exception) -> None:
+        if not self.complete:  # else it is what followed a good reply, which nobody asked for
+            said = error.__context__ if isinstance(error.__context__, Broken) else error
+            what = f"the reply is not HTTP ({type(error).__name__}: {error})"
+            self._error = said if isinstance(said, Broken) else Broken(what)
+        self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        if not self.complete and self._error is None:
+            if self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
+                self.complete = True  # its end is the connection's
+            else:
+                where = "in the middle of a reply" if self._headed else "before a reply began"
+                self._error = Broken(f"the connection ended {where}" + (f" ({error})" if error else ""))
+        self._wake()
+
+    # -- httptools calls these as it reads -----------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise Broken("there are two replies to one request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_size += len(name) + len(value)
+        if self._head_size > LARGEST_HEAD:
+            raise Broken(f"the reply's head has more than {LARGEST_HEAD} bytes")
+        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        self.status = self._parser.get_status_code()
+        if 100 <= self.status < 200:
+            self.headers, self._head_size = {}, 0
+            return
+        self._headed = True
+        if (coding := self.headers.get("content-encoding", "identity").lower()) != "identity":
+            if coding not in ("gzip", "deflate"):
+                raise Broken(f"the reply is in an encoding that was not asked for: {coding[:40]}")
+            self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        if self._bodyless:
+            self.complete = True
+
+    def on_body(self, body: bytes) -> None:
+        if self._inflater is not None:
+            body = self._inflater.decompress(body, LARGEST_INFLATED)
+            if self._inflater.unconsumed_tail:
+                raise Broken("the reply becomes too large when it is unpacked")
+        if body:
+            self._chunks.append(body)
+            self._size += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._headed:  # else it was a provisional one
+            self.complete = True
+            self._keep = self._parser.should_keep_alive()

@@ -1,0 +1,86 @@
+"""ModelList: what can be asked for here. Servers of our own are asked what they have; of the others the catalogue says,
+where there is a key for them. A server that does not answer has nothing to offer."""
+
+from __future__ import annotations
+
+import asyncio
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from emberline.api.openai.models import ServedModel
+from emberline.gateway.catalogue import CatalogueFiles
+from emberline.gateway.errors import UpstreamFailed
+from emberline.gateway.identity import Identity
+from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.providers.registry import Registry
+from emberline.gateway.secrets import DEFAULT_ALIAS, Vault
+from emberline.gateway.settings import Settings
+from emberline.gateway.upstream import Upstream
+
+PATIENCE = 2.0  # seconds
+LARGEST = 4 << 20
+
+
+class _Row(msgspec.Struct):
+    id: str
+    created: int = 0
+    max_model_len: int = 0
+    owned_by: str = ""
+
+
+class _Rows(msgspec.Struct):
+    data: list[_Row]
+
+
+class ModelList:
+    def __init__(self, registry: Registry, vault: Vault, upstream: Upstream, catalogue: CatalogueFiles) -> None:
+        self._registry = registry
+        self._vault = vault
+        self._upstream = upstream
+        self._catalogue = catalogue
+
+    async def of(self, settings: Settings, identity: Identity) -> list[ServedModel]:
+        """Those that this caller may use, by the names that plain paths take."""
+        providers = [slug for slug, each in settings.providers.items() if each.enabled]
+        found = await asyncio.gather(*(self._offered(slug, settings) for slug in providers))
+        models = []
+        for slug, rows in zip(providers, found, strict=True):
+            for row in rows:
+                if identity.may_use(slug, row.id) and _allowed(settings, slug, row.id):
+                    name = row.id if slug == settings.default_provider else f"{slug}/{row.id}"
+                    models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug))
+        names = {model.id: model for model in models}
+        for alias, name in settings.models.items():
+            target = names.get(name)
+            models.append(ServedModel(alias, target.created if target else 0, target.max_context if target else 0))
+        return sorted(models, key=lambda model: model.id)
+
+    async def _offered(self, slug: str, settings: Settings) -> list[_Row]:
+        provider = self._registry.find(slug, settings)
+        key = await self._vault.reveal(settings.account, slug, DEFAULT_ALIAS) or settings.providers[slug].key
+        if not provider.needs_key:
+            return await self._asked(provider, key)
+        known = self._catalogue.current.models(slug) if key is not None else []
+        return [_Row(model.name, 0, model.context or 0) for model in known]
+
+    async def _asked(self, provider: Provider, key: str | None) -> list[_Row]:
+        headers = {"accept": "application/json"}
+        if key is not None:
+            provider.authorize(headers, key)
+        out = Outgoing("GET", provider.url(f"{provider.prefix}models", ""), headers, b"", provider.public)
+        try:
+            incoming = await self._upstream.send(out, PATIENCE)
+            try:
+                body = await incoming.whole(PATIENCE, LARGEST)
+            finally:
+                incoming.close()
+            return msgspec.json.decode(body, type=_Rows).data if incoming.status == 200 else []
+        except (UpstreamFailed, msgspec.MsgspecError, UnicodeDecodeError):
+            return []
+
+
+def _allowed(settings: Settings, provider: str, model: str) -> bool:
+    models, providers = settings.allowed_models, settings.allowed_providers
+    named = any(fnmatchcase(name, each) for name in (model, f"{provider}/{model}") for each in models)
+    return named and any(fnmatchcase(provider, each) for each in providers)

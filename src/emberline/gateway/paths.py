@@ -1,0 +1,61 @@
+"""Target: what a path of the gateway means. Plain paths are those of the protocols themselves; the others are
+Cloudflare's, which name an account, a gateway and a provider."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from emberline.core.errors import NotFound
+from emberline.gateway.call import Dialect
+
+Kind = Literal["plain", "native", "compat", "universal"]
+DEFAULT = "default"
+
+# Where each dialect lives under /v1 (and under /ai/v1 and /compat). The model says which provider is meant.
+PLAIN: dict[str, Dialect] = {
+    "chat/completions": "openai-chat",
+    "responses": "openai-responses",
+    "embeddings": "openai-embeddings",
+    "messages": "anthropic",
+    "completions": "raw",
+    "messages/count_tokens": "raw",
+}
+
+
+class Target(msgspec.Struct, frozen=True):
+    kind: Kind
+    account: str = DEFAULT
+    gateway: str | None = None  # None: as `cf-aig-gateway-id` says
+    provider: str = ""  # "": as the model says
+    endpoint: str = ""
+    dialect: Dialect = "raw"  # of a native path the provider knows it
+
+
+def target_of(path: str) -> Target:
+    """`path` as it was sent, percent-encoding and all."""
+    parts = path.split("?")[0].strip("/").split("/")
+    match parts:
+        case ["v1", *rest] if "/".join(rest) in PLAIN:
+            return _plain("/".join(rest))
+        case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
+            return _plain("/".join(rest), account)
+        case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
+            return _plain("/".join(rest), account)
+        case ["v1", account, gateway]:
+            return Target("universal", account, gateway)
+        case ["v1", account, gateway, "compat", *rest]:
+            endpoint = "/".join(rest[1:] if rest[:1] == ["v1"] else rest)
+            if endpoint in PLAIN:
+                return Target("compat", account, gateway, "", endpoint, PLAIN[endpoint])
+        case ["v1", account, gateway, provider, *rest] if rest:
+            return Target("native", account, gateway, provider, "/".join(rest))
+    raise NotFound(
+        f"there is nothing at {path[:200]!r}",
+        hint="/v1/chat/completions, /v1/ACCOUNT/GATEWAY/PROVIDER/... or /v1/ACCOUNT/GATEWAY/compat/chat/completions",
+    )
+
+
+def _plain(endpoint: str, account: str = DEFAULT) -> Target:
+    return Target("plain", account, None, "", endpoint, PLAIN[endpoint])

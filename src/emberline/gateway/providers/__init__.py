@@ -1,0 +1,1 @@
+"""Providers: where a call goes and how it is asked there; one small file each."""

@@ -1,0 +1,125 @@
+"""Amazon Bedrock. Claude is invoked in its own dialect, everybody else by Converse; requests are signed, or carry one
+of Bedrock's own keys. A path is SERVICE/REGION/..., as in AWS's names of hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, Provider, decoded, report
+from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
+from emberline.gateway.providers.converse import converse
+from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.providers.hosted import hosted
+from emberline.gateway.providers.sigv4 import ALGORITHM, Credentials, signed
+
+if TYPE_CHECKING:
+    from emberline.gateway.upstream import Incoming, Upstream
+
+RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
+HOSTS = {RUNTIME: "https://bedrock-runtime.{region}.amazonaws.com", MANTLE: "https://bedrock-mantle.{region}.api.aws"}
+SIGNED_AS = {RUNTIME: "bedrock", MANTLE: MANTLE}
+REGION = "us-east-1"
+VERSION = "bedrock-2023-05-31"
+_PLACE = re.compile(r"(?P<service>bedrock[a-z-]*)/(?P<region>[a-z0-9-]+)/(?P<rest>.*)", re.DOTALL)
+_SIGNED = ("content-type", "accept")  # headers of ours that nobody changes on the way
+_MINE = ("anthropic-beta", "anthropic-version")
+
+
+class _Key(msgspec.Struct, rename="camel"):
+    access_key_id: str
+    secret_access_key: str
+    session_token: str = ""
+    region: str = REGION
+
+
+class Bedrock(Provider):
+    slug = "aws-bedrock"
+    paths: ClassVar[Mapping[Dialect, str]] = {"anthropic": "model/{model}"}
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        claude = "claude" in endpoint and endpoint.endswith("/invoke")
+        return "anthropic" if claude or endpoint.endswith("/anthropic/v1/messages") else "raw"
+
+    def model_in(self, endpoint: str) -> str:
+        _, _, rest = endpoint.partition("/model/")
+        return unquote(rest.rpartition("/")[0])
+
+    def streams_at(self, endpoint: str) -> bool:
+        return endpoint.endswith("-stream")
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        if is_claude(model):
+            action = "invoke-with-response-stream" if stream else "invoke"
+        else:
+            action = "converse-stream" if stream else "converse"
+        return f"model/{quote(model, safe='')}/{action}"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        if not call.plain:
+            return super().request(call, key)
+        decoder: Callable[[], Decoder]
+        if is_claude(call.model):
+            body, decoder = hosted(call, VERSION, "stream"), Unwrapped
+        else:
+            said = msgspec.json.decode(call.body)
+            body, decoder = msgspec.json.encode(converse(said, partial(report, call))), partial(Conversed, call.model)
+        given = _key(key or "")
+        region = given.region if given else REGION
+        headers = {name: value for name, value in call.headers.items() if name not in _MINE}
+        moved = call.moved(body=body, endpoint=f"{RUNTIME}/{region}/{call.endpoint}", headers=headers)
+        return msgspec.structs.replace(super().request(moved, key), decoder=decoder)
+
+    def url(self, endpoint: str, query: str) -> str:
+        """Where a URL is given, it stands for the host."""
+        place = _PLACE.fullmatch(endpoint)
+        if place is None or place["service"] not in HOSTS:
+            raise InvalidRequest(
+                f"{endpoint[:100]!r} is no path of Bedrock's", hint=f"{RUNTIME}/REGION/model/MODEL/invoke"
+            )
+        base = self._base_url or HOSTS[place["service"]].format(region=place["region"])
+        return f"{base}/{place['rest']}" + (f"?{query}" if query else "")
+
+    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        text = out.headers.get("authorization", "").removeprefix("Bearer ")
+        if not text.startswith(ALGORITHM) and (key := _key(text)) is not None:
+            out = msgspec.structs.replace(out, headers=_signed(out, key, now))
+        elif MANTLE in out.url and not text.startswith(ALGORITHM):
+            others = {name: value for name, value in out.headers.items() if name != "authorization"}
+            out = msgspec.structs.replace(out, headers={"x-api-key": text, **others})
+        return decoded(out, await upstream.send(out, seconds))
+
+
+def is_claude(model: str) -> bool:
+    return "anthropic.claude" in model
+
+
+def _signed(out: Outgoing, key: _Key, now: float) -> dict[str, str]:
+    found = re.search(r"//(bedrock[a-z-]*)\.([a-z0-9-]+)\.", out.url)
+    service, region = (found[1], found[2]) if found else (RUNTIME, key.region)
+    some = {name: value for name, value in out.headers.items() if name in _SIGNED}
+    credentials = Credentials(key.access_key_id, key.secret_access_key, key.session_token)
+    made = signed(out.method, out.url, some, out.body, credentials, region=region, service=SIGNED_AS[service], now=now)
+    made.pop("host")  # whoever connects says it
+    return {name: value for name, value in out.headers.items() if name != "authorization"} | made
+
+
+def _key(text: str) -> _Key | None:
+    """Of AWS, as JSON or as ID:SECRET[:TOKEN]; None: it is one of Bedrock's own."""
+    if text.startswith("{"):
+        try:
+            return msgspec.json.decode(text, type=_Key)
+        except msgspec.MsgspecError as e:
+            raise InvalidRequest(
+                f"the key of aws-bedrock cannot be read: {e}", hint="it has accessKeyId, secretAccessKey and region"
+            ) from None
+    id, _, rest = text.partition(":")
+    secret, _, token = rest.partition(":")
+    return _Key(id, secret, token) if re.fullmatch(r"A[KS]IA[A-Z0-9]{12,}", id) and secret else None

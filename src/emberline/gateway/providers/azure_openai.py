@@ -1,0 +1,67 @@
+"""Azure OpenAI: every deployment has a path of its own at its owner's resource, and every request names a version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+from urllib.parse import quote
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, Provider
+
+VERSION = "2024-10-21"  # the last of these that is generally available
+
+
+class AzureOpenAI(Provider):
+    """A path is RESOURCE/DEPLOYMENT/..., and so is a model's name; where the URL is given, it is that of the resource,
+    and a name without a slash is a deployment there."""
+
+    slug = "azure-openai"
+    base_url = "https://{resource}.openai.azure.com"
+    paths: ClassVar[Mapping[Dialect, str]] = {
+        "openai-chat": "{model}/chat/completions",
+        "openai-embeddings": "{model}/embeddings",
+    }
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        for dialect, path in self.paths.items():
+            if endpoint.endswith(path.removeprefix("{model}")) and endpoint.count("/") == path.count("/") + 1:
+                return dialect
+        return "raw"
+
+    def model_in(self, endpoint: str) -> str:
+        return endpoint.split("/")[1] if "/" in endpoint else ""
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        resource, slash, deployment = model.rpartition("/")
+        if not slash and "{resource}" in self._base_url:
+            raise InvalidRequest(
+                f"model is {model[:100]!r}: at {self.slug} it must be RESOURCE/DEPLOYMENT",
+                param="model",
+                hint="or set the provider's base_url to https://RESOURCE.openai.azure.com",
+            )
+        return f"{quote(resource, safe='') or '-'}/{self.native[dialect].format(model=quote(deployment, safe=''))}"
+
+    def url(self, endpoint: str, query: str) -> str:
+        resource, _, rest = endpoint.partition("/")
+        if not resource.replace("-", "").isalnum() and "{resource}" in self._base_url:
+            raise InvalidRequest(f"{resource[:80]!r} is no name of an Azure resource")
+        deployment, _, action = rest.partition("/")
+        if "api-version=" not in query:
+            query = f"{query}&api-version={VERSION}".lstrip("&")
+        base = self._base_url.replace("{resource}", resource)
+        return f"{base}/openai/deployments/{deployment}/{action}?{query}"
+
+    def authorize(self, headers: dict[str, str], key: str) -> None:
+        """Tokens of Microsoft Entra are no keys."""
+        if key.startswith("eyJ"):
+            headers["authorization"] = f"Bearer {key}"
+        else:
+            headers["api-key"] = key
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        out = super().request(call, key)
+        if key is None and "api-key" in out.headers:
+            out.headers.pop("authorization", None)  # OpenAI's clients send the key in both
+        return out

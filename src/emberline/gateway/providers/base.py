@@ -1,0 +1,132 @@
+"""Provider: where a call goes and how it is asked there. Most differ in data only: a URL, the paths of the dialects
+they speak, the header of their key; the others override `url`, `authorize`, `request` or, if one request is not enough
+or has to be signed, `ask`. Who replies in a way of its own gives a Decoder with the request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.dialects.recipient import Recipient
+
+if TYPE_CHECKING:
+    from emberline.gateway.providers.decoder import Decoder
+    from emberline.gateway.upstream import Incoming, Upstream
+
+# Of one connection, or of us: never sent on.
+HELD = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
+                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "cookie",
+                  "x-auth-token", "forwarded", "x-real-ip", "cf-cache-ttl", "cf-skip-cache"})  # fmt: skip
+OURS = ("cf-aig-", "x-emberline-", "x-forwarded-")
+CHANGED = "x-emberline-changed"
+CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key")
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    method: str
+    url: str
+    headers: dict[str, str]
+    body: bytes
+    public: bool = False  # the address must be a public one: of custom providers
+    decoder: Callable[[], Decoder] | None = None  # makes the reply one of the dialect that was spoken
+
+
+class Provider:
+    slug: str
+    base_url: ClassVar[str] = ""
+    prefix: ClassVar[str] = ""  # of an endpoint that is in none of its dialects
+    paths: ClassVar[Mapping[Dialect, str]] = {}  # what it speaks -> the endpoint, which may have {model} in it
+    needs_key: ClassVar[bool] = True
+    counts_streams: ClassVar[bool] = True  # knows stream_options.include_usage
+    takes_thoughts: ClassVar[bool] = False  # of others, in a conversation's history
+    max_tokens_name: ClassVar[str] = (
+        "max_completion_tokens"  # in OpenAI's chat dialect; older ones know only max_tokens
+    )
+
+    def __init__(
+        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
+    ) -> None:
+        """`public`: only a public address may be asked."""
+        self._base_url = (base_url or self.base_url).rstrip("/")
+        self._headers = {name.lower(): value for name, value in (headers or {}).items()}
+        self.public = public
+        self.native = self.paths
+
+    @property
+    def origin(self) -> str:
+        """Whose trouble is shared: the same for all that is asked at one place."""
+        return f"{self.slug} {self._base_url}"
+
+    def speaks(self, dialect: Dialect, model: str = "") -> bool:
+        return dialect == "raw" or dialect in self.native
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        """What is spoken at a path of this provider; "raw" is what is not looked into."""
+        for dialect, path in self.native.items():
+            if path == endpoint:
+                return dialect
+        return "raw"
+
+    def model_in(self, endpoint: str) -> str:
+        """Of those that write it in their paths."""
+        return ""
+
+    def streams_at(self, endpoint: str) -> bool:
+        """Of those that have a path of its own for it."""
+        return False
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        return self.native[dialect].format(model=model)
+
+    def recipient(self, model: str, max_output: int | None) -> Recipient:
+        """What a translation for it has to know."""
+        return Recipient(model, max_output, self.takes_thoughts, self.max_tokens_name)
+
+    def url(self, endpoint: str, query: str) -> str:
+        return f"{self._base_url}/{endpoint}" + (f"?{query}" if query else "")
+
+    def authorize(self, headers: dict[str, str], key: str) -> None:
+        headers["authorization"] = f"Bearer {key}"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        """`call` speaks one of the provider's dialects by now; without a key the caller's own is in its headers."""
+        headers = forwarded(call.headers)
+        headers.update(self._headers)
+        if key is not None:
+            for name in CREDENTIALS:
+                headers.pop(name, None)
+            self.authorize(headers, key)
+        return Outgoing(call.method, self.url(call.endpoint, call.query), headers, call.body, self.public)
+
+    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        """The reply's head, within this time. `now`: in seconds since 1970."""
+        return decoded(out, await upstream.send(out, seconds))
+
+
+def decoded(out: Outgoing, incoming: Incoming) -> Incoming:
+    if out.decoder is None or incoming.status >= 400:
+        return incoming
+    from emberline.gateway.providers.decoder import Decoded
+
+    return Decoded(incoming, out.decoder())
+
+
+def report(call: Call, field: str, why: str) -> None:
+    """That the provider is asked otherwise than the client did."""
+    call.notes[CHANGED] = ", ".join(filter(None, (call.notes.get(CHANGED), f"{field}={why}")))
+
+
+def near(url: str, base_url: str, domain: str) -> bool:
+    """What a provider, or a key, says where to ask next is believed if it is the same server or one of its domain."""
+    there, here = urlsplit(url), urlsplit(base_url)
+    if (there.scheme, there.netloc) == (here.scheme, here.netloc):
+        return True
+    return there.scheme == "https" and f".{there.hostname}".endswith(f".{domain}") and "@" not in there.netloc
+
+
+def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name not in HELD and not name.startswith(OURS)}

@@ -1,0 +1,175 @@
+"""What Bedrock replies, as Anthropic would: Claude's own events out of their wrapping, and what Converse says."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from typing import Any
+
+import msgspec
+
+from emberline.api import sse
+from emberline.gateway.errors import Broken
+from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.providers.eventstream import KIND, EventStream, Message
+
+Json = dict[str, Any]
+_REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # the others are Anthropic's own
+_KINDS = {
+    "throttlingException": "rate_limit_error",
+    "validationException": "invalid_request_error",
+    "accessDeniedException": "permission_error",
+    "serviceUnavailableException": "overloaded_error",
+}
+
+
+class Unwrapped(Decoder):
+    """Messages, each of which is made events."""
+
+    streams = KIND
+
+    def __init__(self) -> None:
+        self._stream = EventStream()
+
+    def push(self, data: bytes) -> bytes:
+        return b"".join(self._said(message) for message in self._stream.push(data))
+
+    def end(self) -> bytes:
+        self._stream.end()
+        return b""
+
+    def _said(self, message: Message) -> bytes:
+        found = _decoded(message.payload)
+        if kind := message.exception:
+            text = found.get("message") or found.get("Message") or message.headers.get(":error-message") or kind
+            error = {"type": _KINDS.get(kind, "api_error"), "message": str(text)}
+            return sse.event("error", {"type": "error", "error": error})
+        return self.event(message.event, found)
+
+    def event(self, kind: str, found: Json) -> bytes:
+        if "bytes" not in found:
+            return b""
+        try:
+            said = base64.b64decode(found["bytes"], validate=True)
+        except (binascii.Error, TypeError, ValueError) as e:
+            raise Broken("an event of the stream is not base64") from e
+        name = str(_decoded(said).get("type") or "")
+        return b"event: %b\ndata: %b\n\n" % (name.encode(), said)
+
+
+class Conversed(Unwrapped):
+    """The usage comes after the ending, and a block of text may open by its first piece."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._open: set[int] = set()
+        self._reason: str | None = None
+        self._over = False
+
+    def whole(self, body: bytes) -> bytes:
+        found = _decoded(body)
+        message = (found.get("output") or {}).get("message")
+        if not isinstance(message, dict):
+            raise Broken("the reply has no message")
+        content = [block for part in message.get("content") or () if (block := _block(part)) is not None]
+        return sse.dumps(self._message(content, _reason(found.get("stopReason")), _usage(found.get("usage"))))
+
+    def _message(self, content: list[Json], reason: str | None, usage: Json) -> Json:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+        return {**head, "stop_reason": reason, "stop_sequence": None, "usage": usage}
+
+    def event(self, kind: str, found: Json) -> bytes:
+        index = found.get("contentBlockIndex", 0)
+        match kind:
+            case "messageStart":
+                return _event("message_start", message=self._message([], None, _usage({})))
+            case "contentBlockStart":
+                return self._opened(index, _block(found.get("start") or {}) or {"type": "text", "text": ""})
+            case "contentBlockDelta":
+                return self._delta(index, found.get("delta") or {})
+            case "contentBlockStop" if index in self._open:
+                self._open.discard(index)
+                return _event("content_block_stop", index=index)
+            case "messageStop":
+                self._reason = _reason(found.get("stopReason"))
+            case "metadata" if self._reason is not None:
+                return self._ended(_usage(found.get("usage")))
+        return b""
+
+    def end(self) -> bytes:
+        super().end()
+        return b"" if self._over or self._reason is None else self._ended({"output_tokens": 0})
+
+    def _ended(self, usage: Json) -> bytes:
+        self._over = True
+        stop = {"stop_reason": self._reason, "stop_sequence": None}
+        return _event("message_delta", delta=stop, usage=usage) + _event("message_stop")
+
+    def _opened(self, index: int, block: Json) -> bytes:
+        self._open.add(index)
+        return _event("content_block_start", index=index, content_block=block)
+
+    def _delta(self, index: int, delta: Json) -> bytes:
+        made, empty = b"", {"type": "text", "text": ""}
+        match delta:
+            case {"text": text}:
+                said = {"type": "text_delta", "text": text}
+            case {"toolUse": {"input": text}}:
+                said = {"type": "input_json_delta", "partial_json": text}
+            case {"reasoningContent": {"text": text}}:
+                said = {"type": "thinking_delta", "thinking": text}
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+            case {"reasoningContent": {"signature": seal}}:
+                said = {"type": "signature_delta", "signature": seal}
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+            case {"reasoningContent": {"redactedContent": data}}:
+                return self._opened(index, {"type": "redacted_thinking", "data": data})
+            case _:
+                return b""
+        if index not in self._open:
+            made = self._opened(index, empty)
+        return made + _event("content_block_delta", index=index, delta=said)
+
+
+def _block(part: Json) -> Json | None:
+    match part:
+        case {"text": text}:
+            return {"type": "text", "text": text}
+        case {"toolUse": {"toolUseId": id, "name": name, **rest}}:
+            return {"type": "tool_use", "id": id, "name": name, "input": rest.get("input") or {}}
+        case {"reasoningContent": {"reasoningText": {"text": text, **rest}}}:
+            return {"type": "thinking", "thinking": text, "signature": rest.get("signature") or ""}
+        case {"reasoningContent": {"redactedContent": data}}:
+            return {"type": "redacted_thinking", "data": data}
+    return None
+
+
+def _reason(said: Any) -> str:
+    return _REASONS.get(str(said), str(said or "end_turn"))
+
+
+def _usage(said: Any) -> Json:
+    said = said if isinstance(said, dict) else {}
+    return {
+        "input_tokens": said.get("inputTokens", 0),
+        "cache_read_input_tokens": said.get("cacheReadInputTokens", 0),
+        "cache_creation_input_tokens": said.get("cacheWriteInputTokens", 0),
+        "output_tokens": said.get("outputTokens", 0),
+    }
+
+
+def _event(kind: str, **more: Any) -> bytes:
+    return sse.event(kind, {"type": kind, **more})
+
+
+def _decoded(data: bytes) -> Json:
+    try:
+        found = msgspec.json.decode(data or b"{}")
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Broken(f"what came is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise Broken("what came is no object of JSON")
+    return found

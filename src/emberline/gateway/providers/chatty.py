@@ -1,0 +1,63 @@
+"""Chatty: a provider that speaks OpenAI's chat, with a few words missing. What a client asks for that the provider
+would refuse the whole request for is left out or said otherwise, and the reply tells; on a provider's own path nothing
+is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, Provider, report
+
+LIMITS = ("max_completion_tokens", "max_tokens")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Chatty(Provider):
+    """Its URL ends with the version, which a path may have too."""
+
+    paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions"}
+    max_tokens_name = "max_tokens"
+    renames: ClassVar[Mapping[str, str]] = {}  # OpenAI's name -> its own
+    refuses: ClassVar[frozenset[str]] = frozenset()  # fields
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        return super().dialect_of(endpoint.removeprefix("v1/"))
+
+    def url(self, endpoint: str, query: str) -> str:
+        if self._base_url.endswith("/v1"):
+            endpoint = endpoint.removeprefix("v1/")
+        return super().url(endpoint, query)
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        if call.plain and call.dialect == "openai-chat":
+            call = call.moved(body=self._reworded(call))
+        return super().request(call, key)
+
+    def _reworded(self, call: Call) -> bytes:
+        said: dict[str, Any] = dict(_FIELDS.decode(call.body))
+        before = dict(said)
+        for field in LIMITS:
+            if field in said and field != self.max_tokens_name:
+                said.setdefault(self.max_tokens_name, said.pop(field))
+        for field, own in self.renames.items():
+            if field in said:
+                said[own] = said.pop(field)
+        for field in sorted(self.refused(call.model) & said.keys()):
+            if bytes(said.pop(field)) != b"null":
+                report(call, field, f"{self.slug} does not take it")
+        self.reword(said, call)
+        return call.body if said == before else msgspec.json.encode(said)
+
+    def refused(self, model: str) -> frozenset[str]:
+        return self.refuses
+
+    def reword(self, said: dict[str, Any], call: Call) -> None:
+        """What else is said otherwise here; values are raw JSON until someone decodes them."""
+
+
+def decoded_field(said: dict[str, Any], name: str) -> Any:
+    return msgspec.json.decode(said[name]) if name in said else None

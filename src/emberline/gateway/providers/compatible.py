@@ -1,0 +1,46 @@
+"""Compatible: any server that speaks OpenAI's protocol, or another of ours, at a URL: ollama, vLLM, custom ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Dialect
+from emberline.gateway.providers.base import Provider
+
+PATHS: dict[str, tuple[Dialect, str]] = {
+    "openai-chat": ("openai-chat", "v1/chat/completions"),
+    "openai-responses": ("openai-responses", "v1/responses"),
+    "openai-embeddings": ("openai-embeddings", "v1/embeddings"),
+    "anthropic": ("anthropic", "v1/messages"),
+}
+USUAL = ("openai-chat", "openai-embeddings")
+
+
+class Compatible(Provider):
+    prefix = "v1/"
+    needs_key = False
+    max_tokens_name = "max_tokens"
+
+    def __init__(
+        self,
+        slug: str,
+        base_url: str,
+        *,
+        speaks: tuple[str, ...] = USUAL,
+        headers: Mapping[str, str] | None = None,
+        public: bool = False,
+    ) -> None:
+        if not base_url:
+            raise InvalidRequest(f"provider {slug!r} has no base_url", param=f"providers.{slug}.base_url")
+        if unknown := set(speaks) - set(PATHS):
+            raise InvalidRequest(f"provider {slug!r} cannot speak {sorted(unknown)}", hint=f"known are {sorted(PATHS)}")
+        super().__init__(base_url, headers, public=public)
+        self.slug = slug
+        self.native = dict(PATHS[each] for each in speaks)
+
+    def url(self, endpoint: str, query: str) -> str:
+        """Some write the version into the URL: it is not doubled."""
+        if self._base_url.endswith("/v1"):
+            endpoint = endpoint.removeprefix("v1/")
+        return super().url(endpoint, query)

@@ -1,0 +1,119 @@
+"""Converse: how every model at Bedrock is asked, out of Anthropic's dialect, which it resembles."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+from emberline.core.errors import InvalidRequest
+
+Tell = Callable[[str, str], None]  # a field, and why it is not said as it was
+Json = dict[str, Any]
+
+_LIMITS = {"max_tokens": "maxTokens", "temperature": "temperature", "top_p": "topP", "stop_sequences": "stopSequences"}
+_IMAGES = ("jpeg", "png", "gif", "webp")
+_READ = {*_LIMITS, "model", "stream", "system", "messages", "tools", "tool_choice", "anthropic_version"}
+_CACHED: Json = {"cachePoint": {"type": "default"}}
+
+
+def converse(said: Json, tell: Tell) -> Json:
+    body: Json = {"messages": [_message(message, tell) for message in said.get("messages") or ()]}
+    if system := _blocks(said.get("system") or [], tell):
+        body["system"] = system
+    if limits := {own: said[name] for name, own in _LIMITS.items() if said.get(name) is not None}:
+        body["inferenceConfig"] = limits
+    if tools := _tools(said, tell):
+        body["toolConfig"] = tools
+    for name in said.keys() - _READ:
+        if said[name]:
+            tell(name, "Converse has no such field")
+    return body
+
+
+def _message(message: Json, tell: Tell) -> Json:
+    return {"role": message.get("role"), "content": _blocks(message.get("content") or [], tell)}
+
+
+def _blocks(content: str | list[Json], tell: Tell) -> list[Json]:
+    if isinstance(content, str):
+        return [{"text": content}]
+    made = []
+    for block in content:
+        if (fit := _block(block, tell)) is not None:
+            made.append(fit)
+            made += [_CACHED] * bool(block.get("cache_control"))
+    return made
+
+
+def _block(block: Json, tell: Tell) -> Json | None:
+    match block:
+        case {"type": "text", "text": text}:
+            return {"text": text}
+        case {"type": "image", "source": source}:
+            return {"image": _image(source)}
+        case {"type": "document", "source": source}:
+            return {"document": {"name": str(block.get("title") or "document"), **_document(source)}}
+        case {"type": "tool_use", "id": id, "name": name}:
+            return {"toolUse": {"toolUseId": id, "name": name, "input": block.get("input") or {}}}
+        case {"type": "tool_result", "tool_use_id": id}:
+            content = _blocks(block.get("content") or "", tell)
+            status = "error" if block.get("is_error") else "success"
+            return {"toolResult": {"toolUseId": id, "content": content, "status": status}}
+        case {"type": "thinking", "thinking": text, "signature": str(seal)} if seal:
+            return {"reasoningContent": {"reasoningText": {"text": text, "signature": seal}}}
+        case {"type": "redacted_thinking", "data": data}:
+            return {"reasoningContent": {"redactedContent": data}}
+    tell(f"messages[].content[].{block.get('type')}", "Converse has no such part")
+    return None
+
+
+def _image(source: Json) -> Json:
+    kind = str(source.get("media_type")).removeprefix("image/")
+    if source.get("type") != "base64" or kind not in _IMAGES:
+        raise InvalidRequest(
+            "Bedrock's Converse takes pictures only as data, and only jpeg, png, gif and webp",
+            param="messages",
+            hint="send the picture itself, not its URL",
+        )
+    return {"format": kind, "source": {"bytes": source.get("data")}}
+
+
+def _document(source: Json) -> Json:
+    match source:
+        case {"type": "base64", "media_type": "application/pdf", "data": data}:
+            return {"format": "pdf", "source": {"bytes": data}}
+        case {"type": "text", "data": str(text)}:
+            return {"format": "txt", "source": {"bytes": base64.b64encode(text.encode()).decode()}}
+    raise InvalidRequest("Bedrock's Converse takes documents only as data: PDF or text", param="messages")
+
+
+def _tools(said: Json, tell: Tell) -> Json | None:
+    tools = []
+    for tool in said.get("tools") or ():
+        if "input_schema" not in tool:
+            tell(f"tools[].{tool.get('type')}", "Converse has no such tool")
+            continue
+        spec = {"name": tool.get("name"), "inputSchema": {"json": tool["input_schema"]}}
+        if tool.get("description"):
+            spec["description"] = tool["description"]
+        tools.append({"toolSpec": spec})
+    choice = said.get("tool_choice") or {}
+    if not tools or (choice.get("type") == "none" and not _has_calls(said)):
+        return None
+    made: Json = {"tools": tools}
+    match choice:
+        case {"type": "any" | "auto" as kind}:
+            made["toolChoice"] = {kind: {}}
+        case {"type": "tool", "name": name}:
+            made["toolChoice"] = {"tool": {"name": name}}
+        case {"type": "none"}:
+            tell("tool_choice", "Converse cannot forbid tools that were called before")
+    return made
+
+
+def _has_calls(said: Json) -> bool:
+    contents = (message.get("content") for message in said.get("messages") or ())
+    return any(
+        block.get("type") == "tool_use" for content in contents if isinstance(content, list) for block in content
+    )

@@ -1,0 +1,31 @@
+"""DeepSeek. Thoughts go back into the conversation; JSON has no schema here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.call import Call
+from emberline.gateway.providers.base import report
+from emberline.gateway.providers.chatty import Chatty, decoded_field
+
+_DEVELOPER = msgspec.json.encode("developer")
+
+
+class DeepSeek(Chatty):
+    slug = "deepseek"
+    base_url = "https://api.deepseek.com"
+    takes_thoughts = True
+
+    def reword(self, said: dict[str, Any], call: Call) -> None:
+        form = decoded_field(said, "response_format")
+        if isinstance(form, dict) and form.get("type") == "json_schema":
+            said["response_format"] = {"type": "json_object"}
+            report(call, "response_format", f"{self.slug} knows JSON, but no schema")
+        if "messages" in said and _DEVELOPER in bytes(said["messages"]):
+            messages = decoded_field(said, "messages")
+            for message in messages:
+                if isinstance(message, dict) and message.get("role") == "developer":
+                    message["role"] = "system"
+            said["messages"] = messages

@@ -1,0 +1,98 @@
+"""EventStream: messages of application/vnd.amazon.eventstream, cut out of a stream of bytes. Each has its length, the
+length of its headers and a checksum of both; its headers and its payload; a checksum of all."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import NamedTuple
+
+from emberline.gateway.errors import Broken
+
+KIND = "application/vnd.amazon.eventstream"
+LARGEST = 24 << 20  # bytes of a message
+_PRELUDE = struct.Struct(">III")
+_CHECK = struct.Struct(">I")
+_SIZES = {2: 1, 3: 2, 4: 4, 5: 8, 8: 8, 9: 16}  # of values, by the number of their type; 0 and 1 are true and false
+_BYTES, _TEXT = 6, 7
+
+
+class Message(NamedTuple):
+    headers: dict[str, str]  # those that are text
+    payload: bytes
+
+    @property
+    def event(self) -> str:
+        return self.headers.get(":event-type", "")
+
+    @property
+    def exception(self) -> str:
+        """ "": it is none."""
+        if self.headers.get(":message-type") == "event":
+            return ""
+        return self.headers.get(":exception-type") or self.headers.get(":error-code") or "error"
+
+
+class EventStream:
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def push(self, data: bytes) -> list[Message]:
+        """The messages that are whole now."""
+        data = self._kept + data if self._kept else data
+        messages, start = [], 0
+        while len(data) - start >= _PRELUDE.size:
+            size, headers, check = _PRELUDE.unpack_from(data, start)
+            if zlib.crc32(data[start : start + 8]) != check:
+                raise Broken("a message of the stream is damaged: the checksum of its lengths is wrong")
+            if size > LARGEST or headers + 16 > size:
+                raise Broken(f"a message of the stream says that it has {size} bytes, {headers} of them headers")
+            if len(data) - start < size:
+                break
+            messages.append(_message(data[start : start + size], headers))
+            start += size
+        self._kept = data[start:]
+        return messages
+
+    def end(self) -> None:
+        if self._kept:
+            raise Broken("the stream ended within a message")
+
+
+def _message(data: bytes, headers: int) -> Message:
+    if zlib.crc32(data[:-4]) != _CHECK.unpack_from(data, len(data) - 4)[0]:
+        raise Broken("a message of the stream is damaged: its checksum is wrong")
+    try:
+        return Message(_headers(data[12 : 12 + headers]), data[12 + headers : -4])
+    except (IndexError, KeyError, UnicodeDecodeError) as e:
+        raise Broken("a message of the stream has headers that cannot be read") from e
+
+
+def _headers(data: bytes) -> dict[str, str]:
+    found, at = {}, 0
+    while at < len(data):
+        name = data[at + 1 : at + 1 + data[at]].decode()
+        at += 1 + data[at]
+        kind, at = data[at], at + 1
+        if kind in (_BYTES, _TEXT):
+            size = data[at] << 8 | data[at + 1]
+            at += 2
+            if kind == _TEXT:
+                found[name] = data[at : at + size].decode()
+            at += size
+        elif kind > 1:
+            at += _SIZES[kind]
+    if at != len(data):
+        raise IndexError
+    return found
+
+
+def message(headers: dict[str, str], payload: bytes) -> bytes:
+    """As it is sent: for those who play AWS."""
+    head = b"".join(
+        struct.pack(">B", len(name)) + name.encode() + struct.pack(">BH", _TEXT, len(value.encode())) + value.encode()
+        for name, value in headers.items()
+    )
+    lengths = struct.pack(">II", 16 + len(head) + len(payload), len(head))
+    data = lengths + _CHECK.pack(zlib.crc32(lengths)) + head + payload
+    return data + _CHECK.pack(zlib.crc32(data))

@@ -1,0 +1,69 @@
+"""Google AI Studio: Gemini, whose models and whose wish to stream are in the path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+from urllib.parse import quote, unquote
+
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, Provider
+
+WHOLE, STREAM = "generateContent", "streamGenerateContent"
+
+
+class Gemini(Provider):
+    """What Google's two ways to Gemini have in common."""
+
+    paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "models/{model}"}
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        """A stream that is not asked for as events is one long list of JSON, which nobody looks into."""
+        action = endpoint.rpartition(":")[2]
+        return "gemini" if action == WHOLE or (action == STREAM and "alt=sse" in query) else "raw"
+
+    def model_in(self, endpoint: str) -> str:
+        return unquote(endpoint.rpartition("/")[2].partition(":")[0])
+
+    def streams_at(self, endpoint: str) -> bool:
+        return endpoint.endswith(f":{STREAM}")
+
+    def action(self, model: str, stream: bool) -> str:
+        return f"models/{quote(model, safe='')}:{STREAM if stream else WHOLE}"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        if call.plain and call.dialect == "gemini" and call.stream:
+            call = call.moved(query="alt=sse")
+        return super().request(call, key)
+
+
+class GoogleAIStudio(Gemini):
+    slug = "google-ai-studio"
+    base_url = "https://generativelanguage.googleapis.com"
+    prefix = "v1beta/openai/"
+    paths: ClassVar[Mapping[Dialect, str]] = {
+        "gemini": "v1beta/models/{model}",
+        "openai-embeddings": "v1beta/openai/embeddings",
+    }
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        if endpoint == self.paths["openai-embeddings"]:
+            return "openai-embeddings"
+        return "openai-chat" if endpoint.endswith("openai/chat/completions") else super().dialect_of(endpoint, query)
+
+    def model_in(self, endpoint: str) -> str:
+        return "" if "/openai/" in endpoint else super().model_in(endpoint)
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        if dialect == "gemini":
+            return f"v1beta/{self.action(model, stream)}"
+        return super().endpoint_for(dialect, model, stream)
+
+    def authorize(self, headers: dict[str, str], key: str) -> None:
+        headers["x-goog-api-key"] = key
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        out = super().request(call, key)
+        if "/openai/" in call.endpoint and (given := out.headers.pop("x-goog-api-key", None)):
+            out.headers["authorization"] = f"Bearer {given}"
+        return out

@@ -1,0 +1,150 @@
+"""GoogleTokens: short tokens for long credentials. A service account signs a wish for one; a user has a token to get
+others with. They are kept until shortly before they end."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from typing import TYPE_CHECKING
+from urllib.parse import urlencode
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.problems import read_error
+from emberline.gateway.errors import Broken, Refused, TimedOut
+from emberline.gateway.providers.base import Outgoing, near
+
+if TYPE_CHECKING:
+    from emberline.gateway.upstream import Upstream
+
+SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+TOKEN_URL = "https://oauth2.googleapis.com/token"
+LASTS = 3600  # seconds that a signed wish is good for
+EARLY = 120.0  # seconds before its end a token is replaced
+MOST = 1024  # kept
+LARGEST = 1 << 16
+_JWT = "urn:ietf:params:oauth:grant-type:jwt-bearer"
+
+
+class Account(msgspec.Struct):
+    """A service account's key, or what gcloud keeps of a user; `region` is Cloudflare's addition."""
+
+    type: str = "service_account"
+    project_id: str = ""
+    private_key_id: str = ""
+    private_key: str = ""
+    client_email: str = ""
+    client_id: str = ""
+    client_secret: str = ""
+    refresh_token: str = ""
+    quota_project_id: str = ""
+    token_uri: str = TOKEN_URL
+    region: str = ""
+
+    @staticmethod
+    def read(text: str) -> Account | None:
+        """From JSON, or JSON in base64; None: it is a token already."""
+        if not text.startswith("{"):
+            try:
+                text = base64.b64decode(text, validate=True).decode()
+            except (binascii.Error, ValueError):
+                return None
+        if not text.startswith("{"):
+            return None
+        try:
+            return msgspec.json.decode(text, type=Account)
+        except msgspec.MsgspecError as e:
+            raise InvalidRequest(f"the credentials for Google cannot be read: {e}") from None
+
+    @property
+    def project(self) -> str:
+        return self.project_id or self.quota_project_id
+
+
+class _Token(msgspec.Struct):
+    access_token: str
+    expires_in: float = LASTS
+
+
+class GoogleTokens:
+    def __init__(self, base_url: str) -> None:
+        """`base_url`: of a server that is believed, besides Google's."""
+        self._base_url = base_url
+        self._kept: dict[bytes, tuple[str, float]] = {}  # by a hash of the credentials: a token, and its end
+        self._locks: dict[bytes, asyncio.Lock] = {}
+
+    async def token(self, account: Account, upstream: Upstream, seconds: float, now: float) -> str:
+        id = _id(account)
+        if len(self._kept) >= MOST or len(self._locks) >= MOST:
+            self._kept.clear()
+            self._locks.clear()
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._locks.setdefault(id, asyncio.Lock()),
+            ):  # one wish for all who wait
+                token, until = self._kept.get(id, ("", 0.0))
+                if now + EARLY >= until:
+                    made = await self._fetched(account, upstream, seconds, now)
+                    token = made.access_token
+                    self._kept[id] = (token, now + made.expires_in)
+        except TimeoutError:
+            raise TimedOut(f"Google gave no token within {seconds:.3g} s") from None
+        return token
+
+    def forget(self, account: Account) -> None:
+        """It was refused."""
+        self._kept.pop(_id(account), None)
+
+    async def _fetched(self, account: Account, upstream: Upstream, seconds: float, now: float) -> _Token:
+        if not near(account.token_uri, self._base_url, "googleapis.com"):
+            raise InvalidRequest("token_uri is not one of Google's", hint=TOKEN_URL)
+        headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
+        out = Outgoing("POST", account.token_uri, headers, urlencode(_wish(account, now)).encode())
+        incoming = await upstream.send(out, seconds)
+        try:
+            body = await incoming.whole(seconds, LARGEST)
+        finally:
+            incoming.close()
+        if incoming.status >= 400:
+            kind, status = ("server", 502) if incoming.status >= 500 else ("access", 401)
+            said = f"Google gave no token ({incoming.status}): {read_error(body).message}"
+            raise Refused(said, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
+        try:
+            return msgspec.json.decode(body, type=_Token)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise Broken(f"what Google gave is no token: {e}") from e
+
+
+def _id(account: Account) -> bytes:
+    return hashlib.sha256(msgspec.json.encode(account)).digest()
+
+
+def _wish(account: Account, now: float) -> dict[str, str]:
+    if account.type == "authorized_user":
+        mine = {"client_id": account.client_id, "client_secret": account.client_secret}
+        return {"grant_type": "refresh_token", "refresh_token": account.refresh_token, **mine}
+    return {"grant_type": _JWT, "assertion": assertion(account, int(now))}
+
+
+def assertion(account: Account, now: int) -> str:
+    head = {"alg": "RS256", "typ": "JWT", "kid": account.private_key_id}
+    claims = {"iss": account.client_email, "scope": SCOPE, "aud": account.token_uri, "iat": now, "exp": now + LASTS}
+    text = b".".join(_base64(msgspec.json.encode(each)) for each in (head, claims))
+    try:
+        key = load_pem_private_key(account.private_key.encode(), None)
+    except (ValueError, TypeError) as e:
+        raise InvalidRequest(f"private_key is no key: {e}") from None
+    if not isinstance(key, rsa.RSAPrivateKey):
+        raise InvalidRequest("private_key is not one of RSA")
+    return (text + b"." + _base64(key.sign(text, padding.PKCS1v15(), SHA256()))).decode()
+
+
+def _base64(data: bytes) -> bytes:
+    return base64.urlsafe_b64encode(data).rstrip(b"=")

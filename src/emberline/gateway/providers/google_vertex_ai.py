@@ -1,0 +1,99 @@
+"""Google Vertex AI: Gemini, and Claude in its own dialect, in a project and a region. A key is a service account's, a
+user's, or a token that somebody else got."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import quote
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing
+from emberline.gateway.providers.google_ai_studio import Gemini
+from emberline.gateway.providers.google_token import Account, GoogleTokens
+from emberline.gateway.providers.hosted import hosted
+
+if TYPE_CHECKING:
+    from emberline.gateway.upstream import Incoming, Upstream
+
+VERSION = "vertex-2023-10-16"
+_WHOLE, _STREAM = "rawPredict", "streamRawPredict"
+_HOST = re.compile(r"https://([a-z0-9-]+)-aiplatform\.")
+_REGION = re.compile(r"(?:^|/)locations/([a-z0-9-]+)/")
+
+
+class VertexAI(Gemini):
+    """A model is PUBLISHER/MODEL, or one of Google's. A URL that is given may have the project and the region in it."""
+
+    slug = "google-vertex-ai"
+    base_url = "https://{region}aiplatform.googleapis.com"
+    paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "", "anthropic": ""}
+
+    def __init__(
+        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
+    ) -> None:
+        super().__init__(base_url, headers, public=public)
+        self._tokens = GoogleTokens(self._base_url)
+
+    def speaks(self, dialect: Dialect, model: str = "") -> bool:
+        return dialect == "raw" or dialect == ("anthropic" if "claude" in model else "gemini")
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        if endpoint.endswith("/endpoints/openapi/chat/completions"):
+            return "raw"  # OpenAI's, with a model's name of Google's
+        if "/publishers/anthropic/" in endpoint and endpoint.endswith((f":{_WHOLE}", f":{_STREAM}")):
+            return "anthropic"
+        return super().dialect_of(endpoint, query)
+
+    def streams_at(self, endpoint: str) -> bool:
+        return endpoint.endswith(f":{_STREAM}") or super().streams_at(endpoint)
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        publisher, _, name = model.rpartition("/")
+        if dialect == "anthropic":
+            action = f"models/{quote(name, safe='')}:{_STREAM if stream else _WHOLE}"
+            return f"publishers/{quote(publisher or 'anthropic', safe='')}/{action}"
+        return f"publishers/{quote(publisher or 'google', safe='')}/{self.action(name, stream)}"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        if call.plain:
+            if call.dialect == "anthropic":
+                call = call.moved(body=hosted(call, VERSION))
+            call = call.moved(endpoint=self._placed(call.endpoint, key))
+        return super().request(call, key)
+
+    def _placed(self, endpoint: str, key: str | None) -> str:
+        if "/projects/" in self._base_url:
+            return endpoint
+        account = Account.read(key or "") or Account()
+        region = account.region or (found[1] if (found := _HOST.match(self._base_url)) else "")
+        if not account.project or not region:
+            raise InvalidRequest(
+                f"{self.slug} does not know which project and region are meant",
+                hint="add region to the service account's JSON, or both to the provider's base_url",
+            )
+        return f"v1/projects/{quote(account.project, safe='')}/locations/{quote(region, safe='')}/{endpoint}"
+
+    def url(self, endpoint: str, query: str) -> str:
+        base = self._base_url
+        if "{region}" in base:
+            region = found[1] if (found := _REGION.search(endpoint)) else "global"
+            base = base.replace("{region}", "" if region == "global" else f"{region}-")
+        elif endpoint.startswith("v1"):  # a path that is whole
+            base = re.sub(r"/v1[^/]*/projects/.*", "", base)
+        return f"{base}/{endpoint}" + (f"?{query}" if query else "")
+
+    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        account = Account.read(out.headers.get("authorization", "").removeprefix("Bearer "))
+        if account is None:
+            return await upstream.send(out, seconds)
+        token = await self._tokens.token(account, upstream, seconds, now)
+        headers = {**out.headers, "authorization": f"Bearer {token}"}
+        incoming = await upstream.send(msgspec.structs.replace(out, headers=headers), seconds)
+        if incoming.status == 401:
+            self._tokens.forget(account)
+        return incoming

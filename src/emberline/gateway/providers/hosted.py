@@ -1,0 +1,22 @@
+"""Claude at somebody else's: Anthropic's dialect, but for the model, which is in the path, and the version, which is in
+the body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.call import Call
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def hosted(call: Call, version: str, *without: str) -> bytes:
+    said: dict[str, Any] = dict(_FIELDS.decode(call.body))
+    for name in ("model", *without):
+        said.pop(name, None)
+    said.setdefault("anthropic_version", version)
+    if beta := call.headers.get("anthropic-beta"):
+        said.setdefault("anthropic_beta", [each.strip() for each in beta.split(",")])
+    return msgspec.json.encode(said)

@@ -1,0 +1,107 @@
+"""Mistral. Unknown fields are refused; ids of tool calls have nine letters and digits; usage is told unasked."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, report
+from emberline.gateway.providers.chatty import Chatty, decoded_field
+from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.splitter import Splitter, payload_of
+
+_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
+
+_SIGNS = (b'"developer"', b'"tool_call', *(f'"{name}"'.encode() for name in _FOREIGN))  # of messages to be looked at
+
+
+class Mistral(Chatty):
+    slug = "mistral"
+    base_url = "https://api.mistral.ai/v1"
+    paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}
+    counts_streams = False
+    renames: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
+    refuses = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
+                         "stream_options", "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        out = super().request(call, key)
+        if call.plain and call.dialect == "openai-chat":
+            return msgspec.structs.replace(out, decoder=Flattened)
+        return out
+
+    def reword(self, said: dict[str, Any], call: Call) -> None:
+        text = bytes(said.get("messages", b""))
+        if not any(sign in text for sign in _SIGNS):
+            return
+        messages = decoded_field(said, "messages")
+        if not isinstance(messages, list):
+            return
+        for message in messages:
+            if isinstance(message, dict):
+                self._fit(message, call)
+        said["messages"] = messages
+
+    def _fit(self, message: dict[str, Any], call: Call) -> None:
+        for name in _FOREIGN:
+            if name in message and (name != "name" or message.get("role") != "tool") and message.pop(name):
+                report(call, f"messages[].{name}", f"{self.slug} does not take it")
+        if message.get("role") == "developer":
+            message["role"] = "system"
+        for called in message.get("tool_calls") or ():
+            if isinstance(called, dict) and isinstance(called.get("id"), str):
+                called["id"] = short_id(called["id"])
+        if isinstance(message.get("tool_call_id"), str):
+            message["tool_call_id"] = short_id(message["tool_call_id"])
+
+
+class Flattened(Decoder):
+    """Content that is a list of parts, thoughts among them, as others say it: text, and thoughts beside it."""
+
+    def __init__(self) -> None:
+        self._splitter = Splitter()
+
+    def whole(self, body: bytes) -> bytes:
+        return _flat(body, "message") or body
+
+    def push(self, data: bytes) -> bytes:
+        return b"".join(self._event(event) for event in self._splitter.push(data))
+
+    def _event(self, event: bytes) -> bytes:
+        made = _flat(payload_of(event)[1], "delta")
+        return event if made is None else b"data: %b\n\n" % made
+
+    def end(self) -> bytes:
+        return self._splitter.rest
+
+
+def _flat(payload: bytes, name: str) -> bytes | None:
+    """None: there is nothing to flatten."""
+    if b'"thinking"' not in payload:
+        return None
+    try:
+        found = msgspec.json.decode(payload)
+        for choice in found["choices"]:
+            said = choice[name]
+            if isinstance(said.get("content"), list):
+                parts, said["content"] = said["content"], ""
+                for part in parts:
+                    if part["type"] == "thinking":
+                        thoughts = "".join(each["text"] for each in part["thinking"] if each["type"] == "text")
+                        said["reasoning_content"] = said.get("reasoning_content", "") + thoughts
+                    elif part["type"] == "text":
+                        said["content"] += part["text"]
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return None  # whoever reads it next will say so
+    return msgspec.json.encode(found)
+
+
+def short_id(id: str) -> str:
+    """The same for the same: a call and its result must still know each other."""
+    return id if _ID.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]

@@ -1,0 +1,21 @@
+"""Ollama, on this machine unless told otherwise. Its own API is at api/, OpenAI's at v1/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from emberline.gateway.call import Dialect
+from emberline.gateway.providers.base import Provider
+
+
+class Ollama(Provider):
+    slug = "ollama"
+    base_url = "http://127.0.0.1:11434"
+    prefix = "v1/"
+    paths: ClassVar[Mapping[Dialect, str]] = {
+        "openai-chat": "v1/chat/completions",
+        "openai-embeddings": "v1/embeddings",
+    }
+    needs_key = False
+    max_tokens_name = "max_tokens"

@@ -1,0 +1,15 @@
+"""OpenRouter: many providers behind one. Its keep-alives are comments, its errors may come inside a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from emberline.gateway.call import Dialect
+from emberline.gateway.providers.chatty import Chatty
+
+
+class OpenRouter(Chatty):
+    slug = "openrouter"
+    base_url = "https://openrouter.ai/api/v1"
+    paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}

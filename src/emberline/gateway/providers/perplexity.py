@@ -1,0 +1,61 @@
+"""Perplexity. Every event tells the usage, and most streams end without saying so."""
+
+from __future__ import annotations
+
+import msgspec
+
+from emberline.api import sse
+from emberline.gateway.call import Call
+from emberline.gateway.providers.base import Outgoing
+from emberline.gateway.providers.chatty import Chatty
+from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.splitter import Splitter, payload_of
+
+
+class Perplexity(Chatty):
+    slug = "perplexity-ai"
+    base_url = "https://api.perplexity.ai"
+    counts_streams = False
+    refuses = frozenset({"stream_options", "logit_bias", "user", "store", "service_tier", "seed"})
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        out = super().request(call, key)
+        if call.dialect == "openai-chat" and call.stream:
+            return Outgoing(out.method, out.url, out.headers, out.body, out.public, Ending)
+        return out
+
+
+class Ending(Decoder):
+    """Adds the marker that is missing, if the stream had a reason to end."""
+
+    def __init__(self) -> None:
+        self._splitter = Splitter()
+        self._finished = self._done = False
+
+    def push(self, data: bytes) -> bytes:
+        for event in self._splitter.push(data):
+            _, payload = payload_of(event)
+            self._done |= payload == b"[DONE]"
+            self._finished |= b'"finish_reason"' in payload and _reason(payload)
+        return data
+
+    def end(self) -> bytes:
+        return sse.DONE if self._finished and not self._done else b""
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+def _reason(payload: bytes) -> bool:
+    try:
+        return any(choice.finish_reason for choice in _EVENT.decode(payload).choices)
+    except msgspec.MsgspecError:
+        return False  # whoever reads it next will say so

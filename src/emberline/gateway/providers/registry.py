@@ -1,0 +1,66 @@
+"""Registry: slugs to providers, as a gateway's settings have them. Instances are kept as long as their settings."""
+
+from __future__ import annotations
+
+from emberline.gateway.errors import ProviderNotFound
+from emberline.gateway.providers.anthropic import Anthropic
+from emberline.gateway.providers.aws_bedrock import Bedrock
+from emberline.gateway.providers.azure_openai import AzureOpenAI
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.cerebras import Cerebras
+from emberline.gateway.providers.cohere import Cohere
+from emberline.gateway.providers.compatible import USUAL, Compatible
+from emberline.gateway.providers.deepseek import DeepSeek
+from emberline.gateway.providers.emberline import Emberline
+from emberline.gateway.providers.google_ai_studio import GoogleAIStudio
+from emberline.gateway.providers.google_vertex_ai import VertexAI
+from emberline.gateway.providers.grok import Grok
+from emberline.gateway.providers.groq import Groq
+from emberline.gateway.providers.huggingface import HuggingFace
+from emberline.gateway.providers.mistral import Mistral
+from emberline.gateway.providers.ollama import Ollama
+from emberline.gateway.providers.openai import OpenAI
+from emberline.gateway.providers.openrouter import OpenRouter
+from emberline.gateway.providers.perplexity import Perplexity
+from emberline.gateway.providers.replicate import Replicate
+from emberline.gateway.providers.workers_ai import WorkersAI
+from emberline.gateway.settings import ProviderSettings, Settings
+
+# vLLM and others that speak OpenAI's protocol are named in the settings, with their URL.
+ALL: tuple[type[Provider], ...] = (
+    Emberline, OpenAI, Anthropic, AzureOpenAI, GoogleAIStudio, VertexAI, Bedrock, WorkersAI, Groq, Mistral, Cohere,
+    DeepSeek, Perplexity, Grok, OpenRouter, Cerebras, HuggingFace, Replicate, Ollama,
+)  # fmt: skip
+KNOWN: dict[str, type[Provider]] = {known.slug: known for known in ALL}
+MOST = 4096  # instances kept
+
+NOTHING = ProviderSettings()
+
+
+class Registry:
+    def __init__(self, private: bool = False) -> None:
+        """`private`: the operator lets everybody's providers be on private addresses."""
+        self._private = private
+        self._made: dict[tuple[object, ...], Provider] = {}
+
+    def find(self, slug: str, settings: Settings) -> Provider:
+        given = settings.providers.get(slug, NOTHING)
+        known = KNOWN.get(slug)
+        if not given.enabled or (known is None and given is NOTHING):
+            raise ProviderNotFound(
+                f"there is no provider {slug[:80]!r}",
+                hint=f"known are {', '.join(sorted({*KNOWN, *settings.providers}))}",
+            )
+        key = (slug, given.base_url, given.speaks, given.public, *given.headers.items())
+        if (made := self._made.get(key)) is None:
+            if len(self._made) >= MOST:
+                self._made.clear()
+            made = self._made[key] = self._make(slug, given, known)
+        return made
+
+    def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
+        public = given.public and given.base_url is not None and not self._private
+        if known is not None:
+            return known(given.base_url, given.headers, public=public)
+        speaks = USUAL if given.speaks is None else given.speaks
+        return Compatible(slug, given.base_url or "", speaks=speaks, headers=given.headers, public=public)

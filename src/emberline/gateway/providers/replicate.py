@@ -1,0 +1,151 @@
+"""Replicate: a chat becomes a prediction, which is waited for, or read from a place of its own as it grows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.errors import Broken, TimedOut
+from emberline.gateway.providers.base import Outgoing, Provider, decoded, near, report
+from emberline.gateway.providers.decoder import Given
+from emberline.gateway.providers.replicate_reply import Predicted
+
+if TYPE_CHECKING:
+    from emberline.gateway.upstream import Incoming, Upstream
+
+Json = dict[str, Any]
+LARGEST = 8 << 20  # bytes of a prediction
+PAUSES = (0.2, 0.4, 0.8, 1.5)  # seconds between two looks; then always the last
+_SAME = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "max_tokens")
+_READ = {*_SAME, "model", "messages", "stream", "stream_options", "max_completion_tokens", "stop", "n"}
+_RUNNING = ("starting", "processing")
+
+
+class _Prediction(msgspec.Struct):
+    id: str = ""
+    status: str = ""
+    urls: dict[str, str] = {}
+
+
+class Replicate(Provider):
+    slug = "replicate"
+    base_url = "https://api.replicate.com/v1"
+    paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "models/{model}/predictions"}
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        return "raw"
+
+    def model_in(self, endpoint: str) -> str:
+        return endpoint.removeprefix("models/").removesuffix("/predictions") if endpoint.startswith("models/") else ""
+
+    def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
+        return "predictions" if ":" in model else f"models/{quote(model)}/predictions"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        if not call.plain or call.dialect != "openai-chat":
+            return super().request(call, key)
+        said: Json = msgspec.json.decode(call.body)
+        body: Json = {"input": prompted(said, call), "stream": call.stream}
+        if ":" in call.model:
+            body["version"] = call.model.partition(":")[2]
+        out = super().request(call.moved(body=msgspec.json.encode(body)), key)
+        return msgspec.structs.replace(out, decoder=partial(Predicted, call.model, call.id))
+
+    async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
+        if out.decoder is None:
+            return await upstream.send(out, seconds)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        headers = {**out.headers, "cancel-after": f"{max(5, int(seconds))}s"}  # who leaves cannot tell it
+        streams = b'"stream":true' in out.body
+        if not streams:
+            headers["prefer"] = f"wait={max(1, min(60, int(seconds)))}"
+        reply = await self._whole(msgspec.structs.replace(out, headers=headers), upstream, seconds)
+        if reply.status >= 400:
+            return reply
+        prediction = _prediction(reply.body)
+        if streams:
+            asked = self._streaming(out, prediction)
+            return decoded(asked, await upstream.send(asked, until - loop.time()))
+        for pause in (*PAUSES, *(PAUSES[-1] for _ in range(int(seconds)))):
+            if prediction.status not in _RUNNING:
+                return decoded(out, reply)
+            if loop.time() + pause >= until:
+                break
+            await asyncio.sleep(pause)
+            url = f"{self._base_url}/predictions/{quote(prediction.id, safe='')}"
+            look = Outgoing("GET", url, _quiet(out.headers), b"", out.public)
+            reply = await self._whole(look, upstream, until - loop.time())
+            if reply.status >= 400:
+                return reply
+            prediction = _prediction(reply.body)
+        raise TimedOut(f"the prediction did not end within {seconds:.3g} s")
+
+    async def _whole(self, out: Outgoing, upstream: Upstream, seconds: float) -> Given:
+        incoming = await upstream.send(out, seconds)
+        try:
+            return Given(incoming.status, incoming.headers, await incoming.whole(seconds, LARGEST), incoming.kind)
+        finally:
+            incoming.close()
+
+    def _streaming(self, out: Outgoing, prediction: _Prediction) -> Outgoing:
+        url = prediction.urls.get("stream", "")
+        if not url:
+            raise InvalidRequest("this model cannot stream", param="stream", hint="ask without")
+        if not near(url, self._base_url, "replicate.com"):
+            raise Broken("the stream is at a place that is not Replicate's")
+        headers = {**_quiet(out.headers), "accept": "text/event-stream", "cache-control": "no-store"}
+        return Outgoing("GET", url, headers, b"", out.public, out.decoder)
+
+
+def _quiet(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name != "content-type"}
+
+
+def _prediction(body: bytes) -> _Prediction:
+    try:
+        return msgspec.json.decode(body, type=_Prediction)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Broken(f"the reply is no prediction: {e}") from e
+
+
+def prompted(said: Json, call: Call) -> Json:
+    """What models there take: one prompt, and what comes before all."""
+    if said.get("tools"):
+        raise InvalidRequest("replicate's models take no tools", param="tools", hint="use another provider")
+    if (said.get("n") or 1) != 1:
+        raise InvalidRequest("replicate gives one answer a request", param="n", hint="1")
+    turns = [(str(each.get("role")), _text(each.get("content"))) for each in said.get("messages") or ()]
+    system = "\n\n".join(text for role, text in turns if role in ("system", "developer"))
+    talk = [(role, text) for role, text in turns if role not in ("system", "developer")]
+    made = {name: said[name] for name in _SAME if said.get(name) is not None}
+    if said.get("max_completion_tokens") is not None:
+        made["max_tokens"] = said["max_completion_tokens"]
+    if stop := said.get("stop"):
+        made["stop_sequences"] = stop if isinstance(stop, str) else ",".join(stop)
+    if system:
+        made["system_prompt"] = system
+    if len(talk) == 1:
+        made["prompt"] = talk[0][1]
+    else:
+        made["prompt"] = "\n\n".join(f"{role.capitalize()}: {text}" for role, text in talk) + "\n\nAssistant:"
+        report(call, "messages", "replicate takes one prompt, so the turns were written one after the other")
+    for name in sorted(said.keys() - _READ):
+        if said[name] is not None:
+            report(call, name, "replicate has no such field")
+    return made
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    if any(part.get("type") != "text" for part in content):
+        raise InvalidRequest("replicate's models are asked with text alone", param="messages")
+    return "".join(str(part.get("text") or "") for part in content)

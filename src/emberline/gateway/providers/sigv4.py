@@ -1,0 +1,69 @@
+"""Signature Version 4 of AWS: a request is signed with a key that is derived from the secret, for one day, one region
+and one service. https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from urllib.parse import quote, unquote, urlsplit
+
+ALGORITHM = "AWS4-HMAC-SHA256"
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    id: str
+    secret: str
+    token: str = ""  # of a session
+
+
+def signed(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    credentials: Credentials,
+    *,
+    region: str,
+    service: str,
+    now: float,
+) -> dict[str, str]:
+    """`headers`, of which all are signed, with those that a signature adds. `now`: in seconds since 1970."""
+    parts = urlsplit(url)
+    stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
+    made = {name.lower(): value for name, value in headers.items()} | {"host": parts.netloc, "x-amz-date": stamp}
+    if credentials.token:
+        made["x-amz-security-token"] = credentials.token
+    names = ";".join(sorted(made))
+    lines = [f"{name}:{' '.join(made[name].split())}" for name in sorted(made)]
+    digest = hashlib.sha256(body).hexdigest()
+    request = "\n".join((method, _path(parts.path), _query(parts.query), *lines, "", names, digest))
+    scope = f"{stamp[:8]}/{region}/{service}/aws4_request"
+    text = "\n".join((ALGORITHM, stamp, scope, hashlib.sha256(request.encode()).hexdigest()))
+    signature = hmac.new(signing_key(credentials.secret, stamp[:8], region, service), text.encode(), "sha256")
+    given = f"Credential={credentials.id}/{scope}, SignedHeaders={names}, Signature={signature.hexdigest()}"
+    return made | {"authorization": f"{ALGORITHM} {given}"}
+
+
+def signing_key(secret: str, day: str, region: str, service: str) -> bytes:
+    key = f"AWS4{secret}".encode()
+    for part in (day, region, service, "aws4_request"):
+        key = hmac.new(key, part.encode(), "sha256").digest()
+    return key
+
+
+def _path(path: str) -> str:
+    """Encoded once more than it is sent."""
+    tail = "/" if path.endswith(("/", "/.", "/..")) else ""
+    plain = posixpath.normpath(path or "/").lstrip("/")
+    return quote("/" + plain + (tail if plain else ""), safe="/-_.~")
+
+
+def _query(query: str) -> str:
+    pairs = (each.partition("=") for each in query.split("&") if each)
+    encoded = [(quote(unquote(name), safe="-_.~"), quote(unquote(value), safe="-_.~")) for name, _, value in pairs]
+    return "&".join(f"{name}={value}" for name, value in sorted(encoded))

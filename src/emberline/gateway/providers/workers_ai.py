@@ -1,0 +1,37 @@
+"""Workers AI of Cloudflare: a path that is a model's name runs that model; OpenAI's protocol is at v1/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.providers.base import Outgoing, Provider
+
+
+class WorkersAI(Provider):
+    """The account is the one that the gateway's path names, unless the URL has another."""
+
+    slug = "workers-ai"
+    base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"
+    prefix = "v1/"
+    paths: ClassVar[Mapping[Dialect, str]] = {
+        "openai-chat": "v1/chat/completions",
+        "openai-responses": "v1/responses",
+        "openai-embeddings": "v1/embeddings",
+    }
+    max_tokens_name = "max_tokens"
+
+    def model_in(self, endpoint: str) -> str:
+        return "" if endpoint.startswith("v1/") else endpoint.removeprefix("run/")
+
+    def url(self, endpoint: str, query: str) -> str:
+        if not endpoint.startswith(("v1/", "run/")):
+            endpoint = f"run/{endpoint}"
+        return super().url(endpoint, query)
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        out = super().request(call, key)
+        if "{account}" not in out.url:
+            return out
+        return Outgoing(out.method, out.url.replace("{account}", call.account, 1), out.headers, out.body, out.public)

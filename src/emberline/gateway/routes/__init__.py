@@ -1,0 +1,1 @@
+"""Dynamic routes: graphs that say which model answers a call."""

@@ -1,0 +1,130 @@
+"""Where a custom provider may be: a public address, and the one that was checked is the one connected to.
+
+A name is looked up by `PublicResolver`, which gives out nothing unless every answer is public; `public_socket` looks at
+the address again when the connection is made, whoever found it, so that an address written as a number (which is not
+looked up) and a name that answers differently the second time are no way around.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
+from urllib.parse import urlsplit
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.resolver import ThreadedResolver
+
+from emberline.core.errors import InvalidRequest
+
+# Not global, or not to be trusted, beyond what the standard library knows of every supported version.
+_REFUSED = tuple(
+    ip_network(each)
+    for each in (
+        "168.63.129.16/32",  # the host of a virtual machine at Azure: metadata, on a public address
+        "192.0.0.0/24",  # protocol assignments; Oracle's metadata
+        "192.88.99.0/24",  # 6to4 relays
+        "::/96",  # IPv4 written as IPv6, as it was long ago
+        "64:ff9b:1::/48",  # NAT64 into a private network
+        "2001::/23",  # Teredo and others
+        "2002::/16",  # 6to4: any IPv4 address inside
+        "3fff::/20",
+        "5f00::/16",
+        "fec0::/10",
+    )
+)
+_NAT64 = ip_network("64:ff9b::/96")
+_NAME = re.compile(
+    r"(?=.{1,253}$)([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\.)*[a-z0-9_]([a-z0-9-]{0,61}[a-z0-9])?\.?", re.I
+)
+_NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)\.?", re.I)
+_LONGEST = 2048
+
+
+def is_public(address: str) -> bool:
+    try:
+        ip: IPv4Address | IPv6Address = ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, IPv6Address):
+        if ip.ipv4_mapped is not None:
+            ip = ip.ipv4_mapped
+        elif ip in _NAT64:
+            ip = IPv4Address(int(ip) & 0xFFFFFFFF)
+    if any(ip.version == network.version and ip in network for network in _REFUSED):
+        return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_link_local or ip.is_unspecified)
+
+
+def checked_url(url: str, *, allow_private: bool = False, param: str = "base_url") -> str:
+    """The URL, without a slash at its end. `allow_private`: the operator lets providers be in this network."""
+
+    def wrong(why: str, hint: str | None = None) -> InvalidRequest:
+        return InvalidRequest(f"{param} {why}", param=param, hint=hint)
+
+    if len(url) > _LONGEST or not url.isascii() or any(c <= " " or c in '\\"<>^`{|}\x7f' for c in url):
+        raise wrong("is too long, or has characters that a URL cannot have", "write other letters as xn--... or %..")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as e:
+        raise wrong(f"is not a URL: {e}") from e
+    if parts.scheme != "https" and not (allow_private and parts.scheme == "http"):
+        raise wrong("must begin with https://")
+    if "@" in parts.netloc:
+        raise wrong("must not have a user or a password", "store the key as a provider key")
+    if parts.query or parts.fragment or url.endswith(("?", "#")):
+        raise wrong("must not have a query or a fragment")
+    if port == 0:
+        raise wrong("has port 0")
+    if ".." in parts.path.split("/"):
+        raise wrong("must not have .. in its path")
+    _check_host(host, allow_private, wrong)
+    return url.rstrip("/")
+
+
+def _check_host(host: str, allow_private: bool, wrong: Any) -> None:
+    if ":" in host or _NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]):
+        # An address. One of the old spellings (127.1, 0x7f000001) would be read differently by different readers.
+        try:
+            ip = ip_address(host)
+        except ValueError:
+            raise wrong("has an address in a spelling that is not taken", "write four numbers") from None
+        if not allow_private and not is_public(str(ip)):
+            raise wrong("has an address that is not public", "the operator can allow private targets")
+    elif not _NAME.fullmatch(host):
+        raise wrong("has no valid host name")
+    elif not allow_private and host.rstrip(".").rpartition(".")[2].lower() in (
+        "localhost",
+        "local",
+        "internal",
+        "arpa",
+    ):
+        raise wrong("has a name that is not public", "the operator can allow private targets")
+
+
+class PublicResolver(AbstractResolver):
+    def __init__(self, inner: AbstractResolver | None = None) -> None:
+        self._inner = inner or ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found = await self._inner.resolve(host, port, family)
+        if not all(is_public(each["host"]) for each in found):
+            raise OSError(None, f"{host} has an address that is not public")
+        return found
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+def public_socket(address: tuple[Any, ...]) -> socket.socket:
+    """A socket to connect to this address, as getaddrinfo describes it."""
+    family, kind, protocol, _, where = address
+    if not is_public(where[0]):
+        raise OSError(None, f"{where[0]} is not public")
+    made = socket.socket(family, kind, protocol)
+    made.setblocking(False)
+    return made

@@ -1,0 +1,14 @@
+"""The stack: one handler out of layers. Each takes a handler and gives one; the first of the list is the outermost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from emberline.gateway.call import Handler, Layer
+
+
+def stacked(layers: Sequence[Layer], innermost: Handler) -> Handler:
+    handler = innermost
+    for layer in reversed(layers):
+        handler = layer(handler)
+    return handler

@@ -1,0 +1,25 @@
+"""open_store: the store that a URL names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from emberline.core.clock import Clock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.store.base import Store
+
+
+async def open_store(url: str, clock: Clock | None = None) -> Store:
+    """`sqlite:DIRECTORY` or `postgresql://...`. Adapters are imported when they are asked for."""
+    scheme, _, rest = url.partition(":")
+    if scheme == "sqlite" and rest:
+        from emberline.gateway.store.sqlite import SQLiteStore
+
+        return await SQLiteStore.open(Path(rest.removeprefix("//")).expanduser(), clock)
+    if scheme in ("postgresql", "postgres"):
+        from emberline.gateway.store.postgres import PostgresStore
+
+        return await PostgresStore.open(url, clock)
+    raise InvalidRequest(
+        f"{scheme!r} is no store", param="store", hint="give sqlite:DIRECTORY or postgresql://USER@HOST/DATABASE"
+    )

@@ -1,0 +1,278 @@
+"""PostgresStore: one database that replicas share. Logs, labels and payloads are partitioned by day (by the time that
+ids begin with), and retention drops partitions. A batch, its rollups included, is one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import date, timedelta
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.gateway.errors import Conflict, StoreFailed
+from emberline.gateway.record import Payload, Record, day_of
+from emberline.gateway.store import sql
+from emberline.gateway.store.base import HOURS_KEPT, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.rollup import MS, Cell, RollupQuery, tally
+from emberline.gateway.store.scan import bound, day_start, scan
+from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
+
+if TYPE_CHECKING:
+    from asyncpg import Connection, Pool
+
+WORDS = {
+    "int": "BIGINT",
+    "text": 'TEXT COLLATE "C"',
+    "blob": "BYTEA",
+    "serial": "BIGSERIAL PRIMARY KEY",
+    "partitioned": "PARTITION BY RANGE (id)",
+    "clustered": "",
+}
+BY_DAY = ("logs", "labels", "payloads")
+LONGEST = 10.0  # seconds of one query
+_ALONE = 0x456D6265726C  # the advisory lock of whoever changes the schema
+_ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
+
+_UNLABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
+
+Batch = Sequence[tuple[Record, Payload | None]]
+
+
+class PostgresStore:
+    @classmethod
+    async def open(cls, url: str, clock: Clock | None = None) -> PostgresStore:
+        try:
+            import asyncpg
+        except ImportError as e:
+            raise StoreFailed("PostgreSQL needs asyncpg", hint="pip install 'emberline[gateway]'") from e
+        settings = {"jit": "off", "lock_timeout": "5000"}
+        try:
+            pool = await asyncpg.create_pool(
+                url, min_size=1, max_size=8, timeout=5.0, command_timeout=LONGEST, server_settings=settings
+            )
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as e:
+            raise StoreFailed(f"PostgreSQL: {e}", hint="is the URL right, and the server up?") from e
+        store = cls(pool, clock or SystemClock(), (asyncpg.PostgresError, asyncpg.InterfaceError))
+        await store._prepare()
+        return store
+
+    def __init__(self, pool: Pool, clock: Clock, failures: tuple[type[Exception], ...]) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._failures: tuple[type[Exception], ...] = (OSError, TimeoutError, *failures)
+        self._partitions: set[date] = set()  # known to be there
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(LONGEST):
+                await self._pool.close()
+        except TimeoutError:
+            self._pool.terminate()
+
+    # Documents
+
+    async def get(self, kind: Kind, account: str, id: str) -> Document | None:
+        found = await self.documents(kind, account, prefix=id, limit=1)
+        return found[0] if found and found[0].id == id else None
+
+    async def documents(
+        self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
+    ) -> list[Document]:
+        rows = await self._read(*sql.select_documents("$", kind, account, prefix, after, limit))
+        return [Document(*found) for found in rows]
+
+    async def version(self) -> int:
+        return int((await self._read("SELECT value FROM state WHERE name = 'version'", ()))[0][0])
+
+    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
+        return [Audit(*found) for found in await self._read(*sql.select_audits("$", account, before, limit))]
+
+    async def commit(self, change: Change) -> int:
+        async with self._transaction() as db:
+            # First, so that commits queue up here and the version grows in the order in which they can be seen.
+            added = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
+            version = int(await db.fetchval(added))
+            for document in change.put:
+                await _put(db, document, change.audit.at)
+            for document in change.delete:
+                where = "kind = $1 AND account = $2 AND id = $3 AND version = $4"
+                place = (document.kind, document.account, document.id, document.version)
+                _one(await db.execute(f"DELETE FROM documents WHERE {where}", *place), document)
+            a = change.audit
+            values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
+            columns = "at, account, actor, action, target, before, after"
+            await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('$', 7)})", *values)
+        return version
+
+    # Logs
+
+    async def append(self, batch: Batch) -> None:
+        if not batch:
+            return
+        days = {day_of(each.created) for each, _ in batch}
+        try:
+            await self._have(days - self._partitions)
+            async with self._transaction() as db:
+                await self._append(db, batch)
+        except StoreFailed:
+            self._partitions -= days  # another replica may have dropped one
+            raise
+
+    async def _append(self, db: Connection, batch: Batch) -> None:
+        first = (bytes.fromhex(batch[0][0].id), batch[0][0].created)
+        if await db.execute("INSERT INTO batches VALUES ($1, $2) ON CONFLICT DO NOTHING", *first) != "INSERT 0 1":
+            return
+        await db.execute("DELETE FROM batches WHERE at < $1", first[1] - MS["day"])
+        await db.copy_records_to_table("logs", records=[_clean(row(r)) for r, _ in batch], columns=COLUMNS)
+        marked = [_clean(label) for r, _ in batch for label in labels(r)]
+        if marked:
+            await db.copy_records_to_table("labels", records=marked, columns=("key", "value", "id"))
+        kept = [(r.id, p) for r, p in batch if p is not None]
+        if kept:
+            packed = await asyncio.to_thread(_pack, kept)
+            await db.copy_records_to_table("payloads", records=packed, columns=("id", "request", "response"))
+        cells = tally(r for r, _ in batch)
+        for wide, upsert in _ROLLUPS:  # last, as others wait for these rows
+            await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
+
+    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = 0.15) -> Page:
+        return await scan(self._select, await self.days(), filters, before, limit, patience, self._clock)
+
+    async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
+        return [record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
+
+    async def record(self, account: str, gateway: str, id: str) -> Record | None:
+        rows = await self._read(*sql.select_log("$", account, gateway, id))
+        return record(rows[0]) if rows else None
+
+    async def payload(self, account: str, gateway: str, id: str) -> Payload | None:
+        if await self.record(account, gateway, id) is None:
+            return None
+        rows = await self._read("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
+        return Payload(*(zlib.decompress(part) for part in rows[0])) if rows else None
+
+    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
+        text, exact = sql.select_log("$", account, gateway, id)
+        async with self._transaction() as db:
+            found = await db.fetchrow(f"{text} FOR UPDATE", *exact)
+            if found is None:
+                return None
+            old = record(found)
+            new = given.on(old)
+            values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
+            await db.execute("UPDATE logs SET feedback = $1, score = $2, metadata = $3 WHERE id = $4", *values)
+            await db.executemany(_UNLABEL, map(_clean, labels(old)))
+            await db.executemany("INSERT INTO labels VALUES ($1, $2, $3)", map(_clean, labels(new)))
+            return new
+
+    async def erase(self, records: Sequence[Record]) -> None:
+        ids = [bytes.fromhex(each.id) for each in records]
+        async with self._transaction() as db:
+            for table in ("payloads", "logs"):
+                await db.execute(f"DELETE FROM {table} WHERE id = ANY($1::bytea[])", ids)
+            await db.executemany(_UNLABEL, [_clean(label) for each in records for label in labels(each)])
+
+    async def rollups(self, query: RollupQuery) -> list[Cell]:
+        rows = await self._read(*sql.select_rollups("$", query))
+        return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
+
+    async def days(self) -> list[date]:
+        text = (
+            "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
+            " WHERE i.inhparent = 'logs'::regclass"
+        )
+        return sorted(date.fromisoformat(name.removeprefix("logs_")) for (name,) in await self._read(text, ()))
+
+    async def drop_before(self, day: date) -> list[date]:
+        gone = [each for each in await self.days() if each < day]
+        self._partitions -= set(gone)
+        async with self._transaction() as db:
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
+            for table in (_partition(parent, each) for each in gone for parent in BY_DAY):
+                await db.execute(f"DROP TABLE IF EXISTS {table}")
+            start = day_start(day)
+            await db.execute("DELETE FROM rollups WHERE unit = 'minute' AND start < $1", start)
+            oldest = start - HOURS_KEPT * MS["day"]
+            for table in ("rollups", "spends"):
+                await db.execute(f"DELETE FROM {table} WHERE unit = 'hour' AND start < $1", oldest)
+        return gone
+
+    # Schema
+
+    async def _prepare(self) -> None:
+        async with self._transaction() as db:
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
+            await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
+            for family, steps in (("main", MAIN), ("logs", LOGS), ("payloads", PAYLOADS)):
+                done = await db.fetchval("SELECT done FROM migrations WHERE family = $1", family) or 0
+                for step in missing(done, steps):
+                    for text in step:
+                        await db.execute(words(text, WORDS))
+                noted = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
+                await db.execute(noted, family, len(steps))
+
+    async def _have(self, days: set[date]) -> None:
+        """Partitions for these days."""
+        if not days:
+            return
+        async with self._transaction() as db:
+            await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
+            for day in sorted(days):
+                low, high = (bound(day_start(each)).hex() for each in (day, day + timedelta(days=1)))
+                for parent in BY_DAY:
+                    span = rf"FROM ('\x{low}') TO ('\x{high}')"
+                    name = _partition(parent, day)
+                    await db.execute(f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF {parent} FOR VALUES {span}")
+        self._partitions |= days
+
+    async def _read(self, text: str, values: Sequence[object]) -> list[Any]:
+        try:
+            return list(await self._pool.fetch(text, *values))
+        except self._failures as e:
+            raise _failed(e) from e
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Connection]:
+        try:
+            async with self._pool.acquire(timeout=LONGEST) as db, db.transaction():
+                yield db
+        except self._failures as e:
+            raise _failed(e) from e
+
+
+def _failed(e: Exception) -> StoreFailed:
+    return StoreFailed(f"PostgreSQL: {e or type(e).__name__}", hint="is the server up, and its disk not full?")
+
+
+def _partition(parent: str, day: date) -> str:
+    return f"{parent}_{day:%Y%m%d}"
+
+
+async def _put(db: Connection, document: Document, at: int) -> None:
+    place = (document.kind, document.account, document.id, document.body, at)
+    if document.version:
+        where = "kind = $1 AND account = $2 AND id = $3 AND version = $6"
+        text = f"UPDATE documents SET body = $4, updated = $5, version = version + 1 WHERE {where}"
+        _one(await db.execute(text, *place, document.version), document)
+    else:
+        text = "INSERT INTO documents VALUES ($1, $2, $3, $4, 1, $5) ON CONFLICT DO NOTHING"
+        _one(await db.execute(text, *place), document)
+
+
+def _one(done: str, document: Document) -> None:
+    if not done.endswith(" 1"):
+        raise Conflict.of(document.kind, document.id, is_new=not document.version)
+
+
+def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """PostgreSQL's text cannot hold a NUL, and a name sent by a client can."""
+    return tuple(each.replace("\0", "\ufffd") if isinstance(each, str) else each for each in row)
+
+
+def _pack(kept: Sequence[tuple[str, Payload]]) -> list[tuple[bytes, bytes, bytes]]:
+    return [(bytes.fromhex(id), zlib.compress(p.request, 1), zlib.compress(p.response, 1)) for id, p in kept]

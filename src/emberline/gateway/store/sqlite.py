@@ -1,0 +1,289 @@
+"""SQLiteStore: a directory. `gateway.db` has documents, audit and rollups; every day has a file of rows and one of
+payloads, which retention unlinks whole. One lane writes, the others read, and neither waits for the other.
+
+Rows are committed before the rollups that count them: if the process is killed between the two, the rollups lack that
+one batch.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from itertools import cycle
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from emberline.core.clock import Clock, SystemClock
+from emberline.gateway.errors import Conflict
+from emberline.gateway.record import Payload, Record, created, day_of
+from emberline.gateway.store import sql
+from emberline.gateway.store.base import HOURS_KEPT, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.lane import Lane
+from emberline.gateway.store.rollup import MS, Cell, RollupQuery, tally
+from emberline.gateway.store.scan import day_start, scan
+from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, quoted, record, row, words
+
+WORDS = {
+    "int": "INTEGER",
+    "text": "TEXT",
+    "blob": "BLOB",
+    "serial": "INTEGER PRIMARY KEY AUTOINCREMENT",
+    "partitioned": "WITHOUT ROWID",
+    "clustered": "WITHOUT ROWID",
+}
+READERS = 2
+_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)}) VALUES ({sql.marks('?', len(COLUMNS))})"
+_ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
+
+T = TypeVar("T")
+Batch = Sequence[tuple[Record, Payload | None]]
+
+
+class SQLiteStore:
+    @classmethod
+    async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
+        store = cls(directory, clock or SystemClock())
+        await store._writer.run(store._prepare)
+        return store
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        self._directory = directory
+        self._main = directory / "gateway.db"
+        self._clock = clock
+        self._writer = Lane("writer", writes=True)
+        self._readers = [Lane(f"reader-{i}", writes=False) for i in range(READERS)]
+        self._turns = cycle(self._readers)
+
+    async def close(self) -> None:
+        for lane in (*self._readers, self._writer):  # the last to close a file merges its log into it
+            await lane.close()
+
+    # Documents
+
+    async def get(self, kind: Kind, account: str, id: str) -> Document | None:
+        found = await self.documents(kind, account, prefix=id, limit=1)
+        return found[0] if found and found[0].id == id else None
+
+    async def documents(
+        self, kind: Kind, account: str, *, prefix: str = "", after: tuple[str, str] = ("", ""), limit: int = 100
+    ) -> list[Document]:
+        rows = await self._read(self._main, *sql.select_documents("?", kind, account, prefix, after, limit))
+        return [Document(*found) for found in rows]
+
+    async def version(self) -> int:
+        return int((await self._read(self._main, "SELECT value FROM state WHERE name = 'version'", ()))[0][0])
+
+    async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
+        return [
+            Audit(*found) for found in await self._read(self._main, *sql.select_audits("?", account, before, limit))
+        ]
+
+    async def commit(self, change: Change) -> int:
+        def do(lane: Lane) -> int:
+            with _transaction(lane.connection(self._main)) as db:
+                for document in change.put:
+                    _put(db, document, change.audit.at)
+                for document in change.delete:
+                    where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?4"
+                    place = (document.kind, document.account, document.id, document.version)
+                    _one(db.execute(f"DELETE FROM documents WHERE {where}", place), document)
+                a = change.audit
+                values = (a.at, a.account, a.actor, a.action, a.target, a.before, a.after)
+                columns = "at, account, actor, action, target, before, after"
+                db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('?', 7)})", values)
+                added = "UPDATE state SET value = value + 1 WHERE name = 'version' RETURNING value"
+                return int(db.execute(added).fetchall()[0][0])
+
+        return await self._writer.run(do)
+
+    # Logs
+
+    async def append(self, batch: Batch) -> None:
+        if batch:
+            await self._writer.run(self._append, batch)
+
+    def _append(self, lane: Lane, batch: Batch) -> None:
+        first = bytes.fromhex(batch[0][0].id)
+        if lane.connection(self._main).execute("SELECT 1 FROM batches WHERE id = ?1", (first,)).fetchall():
+            return
+        for day, entries in _by_day(batch, lambda entry: entry[0]).items():
+            self._append_day(lane, day, entries)
+        with _transaction(lane.connection(self._main)) as main:
+            main.execute("INSERT INTO batches VALUES (?1, ?2)", (first, batch[0][0].created))
+            main.execute("DELETE FROM batches WHERE at < ?1", (batch[0][0].created - MS["day"],))
+            cells = tally(r for r, _ in batch)
+            for wide, upsert in _ROLLUPS:
+                main.executemany(upsert, sql.rollup_values(cells, wide))
+
+    def _append_day(self, lane: Lane, day: date, entries: Batch) -> None:
+        with _transaction(self._day(lane, day)) as db:
+            db.executemany(_LOG, [row(r) for r, _ in entries])
+            db.executemany(_LABEL, [label for r, _ in entries for label in labels(r)])
+        payloads = [(bytes.fromhex(r.id), _pack(p.request), _pack(p.response)) for r, p in entries if p is not None]
+        if payloads:
+            with _transaction(self._day(lane, day, payloads=True)) as db:
+                db.executemany("INSERT OR IGNORE INTO payloads VALUES (?1, ?2, ?3)", payloads)
+
+    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = 0.15) -> Page:
+        return await scan(self._select, await self.days(), filters, before, limit, patience, self._clock)
+
+    async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
+        rows = await self._read(self._path("logs", day), *sql.select_logs("?", filters, low, high, limit))
+        return [record(found) for found in rows]
+
+    async def record(self, account: str, gateway: str, id: str) -> Record | None:
+        path = self._path("logs", day_of(created(id)))
+        rows = await self._read(path, *sql.select_log("?", account, gateway, id))
+        return record(rows[0]) if rows else None
+
+    async def payload(self, account: str, gateway: str, id: str) -> Payload | None:
+        if await self.record(account, gateway, id) is None:
+            return None
+        text = "SELECT request, response FROM payloads WHERE id = ?1"
+        rows = await self._read(self._path("payloads", day_of(created(id))), text, (bytes.fromhex(id),))
+        return Payload(*(zlib.decompress(part) for part in rows[0])) if rows else None
+
+    async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
+        day, exact = day_of(created(id)), sql.select_log("?", account, gateway, id)
+
+        def do(lane: Lane) -> Record | None:
+            if not self._path("logs", day).exists():
+                return None
+            with _transaction(self._day(lane, day)) as db:
+                rows = db.execute(*exact).fetchall()
+                if not rows:
+                    return None
+                old = record(rows[0])
+                new = given.on(old)
+                values = (new.feedback, new.score, msgspec.json.encode(new.metadata).decode(), bytes.fromhex(id))
+                db.execute("UPDATE logs SET feedback = ?1, score = ?2, metadata = ?3 WHERE id = ?4", values)
+                db.executemany(_UNLABEL, labels(old))
+                db.executemany(_LABEL, labels(new))
+                return new
+
+        return await self._writer.run(do)
+
+    async def erase(self, records: Sequence[Record]) -> None:
+        def do(lane: Lane, day: date, gone: Sequence[Record]) -> None:
+            ids = [(bytes.fromhex(each.id),) for each in gone]
+            if self._path("payloads", day).exists():
+                with _transaction(self._day(lane, day, payloads=True)) as db:
+                    db.executemany("DELETE FROM payloads WHERE id = ?1", ids)
+            with _transaction(self._day(lane, day)) as db:
+                db.executemany(_UNLABEL, [label for each in gone for label in labels(each)])
+                db.executemany("DELETE FROM logs WHERE id = ?1", ids)
+
+        for day, gone in _by_day(records, lambda each: each).items():
+            if self._path("logs", day).exists():
+                await self._writer.run(do, day, gone)
+
+    async def rollups(self, query: RollupQuery) -> list[Cell]:
+        rows = await self._read(self._main, *sql.select_rollups("?", query))
+        return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
+
+    async def days(self) -> list[date]:
+        return sorted(date.fromisoformat(path.stem[len("logs-") :]) for path in self._directory.glob("logs-*.db"))
+
+    async def drop_before(self, day: date) -> list[date]:
+        gone = [each for each in await self.days() if each < day]
+        for path in (self._path(what, each) for each in gone for what in ("payloads", "logs")):
+            for lane in (*self._readers, self._writer):
+                await lane.run(Lane.release, path)
+            for suffix in ("-wal", "-shm", ""):  # the file itself last: until then the day is there
+                Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+        def do(lane: Lane) -> None:
+            db, start = lane.connection(self._main), day_start(day)
+            db.execute("DELETE FROM rollups WHERE unit = 'minute' AND start < ?1", (start,))
+            for table in ("rollups", "spends"):
+                before = (start - HOURS_KEPT * MS["day"],)
+                db.execute(f"DELETE FROM {table} WHERE unit = 'hour' AND start < ?1", before)
+
+        await self._writer.run(do)
+        return gone
+
+    # Files
+
+    def _prepare(self, lane: Lane) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _migrate(lane.connection(self._main), MAIN)
+        for kind, steps in (("logs", LOGS), ("payloads", PAYLOADS)):
+            for path in self._directory.glob(f"{kind}-*.db"):
+                _migrate(lane.connection(path), steps)
+
+    def _path(self, kind: str, day: date) -> Path:
+        return self._directory / f"{kind}-{day.isoformat()}.db"
+
+    def _day(self, lane: Lane, day: date, *, payloads: bool = False) -> sqlite3.Connection:
+        """To write; made if it is not there."""
+        path = self._path("payloads" if payloads else "logs", day)
+        is_new = not path.exists()
+        db = lane.connection(path)
+        if is_new:
+            _migrate(db, PAYLOADS if payloads else LOGS)
+        return db
+
+    async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        def do(lane: Lane) -> list[tuple[Any, ...]]:
+            if not path.exists():  # a day that is gone
+                lane.release(path)
+                return []
+            return lane.connection(path).execute(text, values).fetchall()
+
+        return await next(self._turns).run(do)
+
+
+_LABEL = "INSERT OR IGNORE INTO labels VALUES (?1, ?2, ?3)"
+_UNLABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
+
+
+def _by_day(entries: Iterable[T], record_of: Callable[[T], Record]) -> dict[date, list[T]]:
+    days: dict[date, list[T]] = {}
+    for entry in entries:
+        days.setdefault(day_of(record_of(entry).created), []).append(entry)
+    return days
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield db
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+def _migrate(db: sqlite3.Connection, steps: Sequence[tuple[str, ...]]) -> None:
+    with _transaction(db):
+        done = int(db.execute("PRAGMA user_version").fetchall()[0][0])
+        for step in missing(done, steps):
+            for text in step:
+                db.execute(words(text, WORDS))
+        db.execute(f"PRAGMA user_version = {len(steps)}")
+
+
+def _put(db: sqlite3.Connection, document: Document, at: int) -> None:
+    values = (document.kind, document.account, document.id, document.body, at, document.version)
+    if document.version:
+        where = "kind = ?1 AND account = ?2 AND id = ?3 AND version = ?6"
+        changed = f"UPDATE documents SET body = ?4, updated = ?5, version = version + 1 WHERE {where}"
+    else:
+        changed = "INSERT INTO documents VALUES (?1, ?2, ?3, ?4, ?6 + 1, ?5) ON CONFLICT DO NOTHING"
+    _one(db.execute(changed, values), document)
+
+
+def _one(done: sqlite3.Cursor, document: Document) -> None:
+    if done.rowcount != 1:
+        raise Conflict.of(document.kind, document.id, is_new=not document.version)
+
+
+def _pack(payload: bytes) -> bytes:
+    return zlib.compress(payload, 1)

@@ -1,0 +1,139 @@
+"""Tables: the schema of both databases, written once, and how a record becomes a row. Migrations only go forward.
+
+`{int}`, `{text}`, `{blob}`, ... stand for a database's own words. Text sorts by its bytes in both. Truth is 0
+or 1. What most rows do not have is NULL, so that the indexes over it hold only those that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.record import Record
+from emberline.gateway.store.rollup import COUNTERS, SUMS
+from emberline.gateway.usage import Usage
+
+_USAGE = {field.name: field.name for field in fields(Usage)} | {"input": "tokens_in", "output": "tokens_out"}
+_SPARSE = ("user", "event_id", "session_id")
+_FLAGS = ("success", "cached", "stream", "estimated", "custom_cost")
+_PLAIN = tuple(name for name in Record.__struct_fields__ if name not in ("id", "usage", "metadata", *_SPARSE))
+COLUMNS = ("id", *_PLAIN, *_SPARSE, *_USAGE.values(), "metadata")
+
+_NUMBERS = {"status", "step", "attempts", "duration_ms", *_FLAGS, *_USAGE.values()}
+_OPTIONAL_NUMBERS = {"micros", "first_byte_ms", "feedback", "score"}
+
+
+def _type(column: str) -> str:
+    if column == "id":
+        return "{blob} NOT NULL"
+    if column in _OPTIONAL_NUMBERS:
+        return "{int}"
+    if column in _NUMBERS:
+        return "{int} NOT NULL"
+    return "{text}" if column in _SPARSE else "{text} NOT NULL"
+
+
+def quoted(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)  # "user" is a word of SQL
+
+
+_LOG_COLUMNS = ", ".join(f'"{column}" {_type(column)}' for column in COLUMNS)
+
+PLACE = ("unit", "account", "dimension", "start", "gateway", "value")
+
+
+def _cells(table: str, counters: Sequence[str]) -> str:
+    place = ", ".join(f"{name} {'{int}' if name == 'start' else '{text}'} NOT NULL" for name in PLACE)
+    counts = ", ".join(f"{counter} {{int}} NOT NULL" for counter in counters)
+    return f"CREATE TABLE {table} ({place}, {counts}, PRIMARY KEY ({quoted(PLACE)})) {{clustered}}"
+
+
+MAIN: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE state (name {text} PRIMARY KEY, value {int} NOT NULL)",
+        "INSERT INTO state VALUES ('version', 0)",
+        "CREATE TABLE documents (kind {text} NOT NULL, account {text} NOT NULL, id {text} NOT NULL,"
+        " body {blob} NOT NULL, version {int} NOT NULL, updated {int} NOT NULL, PRIMARY KEY (kind, account, id))",
+        "CREATE INDEX documents_id ON documents (kind, id)",  # a key is looked for before its account is known
+        "CREATE TABLE audits (number {serial}, at {int} NOT NULL, account {text} NOT NULL, actor {text} NOT NULL,"
+        " action {text} NOT NULL, target {text} NOT NULL, before {blob} NOT NULL, after {blob} NOT NULL)",
+        "CREATE INDEX audits_account ON audits (account, number)",
+        _cells("rollups", COUNTERS),
+        _cells("spends", SUMS),
+        "CREATE TABLE batches (id {blob} PRIMARY KEY, at {int} NOT NULL)",  # appended: none is counted twice
+    ),
+)
+
+# Of one day in SQLite, of all days (as partitions) in PostgreSQL: {partitioned}.
+LOGS: tuple[tuple[str, ...], ...] = (
+    (
+        f"CREATE TABLE logs ({_LOG_COLUMNS}, PRIMARY KEY (id)) {{partitioned}}",
+        "CREATE TABLE labels (key {text} NOT NULL, value {text} NOT NULL, id {blob} NOT NULL,"
+        " PRIMARY KEY (key, value, id)) {partitioned}",
+        "CREATE INDEX logs_model ON logs (model, id)",
+        "CREATE INDEX logs_key ON logs (key_id, id)",
+        'CREATE INDEX logs_user ON logs ("user", id) WHERE "user" IS NOT NULL',
+        "CREATE INDEX logs_event ON logs (event_id, id) WHERE event_id IS NOT NULL",
+        "CREATE INDEX logs_session ON logs (session_id, id) WHERE session_id IS NOT NULL",
+        "CREATE INDEX logs_feedback ON logs (feedback, id) WHERE feedback IS NOT NULL",
+        "CREATE INDEX logs_failed ON logs (id) WHERE success = 0",
+    ),
+)
+PAYLOADS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE payloads (id {blob} NOT NULL, request {blob} NOT NULL, response {blob} NOT NULL,"
+        " PRIMARY KEY (id)) {partitioned}",
+    ),
+)
+
+_json = msgspec.json.Encoder()
+_plain = attrgetter(*_PLAIN)
+_usage = attrgetter(*_USAGE)
+
+
+def row(record: Record) -> tuple[Any, ...]:
+    metadata = _json.encode(record.metadata).decode() if record.metadata else "{}"
+    sparse = (record.user or None, record.event_id or None, record.session_id or None)
+    return (bytes.fromhex(record.id), *_plain(record), *sparse, *_usage(record.usage), metadata)
+
+
+def record(row: Sequence[Any]) -> Record:
+    found = dict(zip(COLUMNS, row, strict=True))
+    usage = Usage(**{name: found.pop(column) for name, column in _USAGE.items()})
+    for name in _FLAGS:
+        found[name] = bool(found[name])
+    for name in _SPARSE:
+        found[name] = found[name] or ""
+    found["id"] = found["id"].hex()
+    found["metadata"] = msgspec.json.decode(found["metadata"])
+    return Record(**found, usage=usage)
+
+
+def labels(record: Record) -> list[tuple[str, str, bytes]]:
+    """Its metadata, as the index has it."""
+    id = bytes.fromhex(record.id)
+    return [(key, _label(value), id) for key, value in record.metadata.items()]
+
+
+def _label(value: object) -> str:
+    return value if isinstance(value, str) else _json.encode(value).decode()
+
+
+def missing(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
+    """Steps still to be taken by a database that has `done` some."""
+    if done > len(steps):
+        raise StoreFailed(
+            f"the store has schema {done}, this program knows {len(steps)}",
+            hint="a newer version has used it: use that",
+        )
+    return steps[done:]
+
+
+def words(step: str, dialect: Mapping[str, str]) -> str:
+    """A step of a migration, in a database's own words."""
+    return step.format_map(dialect)

@@ -1,0 +1,28 @@
+"""Told: what goes wrong becomes a reply in the client's dialect, so that the layers outside see nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+from emberline.core.errors import EmberlineError
+from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.refusal import error_reply
+
+log = logging.getLogger("emberline.gateway")
+
+
+def told(inner: Handler) -> Handler:
+    async def handle(call: Call) -> Reply:
+        try:
+            return await inner(call)
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("%s %s", call.provider, call.endpoint)
+            reply = error_reply(call.dialect, e)
+            if call.trail:
+                last = call.trail[-1]
+                reply.provider, reply.model, reply.step = last.provider, last.model, last.step
+            reply.micros = 0
+            return reply
+
+    return handle

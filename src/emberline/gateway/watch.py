@@ -1,0 +1,70 @@
+"""Watch: when what was read from the store has to be read again. Every change raises the store's version; whoever keeps
+a copy asks for it, at most every `fresh` seconds, so a key revoked on one replica is unknown to all by then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from emberline.core.clock import Clock
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.store.base import Store
+
+LONGEST = 1.0  # seconds that a request waits for a store that hangs, one of many every `fresh` seconds
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Watch:
+    """A store that does not answer is taken to be as it was for `grace` seconds: no outage for those known by then."""
+
+    def __init__(self, store: Store, clock: Clock, *, fresh: float = 0.5, grace: float = 30.0) -> None:
+        assert 0 <= fresh <= grace
+        self._store = store
+        self._clock = clock
+        self._fresh, self._grace = fresh, grace
+        self._version = -1
+        self._asked = self._answered = -grace - 1.0 + clock.now()
+        self.failures = 0
+
+    async def version(self) -> int:
+        now = self._clock.now()
+        if now - self._asked < self._fresh:
+            return self._version
+        before, self._asked = self._asked, now  # others that come meanwhile go on with what is known
+        try:
+            async with asyncio.timeout(LONGEST):
+                self._version = await self._store.version()
+            self._answered = now
+        except (StoreFailed, TimeoutError) as e:
+            self.failures += 1
+            if now - self._answered > self._grace:
+                self._asked = before
+                raise StoreFailed("the store does not answer", hint="it is asked again with the next request") from e
+        return self._version
+
+
+class Remembered(Generic[K, V]):
+    """What was loaded from the store, until it changes. Of too many, the oldest goes."""
+
+    def __init__(self, watch: Watch, most: int = 10_000) -> None:
+        self._watch = watch
+        self._most = most
+        self._version = -1
+        self._values: dict[K, V] = {}
+
+    async def get(self, key: K, load: Callable[[], Awaitable[V]]) -> V:
+        version = await self._watch.version()
+        if version != self._version:
+            self._values.clear()
+            self._version = version
+        if key in self._values:
+            return self._values[key]
+        value = await load()
+        if self._version == version:  # else it may be from before a change
+            self._values[key] = value
+            while len(self._values) > self._most:
+                del self._values[next(iter(self._values))]
+        return value

@@ -1,0 +1,190 @@
+"""The gateway's HTTP face: requests in, replies out, and how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from emberline.api.errors import openai_error
+from emberline.api.openai import models
+from emberline.core.config import GatewayConfig
+from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.gateway.admin.admin import Admin
+from emberline.gateway.call import Reply
+from emberline.gateway.gateway import Gateway, Request
+from emberline.gateway.models import ModelList
+from emberline.gateway.paths import Target
+from emberline.gateway.run.runs import Runs
+from emberline.gateway.store.base import Store
+from emberline.server.attended import Attended
+from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
+from emberline.server.gateway_metrics import GatewayMetrics
+from emberline.server.metrics import Replies, exposition
+from emberline.server.pages import Page as File
+
+log = logging.getLogger("emberline.gateway")
+
+BODY = 60.0  # seconds for a request's body to come
+LAST_WORDS = 5.0  # seconds beyond a call's deadline for its client to take what is told then
+LARGEST_CHANGE = 4 << 20  # bytes of a request to the management API
+# The dashboard holds an admin's token: nobody may frame it, and nothing that it shows may become a script.
+FILE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+Page = Callable[[Exchange], Awaitable[None]]
+
+
+class GatewayApp:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        gateway: Gateway,
+        runs: Runs,
+        admin: Admin,
+        models: ModelList,
+        store: Store,
+        metrics: GatewayMetrics,
+        files: dict[str, File],
+    ) -> None:
+        self._config = config
+        self._gateway = gateway
+        self._runs = runs
+        self._admin = admin
+        self._models = models
+        self.store = store
+        self._metrics = metrics
+        self._files = files
+        self._replies = Replies()
+        self._began = int(time.time())
+        self._pages: dict[str, Page] = {
+            **dict.fromkeys(files, self._file),
+            "/health": self._live,
+            "/health/live": self._live,
+            "/health/ready": self._ready,
+            "/metrics": self._scrape,
+            "/v1/models": self._list_models,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        x = Exchange(scope, receive, send)
+        path = scope.get("raw_path", b"").decode("latin-1") or x.path
+        page = self._page(x, path)
+        try:
+            if page is not None:
+                await page(x)
+            else:
+                await self._answer(x, path, receive)
+        except ClientGone:
+            x.note["client"] = "gone"
+        except Exception as e:
+            if not isinstance(e, EmberlineError | _CutOff):
+                log.exception("%s %s", x.method, x.path)
+            if x.status is not None:
+                raise _CutOff from None  # by which the server breaks the connection: nobody takes it for whole
+            reply = openai_error(e)
+            await x.json(reply.body, reply.status, reply.headers)
+        self._replies.replied(x.path if x.path in self._pages else "other", x.status or 499)
+
+    def _page(self, x: Exchange, path: str) -> Page | None:
+        """None: a call."""
+        if x.method in ("GET", "HEAD"):
+            if (page := self._pages.get(x.path)) is not None:
+                return page
+            if x.path.startswith("/v1/models/"):
+                return self._one_model
+        if Admin.owns(path) and "/ai/v1/" not in path and not Runs.owns(path):
+            return self._manage
+        return None
+
+    async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
+        body = await self._body(x)
+        request = Request(x.method, path, x.query, _headers(x), body)
+        with Attended(receive) as attended:
+            reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
+            try:
+                async with asyncio.timeout(max(reply.patience, 0.0) + LAST_WORDS):
+                    await self._send(x, reply, attended)
+            except TimeoutError:
+                log.warning("%s: the client did not take its reply", x.path)
+                raise _CutOff from None
+            finally:
+                attended.over()
+                await reply.close()
+
+    async def _body(self, x: Exchange) -> bytes:
+        try:
+            async with asyncio.timeout(BODY):
+                return await x.body(self._config.max_body)
+        except TimeoutError:
+            raise InvalidRequest(f"the body had not come after {BODY:.0f} s") from None
+
+    async def _send(self, x: Exchange, reply: Reply, attended: Attended) -> None:
+        headers = dict(reply.headers)  # the reply's own are looked at when it has ended
+        kind = headers.pop("content-type", "application/octet-stream")
+        if isinstance(reply.body, bytes):
+            attended.over()  # a server tells of the end of a reply as of a client that left
+            await x.reply(reply.status, reply.body, kind, headers)
+            return
+        await x.start(reply.status, kind, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        async for chunk in reply.body:
+            await x.send_events([chunk])
+        attended.over()
+        await x.send_events([], last=True)
+
+    # -- management ----------------------------------------------------------------------------------------------------
+
+    async def _manage(self, x: Exchange) -> None:
+        identity = await self._gateway.who(_headers(x))
+        if self._admin.exports(x.method, x.path):
+            lines = self._admin.export(x.method, x.path, x.query, identity)
+            await x.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
+            async for line in lines:
+                await x.send_events([line])
+            await x.send_events([], last=True)
+            return
+        body = await x.body(min(self._config.max_body, LARGEST_CHANGE))
+        status, found = await self._admin.handle(x.method, x.path, x.query, body, identity)
+        await x.json(found, status, {"cache-control": "no-store"})
+
+    async def _list_models(self, x: Exchange) -> None:
+        await x.json(models.list_models(await self._served(x)))
+
+    async def _one_model(self, x: Exchange) -> None:
+        await x.json(models.retrieve_model(await self._served(x), x.path.removeprefix("/v1/models/")))
+
+    async def _served(self, x: Exchange) -> list[models.ServedModel]:
+        identity, settings = await self._gateway.entered(Target("plain"), _headers(x))
+        return await self._models.of(settings, identity)
+
+    # -- how it goes ---------------------------------------------------------------------------------------------------
+
+    async def _file(self, x: Exchange) -> None:
+        file = self._files[x.path]
+        await x.reply(200, file.body, file.kind, FILE_HEADERS)
+
+    async def _live(self, x: Exchange) -> None:
+        await x.json({"status": "live", "uptime_seconds": int(time.time()) - self._began})
+
+    async def _ready(self, x: Exchange) -> None:
+        await self.store.version()
+        await x.json({"status": "ready"})
+
+    async def _scrape(self, x: Exchange) -> None:
+        text = exposition([*self._metrics.families(), self._replies.family()])
+        await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _headers(x: Exchange) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in x.headers.items()}
+
+
+class _CutOff(Exception):
+    """A reply that broke after it began."""

@@ -1,0 +1,139 @@
+"""serve_gateway: a gateway process from start to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from emberline import __version__
+from emberline.core.clock import SystemClock
+from emberline.core.config import MASTER_KEY, GatewayConfig, secret
+from emberline.core.errors import EmberlineError
+from emberline.gateway.admin.admin import Admin
+from emberline.gateway.admin.desk import Desk
+from emberline.gateway.attempt import Attempts
+from emberline.gateway.balance import Balance
+from emberline.gateway.balanced import balanced
+from emberline.gateway.book import Book, read_gateways
+from emberline.gateway.cache.opening import open_cache, semantic_by
+from emberline.gateway.cached import Cached
+from emberline.gateway.catalogue import CatalogueFiles
+from emberline.gateway.gateway import Gateway
+from emberline.gateway.guardrails.guarded import Guarded
+from emberline.gateway.hedge import hedged
+from emberline.gateway.identity import Identity
+from emberline.gateway.keys import Keys
+from emberline.gateway.limited import Claims, limited
+from emberline.gateway.limits.opening import open_limiter
+from emberline.gateway.logged import logged
+from emberline.gateway.logwriter import LogWriter
+from emberline.gateway.masterkeys import master_keys
+from emberline.gateway.models import ModelList
+from emberline.gateway.permitted import permitted
+from emberline.gateway.prices import Prices
+from emberline.gateway.providers.registry import Registry
+from emberline.gateway.retention import Retention
+from emberline.gateway.routed import routed
+from emberline.gateway.routes.dynamic import Dynamic
+from emberline.gateway.run.queue import Queue
+from emberline.gateway.run.runs import Runs
+from emberline.gateway.secrets import Secrets
+from emberline.gateway.stack import stacked
+from emberline.gateway.store.opening import open_store
+from emberline.gateway.told import told
+from emberline.gateway.upstream import Upstream
+from emberline.gateway.vault import Vault
+from emberline.gateway.watch import Watch
+from emberline.server.gateway_app import GatewayApp
+from emberline.server.gateway_metrics import GatewayMetrics
+from emberline.server.listening import bind, listen
+from emberline.server.pages import load_pages
+
+log = logging.getLogger("emberline.gateway")
+
+LOOK = 5.0  # seconds between two looks at the catalogue's files
+
+
+class WallClock:
+    def now(self) -> float:
+        return time.time()
+
+
+async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None:
+    """Runs until told to stop by a signal. `found`: the decoded configuration file."""
+    listener = bind(config.host, config.port)
+    port = listener.getsockname()[1]
+    async with AsyncExitStack() as stack:
+        app = await build(config, found, stack)
+        await listen(app, listener, lambda: log.info("gateway at http://%s:%d", config.host, port))
+
+
+async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack) -> GatewayApp:
+    """Everything, put together; `stack` takes it apart again."""
+    clock, wall = SystemClock(), WallClock()
+    store = await open_store(config.store_url)
+    stack.push_async_callback(store.close)
+    watch = Watch(store, clock)
+    upstream = await stack.enter_async_context(Upstream())
+    registry = Registry(config.private_providers)
+    vault = Vault(store, watch, master_keys(config.master_file, secret(MASTER_KEY)))
+    catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
+    prices = Prices(catalogue)
+    attempts = Attempts(registry, Secrets(vault), upstream, prices, clock, wall)
+    journal = await stack.enter_async_context(LogWriter(store))
+    limiter = await open_limiter(config.redis, clock, stack, degraded=config.redis_gone)  # type: ignore[arg-type]
+    kept = await open_cache(config.cache, clock, wall, stack)
+    cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
+    claims = Claims(catalogue, prices)
+    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached.stats)
+    layers = (
+        metrics.layer,
+        logged(journal, clock),
+        told,
+        permitted,
+        Dynamic(limiter, claims, clock, wall).layer,
+        balanced(Balance(), claims, clock),
+        limited(limiter, catalogue, prices, clock, wall),
+        Guarded(routed(attempts), clock).layer,
+        cached.layer,
+        hedged(prices, clock),
+        routed,
+    )
+    fixed = read_gateways(found, config.engine)
+    book = Book(fixed, store, watch, config.engine)
+    keys = Keys(store, watch, wall, _configured(config))
+    gateway = Gateway(stacked(layers, attempts), registry, book, keys, clock, wall)
+    admin = Admin(Desk(store, vault, wall, fixed=fixed, allow_private=config.private_providers), __version__)
+    models = ModelList(registry, vault, upstream, catalogue)
+    _beside(stack, Retention(store, fixed, wall).run())
+    _beside(stack, _follow(catalogue))
+    queue = await stack.enter_async_context(Queue(store, gateway.answer, lambda: metrics.open, wall).running())
+    runs = Runs(gateway, queue, clock)
+    return GatewayApp(config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"))
+
+
+def _beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    stack.callback(task.cancel)
+
+
+async def _follow(catalogue: CatalogueFiles) -> None:
+    """Prices change while a gateway runs."""
+    while True:
+        await asyncio.sleep(LOOK)
+        try:
+            if catalogue.refresh():
+                log.info("the catalogue was read again")
+        except EmberlineError as e:
+            log.warning("%s", e)
+
+
+def _configured(config: GatewayConfig) -> dict[str, Identity]:
+    """Tokens of the configuration."""
+    tokens = enumerate(config.api_keys)
+    return {token: Identity(f"configured-{i}", f"configured {i}", "token", admin=True) for i, token in tokens}

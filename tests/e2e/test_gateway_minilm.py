@@ -1,0 +1,56 @@
+"""The semantic cache on the real embedder of the real engine: paraphrases are near, opposites are not near enough."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from gateway_calls import call
+
+from emberline.core.clock import SystemClock
+from emberline.gateway.cache.embedder import HttpEmbedder
+from emberline.gateway.cache.memory import MemoryCache
+from emberline.gateway.cache.opening import semantic_by
+from emberline.gateway.cache.semantic import Semantic
+from emberline.gateway.cached import Cached
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.upstream import Upstream
+
+SETTINGS = {"cache_ttl": 600, "semantic": {"mode": "on", "threshold": 0.85}}
+
+
+def asked(text: str) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}]}
+
+
+def test_meanings(server: str) -> None:
+    async def go() -> None:
+        async with Upstream() as upstream:
+            embedder = HttpEmbedder(upstream, server, "minilm", patience=60.0)  # the first call starts the embedder
+            semantic = Semantic(embedder, SystemClock())
+            handler = Cached(MemoryCache(SystemClock()), SystemClock(), lambda: semantic).layer(answer)
+
+            async def hit(text: str) -> bool:
+                reply = await handler(call(asked(text), settings=SETTINGS, deadline=1e12))
+                await reply.close()
+                return reply.cached
+
+            assert not await hit("How do I enable two-factor authentication?")
+            assert await hit("How can I enable two-factor authentication?")
+            assert not await hit("How do I disable two-factor authentication?")
+            assert not await hit("How do I reset my password?")
+            assert not await hit("What does the plan with 5 seats cost?")
+            assert not await hit("What does the plan with 50 seats cost?")
+            assert embedder.failures == 0
+            made = semantic_by(upstream, server, "minilm", SystemClock())()
+            assert (await made.look(call(asked("hello"), settings=SETTINGS))) is not None
+            nowhere = HttpEmbedder(upstream, "http://127.0.0.1:9", "minilm")
+            assert await nowhere.embed(["x"]) is None and nowhere.failures == 1
+            other = HttpEmbedder(upstream, server, "unheard-of")
+            assert await other.embed(["x"]) is None and other.failures == 1
+
+    asyncio.run(go())
+
+
+async def answer(call: Call) -> Reply:
+    return Reply(200, {}, b"{}")

@@ -1,0 +1,495 @@
+"""Requests into another dialect: every pair as a golden, and the rules one by one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import goldens
+import pytest
+from dialect_cases import ANTHROPIC, CHAT, DIALECTS, GEMINI, MODELS, PAIRS, PIXEL, REQUESTS, RESPONSES
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.translate import Recipient, translate_request
+
+HI: dict[Spoken, dict[str, Any]] = {
+    "openai-chat": {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
+    "openai-responses": {"model": "m", "input": "hi"},
+    "anthropic": {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]},
+    "gemini": {"contents": [{"role": "user", "parts": [{"text": "hi"}]}]},
+}
+
+
+def translate(
+    request: dict[str, Any], source: Spoken, target: Spoken, to: Recipient | str | None = None, **more: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    to = Recipient(to or MODELS[target]) if not isinstance(to, Recipient) else to
+    body, changed = translate_request(json.dumps(request).encode(), source, target, to, **more)
+    return json.loads(body), {change.field: change.why for change in changed}
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_goldens(source: Spoken, target: Spoken) -> None:
+    body, changed = translate(REQUESTS[source], source, target)
+    text = json.dumps({"body": body, "changed": changed}, indent=1, ensure_ascii=False) + "\n"
+    goldens.check(f"dialects/{source}_to_{target}.json", text.encode())
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_hi(source: Spoken, target: Spoken) -> None:
+    body, changed = translate(HI[source], source, target, "m")
+    want = HI[target] | ({"store": False} if target == "openai-responses" else {})
+    if source == "anthropic":
+        limits = {"openai-chat": "max_completion_tokens", "openai-responses": "max_output_tokens"}
+        want |= {limits[target]: 50} if target in limits else {"generationConfig": {"maxOutputTokens": 50}}
+    if target == "openai-responses":
+        want["input"] = [{"role": "user", "content": "hi"}]
+    if target == "anthropic":
+        want["max_tokens"] = 4096
+        assert "4096" in changed.popitem()[1]
+    assert body == want and not changed
+
+
+def test_max_tokens_from_the_catalogue() -> None:
+    body, changed = translate(HI["openai-chat"], "openai-chat", "anthropic", Recipient("m", max_output=64000))
+    assert body["max_tokens"] == 64000 and "64000" in changed["max_completion_tokens"]
+    assert translate({**HI["openai-chat"], "max_tokens": 9}, "openai-chat", "anthropic")[0]["max_tokens"] == 9
+
+
+def test_older_chat_providers_know_only_max_tokens() -> None:
+    body, _ = translate(HI["anthropic"], "anthropic", "openai-chat", Recipient("m", max_tokens_name="max_tokens"))
+    assert body["max_tokens"] == 50 and "max_completion_tokens" not in body
+
+
+@pytest.mark.parametrize(
+    ("model", "effort", "thinking", "output"),
+    [
+        ("claude-opus-5", "high", {"type": "adaptive"}, {"effort": "high"}),
+        ("claude-opus-5", "minimal", {"type": "adaptive"}, {"effort": "low"}),
+        ("claude-opus-5", "none", {"type": "disabled"}, None),
+        ("claude-sonnet-4-6", "low", {"type": "adaptive"}, {"effort": "low"}),
+        ("claude-sonnet-4-5-20250929", "low", {"type": "enabled", "budget_tokens": 2048}, None),
+        ("claude-3-7-sonnet-20250219", "max", {"type": "enabled", "budget_tokens": 22500}, None),
+        ("anthropic.claude-opus-4-1-20250805-v1:0", "medium", {"type": "enabled", "budget_tokens": 8192}, None),
+        ("qwen3-8b", "medium", {"type": "adaptive"}, {"effort": "medium"}),
+    ],
+)
+def test_effort_for_claude(model: str, effort: str, thinking: Any, output: Any) -> None:
+    request = {**HI["openai-chat"], "reasoning_effort": effort, "max_tokens": 30000}
+    body, changed = translate(request, "openai-chat", "anthropic", model)
+    assert body.get("thinking") == thinking and body.get("output_config") == output
+    exact = effort in ("low", "medium", "high", "none") and thinking["type"] != "enabled"
+    assert ("reasoning_effort" in changed) == (not exact)
+
+
+def test_no_room_to_think() -> None:
+    request = {**HI["openai-chat"], "reasoning_effort": "high", "max_tokens": 800}
+    body, changed = translate(request, "openai-chat", "anthropic", "claude-sonnet-4-5")
+    assert "thinking" not in body and "no room" in changed["reasoning_effort"]
+
+
+def test_a_forced_call_excludes_thinking() -> None:
+    request = {**CHAT, "tool_choice": "required"}
+    body, changed = translate(request, "openai-chat", "anthropic")
+    assert "thinking" not in body and body["tool_choice"] == {"type": "any"} and "reasoning_effort" in changed
+
+
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [
+        ("claude-opus-5", set()),
+        ("claude-opus-4-7", set()),
+        ("claude-sonnet-4-6", {"temperature", "top_k"}),
+        ("claude-3-5-haiku-20241022", {"temperature", "top_p", "top_k"}),
+        ("smollm2", {"temperature", "top_p", "top_k"}),
+    ],
+)
+def test_sampling_that_claude_takes(model: str, kept: set[str]) -> None:
+    request = {"contents": HI["gemini"]["contents"], "generationConfig": {"temperature": 0.5, "topP": 0.9, "topK": 4}}
+    body, changed = translate(request, "gemini", "anthropic", model)
+    assert body.keys() & {"temperature", "top_p", "top_k"} == kept
+    assert len(changed) == 1 + 3 - len(kept)  # the limit, and each that was dropped
+
+
+def test_temperature_beyond_1() -> None:
+    request = {**HI["openai-chat"], "temperature": 1.7, "max_tokens": 5}
+    assert translate(request, "openai-chat", "anthropic", "claude-3-5-haiku")[0]["temperature"] == 1.0
+    assert translate(request, "openai-chat", "anthropic", "smollm2")[0]["temperature"] == 1.7
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("gemini-3-pro", {"includeThoughts": True, "thinkingLevel": "high"}),
+        ("gemini-2.5-flash", {"includeThoughts": True, "thinkingBudget": 24576}),
+    ],
+)
+def test_effort_for_gemini(model: str, config: Any) -> None:
+    body, _ = translate({**HI["openai-chat"], "reasoning_effort": "high"}, "openai-chat", "gemini", model)
+    assert body["generationConfig"]["thinkingConfig"] == config
+
+
+def test_budgets_become_efforts() -> None:
+    request = {**HI["anthropic"], "thinking": {"type": "enabled", "budget_tokens": 10000}}
+    body, changed = translate(request, "anthropic", "openai-chat")
+    assert body["reasoning_effort"] == "medium" and "10000" in changed["thinking"]
+    body, _ = translate(request, "anthropic", "gemini", "gemini-2.5-pro")
+    assert body["generationConfig"]["thinkingConfig"] == {"includeThoughts": True, "thinkingBudget": 10000}
+    off = {**HI["anthropic"], "thinking": {"type": "disabled"}}
+    assert translate(off, "anthropic", "openai-responses")[0]["reasoning"] == {"effort": "none"}
+    assert translate(off, "anthropic", "gemini", "gemini-2.5-flash")[0]["generationConfig"]["thinkingConfig"] == {
+        "thinkingBudget": 0
+    }
+
+
+def test_several_answers() -> None:
+    request = {**HI["openai-chat"], "n": 3}
+    assert translate(request, "openai-chat", "gemini")[0]["generationConfig"] == {"candidateCount": 3}
+    for target in ("anthropic", "openai-responses"):
+        with pytest.raises(InvalidRequest, match="one answer") as raised:
+            translate(request, "openai-chat", target)  # type: ignore[arg-type]
+        assert raised.value.param == "n"
+
+
+@pytest.mark.parametrize(
+    ("source", "field"),
+    [
+        ("openai-responses", {"previous_response_id": "resp_1"}),
+        ("openai-responses", {"background": True}),
+        ("openai-chat", {"functions": [{"name": "f"}]}),
+        ("gemini", {"cachedContent": "cachedContents/1"}),
+        ("anthropic", {"container": "c"}),
+    ],
+)
+def test_what_cannot_be_left_out_is_refused(source: Spoken, field: dict[str, Any]) -> None:
+    for target in DIALECTS:
+        if target != source:
+            with pytest.raises(InvalidRequest) as raised:
+                translate(HI[source] | field, source, target)
+            assert raised.value.param == next(iter(field)) and raised.value.hint
+
+
+def test_system_prompts_in_the_middle() -> None:
+    messages = [
+        {"role": "developer", "content": "one"},
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": "two"},
+    ]
+    request = {"model": "m", "messages": messages, "max_tokens": 5}
+    body, changed = translate(request, "openai-chat", "anthropic", "claude-opus-5")
+    assert body["system"] == "one" and body["messages"][1] == {"role": "system", "content": "two"} and not changed
+    body, changed = translate(request, "openai-chat", "anthropic", "claude-sonnet-4-5")
+    assert body["system"] == [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "moved" in changed["messages[].role"] and len(body["messages"]) == 1
+    body, changed = translate(request, "openai-chat", "gemini")
+    assert body["systemInstruction"]["parts"] == [{"text": "one"}, {"text": "two"}] and "moved" in str(changed)
+    body, _ = translate(request, "openai-chat", "openai-responses")
+    assert [item["role"] for item in body["input"]] == ["developer", "user", "system"]
+
+
+def test_formats() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer", "minimum": 1},
+            "k": {"const": "x"},
+            "s": {"type": "string", "maxLength": 3},
+        },
+        "required": ["n"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "out", "schema": schema, "strict": True}}
+    request = {**HI["openai-chat"], "response_format": form}
+    body, changed = translate(request, "openai-chat", "anthropic")
+    made = body["output_config"]["format"]["schema"]
+    assert made["additionalProperties"] is False and made["properties"]["n"] == {"type": "integer"}
+    assert {
+        "response_format.minimum",
+        "response_format.maxLength",
+        "response_format.additionalProperties",
+    } <= changed.keys()
+    body, changed = translate(request, "openai-chat", "gemini")
+    config = body["generationConfig"]
+    assert config["responseMimeType"] == "application/json"
+    assert config["responseJsonSchema"]["properties"] == {
+        "n": {"type": "integer", "minimum": 1},
+        "k": {"enum": ["x"]},
+        "s": {"type": "string"},
+    }
+    assert changed.keys() == {"response_format.maxLength"}
+    body, _ = translate(request, "openai-chat", "openai-responses")
+    assert body["text"]["format"] == {"type": "json_schema", "name": "out", "schema": schema, "strict": True}
+    loose = {**HI["openai-chat"], "response_format": {"type": "json_object"}}
+    assert "schema" in translate(loose, "openai-chat", "anthropic")[1]["response_format"]
+    assert translate(loose, "openai-chat", "gemini")[0]["generationConfig"] == {"responseMimeType": "application/json"}
+
+
+def test_schemas_of_gemini_become_ordinary_ones() -> None:
+    own = {
+        "type": "OBJECT",
+        "properties": {
+            "a": {"type": "STRING", "nullable": True},
+            "type": {"type": "ARRAY", "items": {"type": "INTEGER"}, "minItems": "2"},
+        },
+        "propertyOrdering": ["a"],
+    }
+    tools = [{"functionDeclarations": [{"name": "f", "parameters": own}]}]
+    body, changed = translate({**HI["gemini"], "tools": tools}, "gemini", "openai-chat")
+    assert body["tools"][0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "a": {"type": ["string", "null"]},
+            "type": {"type": "array", "items": {"type": "integer"}, "minItems": 2},
+        },
+    }
+    assert not changed
+
+
+def test_snake_case_for_gemini() -> None:
+    request = {
+        "system_instruction": {"parts": [{"text": "s"}]},
+        "contents": [{"parts": [{"inline_data": {"mime_type": "image/png", "data": PIXEL}}]}],
+        "generation_config": {"max_output_tokens": 7, "stop_sequences": ["x"]},
+    }
+    body, changed = translate(request, "gemini", "anthropic", "m")
+    assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("s", 7, ["x"]) and not changed
+    assert body["messages"][0]["content"][0]["source"]["data"] == PIXEL
+
+
+def test_ids_that_gemini_does_not_give() -> None:
+    body, _ = translate(GEMINI, "gemini", "openai-chat")
+    calls = body["messages"][2]["tool_calls"]
+    results = [row["tool_call_id"] for row in body["messages"] if row["role"] == "tool"]
+    assert [call["id"] for call in calls] == results and len(set(results)) == 2
+    assert translate(GEMINI, "gemini", "openai-chat")[0] == body  # the same each time
+    back, _ = translate(body, "openai-chat", "gemini", "gemini-2.5-pro")
+    assert "id" not in json.dumps(back["contents"])
+    assert [part["functionResponse"]["name"] for part in back["contents"][2]["parts"][:2]] == ["weather", "weather"]
+
+
+def test_calls_and_results_the_wrong_way_round() -> None:
+    """A result names its call by position only where nothing better is there."""
+    contents = [
+        {
+            "role": "model",
+            "parts": [{"functionCall": {"name": "a", "args": {}}}, {"functionCall": {"name": "b", "args": {}}}],
+        },
+        {
+            "role": "user",
+            "parts": [{"functionResponse": {"name": name, "response": {"output": name}}} for name in "ba"],
+        },
+    ]
+    body, _ = translate({"contents": contents}, "gemini", "openai-chat")
+    names = {call["id"]: call["function"]["name"] for call in body["messages"][0]["tool_calls"]}
+    assert [(names[row["tool_call_id"]], row["content"]) for row in body["messages"][1:]] == [("b", "b"), ("a", "a")]
+
+
+def test_results_come_before_what_the_user_says() -> None:
+    contents = [
+        {"role": "model", "parts": [{"functionCall": {"name": "a", "args": {}}}]},
+        {
+            "role": "user",
+            "parts": [{"text": "well?"}, {"functionResponse": {"name": "a", "response": {"output": "x"}}}],
+        },
+    ]
+    body, _ = translate({"contents": contents}, "gemini", "anthropic")
+    assert [block["type"] for block in body["messages"][1]["content"]] == ["tool_result", "text"]
+    body, _ = translate({"contents": contents}, "gemini", "openai-chat")
+    assert [row["role"] for row in body["messages"]] == ["assistant", "tool", "user"]
+
+
+def test_ids_that_anthropic_refuses() -> None:
+    request = json.loads(json.dumps(CHAT).replace("call_1", "functions.weather:0"))
+    body, changed = translate(request, "openai-chat", "anthropic")
+    assert body["messages"][1]["content"][-2]["id"] == "functions_weather_0"
+    assert body["messages"][2]["content"][0]["tool_use_id"] == "functions_weather_0"
+    assert "signs" in changed["messages[].tool_call_id"]
+
+
+def test_thinking_goes_only_to_its_family() -> None:
+    for source, request in REQUESTS.items():
+        for target in DIALECTS:
+            if source == target:
+                continue
+            body, changed = translate(request, source, target)
+            assert "A city." not in json.dumps(body) and any("its own provider" in why for why in changed.values())
+            welcome, changed = translate(request, source, target, Recipient("qwen3", takes_thoughts=True))
+            assert "A city." in json.dumps(welcome) and not any("its own provider" in why for why in changed.values())
+
+
+def test_a_sealed_thought_comes_home() -> None:
+    """A client of Anthropic's dialect gave Gemini's and OpenAI's seals back, and Claude's own."""
+    blocks = [
+        {"type": "thinking", "thinking": "", "signature": "gemini:Z2Vt"},
+        {"type": "thinking", "thinking": "so", "signature": "openai-responses:b3A="},
+        {"type": "tool_use", "id": "x", "name": "f", "input": {}},
+    ]
+    request = {**HI["anthropic"], "messages": [{"role": "assistant", "content": blocks}]}
+    body, _ = translate(request, "anthropic", "gemini")
+    assert body["contents"][0]["parts"] == [
+        {"functionCall": {"id": "x", "name": "f", "args": {}}, "thoughtSignature": "Z2Vt"}
+    ]
+    body, _ = translate(request, "anthropic", "openai-responses")
+    sealed = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}], "encrypted_content": "b3A="}
+    assert body["input"][0] == sealed
+    own = {**HI["anthropic"], "messages": [{"role": "assistant", "content": ANTHROPIC["messages"][1]["content"]}]}
+    through, _ = translate(RESPONSES, "openai-responses", "anthropic")
+    assert "thinking" not in json.dumps(through["messages"])  # OpenAI's seal is nothing to Claude
+    assert translate(own, "anthropic", "anthropic", "m")[0] == own
+
+
+def test_chat_gives_back_what_google_signed() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    signed = call | {"extra_content": {"google": {"thought_signature": "Z2Vt"}}}
+    request = {"model": "m", "messages": [{"role": "assistant", "content": None, "tool_calls": [signed]}]}
+    body, changed = translate(request, "openai-chat", "gemini")
+    assert body["contents"][0]["parts"][0]["thoughtSignature"] == "Z2Vt" and not changed
+    assert "extra_content" in str(translate(request, "openai-chat", "anthropic")[1])
+
+
+def test_pictures_in_results() -> None:
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+    blocks = [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "see"}, picture]}]
+    request = {**HI["anthropic"], "messages": [{"role": "user", "content": blocks}]}
+    body, changed = translate(request, "anthropic", "openai-chat")
+    assert body["messages"][0] == {"role": "tool", "tool_call_id": "toolu_1", "content": "see"}
+    assert body["messages"][1]["content"][0]["type"] == "image_url" and "said by the user" in str(changed)
+    body, changed = translate(request, "anthropic", "openai-responses")
+    assert [part["type"] for part in body["input"][0]["output"]] == ["input_text", "input_image"] and not changed
+    body, _ = translate(request, "anthropic", "gemini")
+    assert body["contents"][0]["parts"][0]["functionResponse"]["parts"][0]["inlineData"]["data"] == PIXEL
+
+
+MEDIA = [  # of a chat message, and whether each other dialect can take it
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {"gemini"}),
+    ({"type": "file", "file": {"file_id": "file-1"}}, {"openai-responses"}),
+    ({"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}}, set(DIALECTS)),
+    ({"type": "file", "file": {"file_data": "data:text/csv;base64,YSxi", "filename": "a.csv"}}, set(DIALECTS)),
+    ({"type": "file", "file": {"file_data": "data:application/zip;base64,AAAA"}}, {"openai-responses", "gemini"}),
+    ({"type": "image_url", "image_url": {"url": "https://x/y.png"}}, set(DIALECTS)),
+    ({"type": "image_url", "image_url": {"url": "data:image/heic;base64,AAAA"}}, {"openai-responses", "gemini"}),
+]
+
+
+@pytest.mark.parametrize(("part", "takers"), MEDIA)
+def test_media(part: Any, takers: set[Spoken]) -> None:
+    request = {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}],
+        "max_tokens": 5,
+    }
+    for target in DIALECTS[1:]:
+        body, changed = translate(request, "openai-chat", target)
+        message = next(value[0] for name, value in body.items() if name in ("messages", "input", "contents"))
+        got = message.get("parts") or message["content"]
+        assert (len(got) == 2 and not changed) if target in takers else (changed and got in ("hi", [{"text": "hi"}]))
+
+
+def test_who_may_be_called() -> None:
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "a"}}]}
+    tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    request = {
+        **HI["openai-chat"],
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 5,
+    }
+    body, changed = translate(request, "openai-chat", "anthropic")
+    assert [tool["name"] for tool in body["tools"]] == ["a"] and changed.keys() == {"tool_choice"}
+    assert body["tool_choice"] == {"type": "any", "disable_parallel_tool_use": True}
+    body, changed = translate(request, "openai-chat", "gemini")
+    assert body["toolConfig"]["functionCallingConfig"] == {"mode": "ANY", "allowedFunctionNames": ["a"]}
+    assert changed.keys() == {"parallel_tool_calls"}
+    body, _ = translate(request, "openai-chat", "openai-responses")
+    assert body["tool_choice"] == {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "a"}],
+    }
+    named = {**request, "tool_choice": {"type": "function", "function": {"name": "b"}}}
+    assert translate(named, "openai-chat", "anthropic")[0]["tool_choice"]["name"] == "b"
+    back, _ = translate(translate(named, "openai-chat", "gemini")[0], "gemini", "openai-chat")
+    assert back["tool_choice"] == named["tool_choice"]
+
+
+def test_openai_keeps_its_own_between_its_dialects() -> None:
+    own = {"service_tier": "flex", "prompt_cache_key": "k", "safety_identifier": "s", "verbosity": "low", "store": True}
+    body, changed = translate(HI["openai-chat"] | own, "openai-chat", "openai-responses")
+    assert body["text"] == {"verbosity": "low"} and body["store"] is True and not changed
+    assert (body["service_tier"], body["prompt_cache_key"], body["safety_identifier"]) == ("flex", "k", "s")
+    body, changed = translate(HI["openai-chat"] | own | {"max_tokens": 5}, "openai-chat", "anthropic")
+    assert body["metadata"] == {"user_id": "s"}
+    assert changed.keys() == {"service_tier", "prompt_cache_key", "verbosity", "store"}
+
+
+def test_cache_marks_stay_with_anthropic() -> None:
+    body, changed = translate(ANTHROPIC, "anthropic", "openai-chat")
+    assert "cache_control" not in json.dumps(body) and changed["system[].cache_control"]
+
+
+def test_nothing_is_dropped_silently() -> None:
+    """Every field with no place in the other dialect has its word: a name that nobody knows, wherever it may stand."""
+    strange: dict[Spoken, list[tuple[list[Any], str]]] = {
+        "openai-chat": [([], ""), (["messages", 1, "content", 0], "messages[].content[]."), (["tools", 0], "tools[].")],
+        "openai-responses": [([], ""), (["input", 0, "content", 0], "input[].content[]."), (["text"], "text.")],
+        "anthropic": [
+            ([], ""),
+            (["messages", 1, "content", 1], "messages[].content[]."),
+            (["output_config"], "output_config."),
+        ],
+        "gemini": [
+            ([], ""),
+            (["contents", 0, "parts", 0], "contents[].parts[]."),
+            (["generationConfig"], "generationConfig."),
+        ],
+    }
+    for source, places in strange.items():
+        for path, said in places:
+            request = json.loads(
+                json.dumps({"text": {}, **REQUESTS[source]} if source == "openai-responses" else REQUESTS[source])
+            )
+            place = request
+            for step in path:
+                place = place[step]
+            place["strangeThing"] = 1
+            for target in DIALECTS:
+                if target != source:
+                    body, changed = translate(request, source, target)
+                    assert f"{said}strangeThing" in changed and "strange" not in json.dumps(body)
+
+
+@pytest.mark.parametrize(
+    ("source", "request_", "param"),
+    [
+        ("openai-chat", {"model": "m"}, "messages"),
+        ("openai-chat", {"messages": "hi"}, "messages"),
+        ("openai-chat", {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ("openai-chat", {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ("openai-chat", {**HI["openai-chat"], "temperature": "hot"}, "temperature"),
+        ("openai-chat", {**HI["openai-chat"], "tool_choice": "maybe"}, "tool_choice"),
+        ("openai-chat", {**HI["openai-chat"], "stop": 5}, "stop"),
+        ("anthropic", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+        ("anthropic", {**HI["anthropic"], "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ("openai-responses", {"input": [{"role": "x", "content": "y"}]}, "input[0].role"),
+        ("openai-responses", {"input": 5}, "input"),
+        (
+            "gemini",
+            {"contents": [{"parts": [{"functionCall": {"args": {}}}]}]},
+            "contents[0].parts[0].functionCall.name",
+        ),
+        ("gemini", {"contents": [5]}, "contents[0]"),
+    ],
+)
+def test_bad_requests_name_the_field(source: Spoken, request_: dict[str, Any], param: str) -> None:
+    target: Spoken = "anthropic" if source != "anthropic" else "gemini"
+    with pytest.raises(InvalidRequest) as raised:
+        translate(request_, source, target)
+    assert raised.value.param == param
+
+
+def test_streaming_is_in_the_url_of_gemini() -> None:
+    body, _ = translate(HI["gemini"], "gemini", "openai-chat", stream=True)
+    assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
+    assert "stream" not in translate(CHAT, "openai-chat", "gemini")[0]

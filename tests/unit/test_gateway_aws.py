@@ -1,0 +1,207 @@
+"""What AWS publishes of its signatures and event streams, and what Converse is made of."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.errors import Broken
+from emberline.gateway.providers.aws_bedrock import _key
+from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
+from emberline.gateway.providers.converse import converse
+from emberline.gateway.providers.eventstream import EventStream, message
+from emberline.gateway.providers.sigv4 import Credentials, signed, signing_key
+
+# AWS's own examples: its test suite of Signature Version 4, and the IAM guide's.
+EXAMPLE = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
+NOW = 1440938160.0  # 2015-08-30T12:36:00Z
+HOST = "https://example.amazonaws.com"
+FORM = {"content-type": "application/x-www-form-urlencoded"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "signature"),
+    [
+        ("GET", "/", {}, b"", "5fa00fa31553b73ebf1942676e86291e8372ff2a2260956d9b8aae1d763fbf31"),
+        ("POST", "/", {}, b"", "5da7c1a2acd57cee7505fc6676e4e544621c30862966e37dddb68e92efbe5d6b"),
+        ("POST", "/", FORM, b"Param1=value1", "ff11897932ad3f4e8b18135d722051e5ac45fc38421b1da7b9d196a0fe09473a"),
+        ("GET", "/\u1234", {}, b"", "8318018e0b0f223aa2bbf98705b62bb787dc9c0e678f255a891fd03141be5d85"),
+        ("GET", "/?Param2=value2&Param1=value1", {}, b"",
+         "b97d918cfa904a5beff61c982a1b6f458b799221646efd99d3219ec94cdf2500"),
+        ("GET", "/", {"my-header1": " value1", "my-header2": ' "a   b   c"'}, b"",
+         "acc3ed3afb60bb290fc8d2dd0098b9911fcaa05412b367055dee359757a9c736"),
+        ("GET", "/example/..", {}, b"", "5fa00fa31553b73ebf1942676e86291e8372ff2a2260956d9b8aae1d763fbf31"),
+        ("GET", "/./", {}, b"", "5fa00fa31553b73ebf1942676e86291e8372ff2a2260956d9b8aae1d763fbf31"),
+    ],
+)  # fmt: skip
+def test_published_signatures(method: str, path: str, headers: dict[str, str], body: bytes, signature: str) -> None:
+    made = signed(method, HOST + path, headers, body, EXAMPLE, region="us-east-1", service="service", now=NOW)
+    assert made["authorization"].endswith(f"Signature={signature}")
+    assert made["x-amz-date"] == "20150830T123600Z"
+
+
+def test_the_signing_key_of_the_guide() -> None:
+    key = signing_key("wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY", "20150830", "us-east-1", "iam")
+    assert key.hex() == "c4afb1cc5771d871763a393e44b703571b55cc28424d1a5e86da6ed3c154a4b9"
+    headers = {"content-type": "application/x-www-form-urlencoded; charset=utf-8"}
+    url = "https://iam.amazonaws.com/?Action=ListUsers&Version=2010-05-08"
+    made = signed("GET", url, headers, b"", EXAMPLE, region="us-east-1", service="iam", now=NOW)
+    assert made["authorization"] == (
+        "AWS4-HMAC-SHA256 Credential=AKIDEXAMPLE/20150830/us-east-1/iam/aws4_request, "
+        "SignedHeaders=content-type;host;x-amz-date, "
+        "Signature=5d672d79c15b13162d9279b0855cfba6789a8edb4c82c400e06b5924a6f2b5d7"
+    )
+
+
+def test_a_session_is_signed_too() -> None:
+    session = Credentials("ASIA", "secret", "its-token")
+    made = signed("GET", HOST, {}, b"", session, region="r", service="s", now=NOW)
+    assert made["x-amz-security-token"] == "its-token" and "x-amz-security-token" in made["authorization"]
+
+
+def test_forms_of_a_key() -> None:
+    given = _key('{"accessKeyId": "AKIA", "secretAccessKey": "s", "region": "eu-west-1"}')
+    assert given is not None and given.region == "eu-west-1" and given.session_token == ""
+    plain = _key("AKIAIOSFODNN7EXAMPLE:a/secret+1:token")
+    assert plain is not None and (plain.secret_access_key, plain.session_token) == ("a/secret+1", "token")
+    assert _key("ABSKQmVkcm9ja0FQSUtleS1") is None and _key("") is None
+    with pytest.raises(InvalidRequest, match="accessKeyId"):
+        _key("{}")
+
+
+# -- event streams -----------------------------------------------------------------------------------------------------
+
+
+def test_published_messages() -> None:
+    empty = bytes.fromhex("000000100000000005c248eb7d98c8ff")
+    assert EventStream().push(empty) == [({}, b"")]
+    assert message({}, b"") == empty
+    # A payload without headers: {'foo':'bar'}
+    payload = bytes.fromhex("0000001d00000000fd528c5a7b27666f6f273a27626172277dc3653936")
+    assert EventStream().push(payload) == [({}, b"{'foo':'bar'}")]
+
+
+def test_messages_come_in_any_pieces() -> None:
+    data = message({":event-type": "a", ":message-type": "event"}, b"one") + message({":event-type": "b"}, b"")
+    for size in range(1, len(data)):
+        stream, found = EventStream(), []
+        for at in range(0, len(data), size):
+            found += stream.push(data[at : at + size])
+        stream.end()
+        assert [(each.event, each.payload) for each in found] == [("a", b"one"), ("b", b"")]
+
+
+def test_damage_is_found() -> None:
+    data = message({":event-type": "a"}, b"payload")
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        with pytest.raises(Broken):
+            EventStream().push(bytes(damaged))
+    stream = EventStream()
+    assert stream.push(data[:-1]) == []
+    with pytest.raises(Broken, match="within"):
+        stream.end()
+
+
+def wrapped(kind: str, said: Any) -> bytes:
+    return message({":event-type": kind, ":message-type": "event"}, json.dumps(said).encode())
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    return [json.loads(part.partition(b"data: ")[2]) for part in data.split(b"\n\n") if part]
+
+
+def test_claude_is_unwrapped() -> None:
+    said = b'{"type":"message_stop"}'
+    made = Unwrapped().push(wrapped("chunk", {"bytes": base64.b64encode(said).decode(), "p": "abc"}))
+    assert made == b"event: message_stop\ndata: " + said + b"\n\n"
+    with pytest.raises(Broken):
+        Unwrapped().push(wrapped("chunk", {"bytes": "*"}))
+    headers = {":message-type": "exception", ":exception-type": "throttlingException"}
+    told = events(Unwrapped().push(message(headers, b'{"message":"slowly"}')))
+    assert told == [{"type": "error", "error": {"type": "rate_limit_error", "message": "slowly"}}]
+
+
+def test_a_conversed_stream() -> None:
+    decoder = Conversed("m")
+    tool = {"toolUse": {"toolUseId": "t", "name": "f"}}
+    made = b"".join(
+        decoder.push(wrapped(kind, said))
+        for kind, said in [
+            ("messageStart", {"role": "assistant"}),
+            ("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"reasoningContent": {"text": "hm"}}}),
+            ("contentBlockDelta", {"contentBlockIndex": 0, "delta": {"reasoningContent": {"signature": "s"}}}),
+            ("contentBlockStop", {"contentBlockIndex": 0}),
+            ("contentBlockStart", {"contentBlockIndex": 1, "start": tool}),
+            ("contentBlockDelta", {"contentBlockIndex": 1, "delta": {"toolUse": {"input": "{}"}}}),
+            ("contentBlockStop", {"contentBlockIndex": 1}),
+            ("messageStop", {"stopReason": "tool_use"}),
+        ]
+    )
+    assert [each["type"] for each in events(made)] == [
+        "message_start", "content_block_start", "content_block_delta", "content_block_delta", "content_block_stop",
+        "content_block_start", "content_block_delta", "content_block_stop"]  # fmt: skip
+    usage = {"inputTokens": 3, "outputTokens": 5, "cacheReadInputTokens": 7}
+    last = events(decoder.push(wrapped("metadata", {"usage": usage})))
+    assert [each["type"] for each in last] == ["message_delta", "message_stop"]
+    assert last[0]["delta"]["stop_reason"] == "tool_use" and last[0]["usage"]["cache_read_input_tokens"] == 7
+    assert decoder.end() == b""
+
+
+def test_a_stream_without_its_usage_still_ends() -> None:
+    decoder = Conversed("m")
+    decoder.push(wrapped("messageStop", {"stopReason": "guardrail_intervened"}))
+    assert events(decoder.end())[0]["delta"]["stop_reason"] == "refusal"
+    assert Conversed("m").end() == b"", "what was cut has no ending"
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_converse_is_asked() -> None:
+    said = {
+        "model": "m",
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "stop_sequences": ["x"],
+        "top_k": 5,
+        "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t", "content": "no", "is_error": True},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}},
+                    {"type": "odd"},
+                ],
+            },
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+    }
+    told: dict[str, str] = {}
+    made = converse(said, told.__setitem__)
+    assert told.keys() == {"top_k", "messages[].content[].odd"}
+    assert made["inferenceConfig"] == {"maxTokens": 9, "temperature": 0.5, "stopSequences": ["x"]}
+    assert made["system"] == [{"text": "s"}, {"cachePoint": {"type": "default"}}]
+    result = {"toolUseId": "t", "content": [{"text": "no"}], "status": "error"}
+    assert made["messages"][2]["content"] == [
+        {"toolResult": result},
+        {"image": {"format": "png", "source": {"bytes": "aa"}}},
+    ]
+    assert made["messages"][1]["content"] == [{"toolUse": {"toolUseId": "t", "name": "f", "input": {"a": 1}}}]
+    spec = {"name": "f", "description": "d", "inputSchema": {"json": {"type": "object"}}}
+    assert made["toolConfig"] == {"tools": [{"toolSpec": spec}], "toolChoice": {"tool": {"name": "f"}}}
+
+
+def test_pictures_must_be_there() -> None:
+    picture = {"type": "image", "source": {"type": "url", "url": "https://example.com/a.png"}}
+    with pytest.raises(InvalidRequest, match="pictures"):
+        converse({"messages": [{"role": "user", "content": [picture]}]}, lambda field, why: None)

@@ -1,0 +1,366 @@
+"""The exact cache: what shares a reply, what is kept and where, how streams come back, and that one of many is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_calls import Pieces, call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.gateway.cache.base import CacheStore
+from emberline.gateway.cache.entry import Entry
+from emberline.gateway.cache.key import cache_key, canonical
+from emberline.gateway.cache.memory import OVERHEAD, MemoryCache
+from emberline.gateway.cache.sqlite import SqliteCache
+from emberline.gateway.cached import Cached, lifetime
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.errors import Broken
+from emberline.gateway.identity import Identity
+from emberline.gateway.usage import Usage
+
+ON = {"cache_ttl": 60}
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
+ADA = Identity("k1", "ada's", "virtual", user="ada")
+BOB = Identity("k2", "bob's", "virtual", user="bob")
+
+
+# Keys
+
+
+def test_the_same_json_is_the_same_key() -> None:
+    shuffled = b'{"temperature":0.5,  "messages":[{"content":"h\\u0069","role":"user"}],"model":"m"}'
+    assert cache_key(call(BODY)) == cache_key(call(shuffled))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=15,
+)
+
+
+@given(JSON, st.booleans(), st.integers(0, 3))
+def test_canonical_is_the_same_however_it_is_written(value: Any, ascii_: bool, indent: int) -> None:
+    written = json.dumps(value, ensure_ascii=ascii_, indent=indent or None).encode("utf-8", "surrogatepass")
+    again = canonical(json.dumps(value).encode())
+    if canonical(written).startswith(b"json:") and again.startswith(b"json:"):
+        assert canonical(written) == again
+    else:  # a lone surrogate, or a quote in an escape
+        assert canonical(written) == b"bytes:" + written or again.startswith(b"bytes:")
+
+
+@given(JSON, JSON)
+def test_canonical_differs_where_the_values_do(one: Any, two: Any) -> None:
+    texts = [json.dumps(value, sort_keys=True).encode() for value in (one, two)]
+    assert (canonical(texts[0]) == canonical(texts[1])) == (texts[0] == texts[1])
+
+
+@pytest.mark.parametrize(
+    "tricky",
+    [
+        b'{"q":"evil","q":"good"}',
+        b'{"q":"good","x":{"a":1,"a":2}}',
+        b'{"q":"good","x":"evil","x":"\\u0022\\u0022"}',
+    ],
+)
+def test_what_two_parsers_read_in_two_ways_shares_with_nobody(tricky: bytes) -> None:
+    assert canonical(tricky) == b"bytes:" + tricky
+
+
+def test_what_makes_a_key() -> None:
+    base = cache_key(call(BODY))
+    others = [
+        call({**BODY, "temperature": 0.6}),
+        call(BODY, provider="groq"),
+        call(BODY, model="n"),
+        call(BODY, dialect="anthropic"),
+        call(BODY, endpoint="responses"),
+        call(BODY, stream=True),
+        call(BODY, settings={"gateway": "other"}),
+        call(BODY, settings={"account": "other"}),
+        call(BODY, headers={"anthropic-beta": "x"}),
+        call(BODY, headers={"authorization": "Bearer someone's own"}),
+        call(BODY, headers={"cf-aig-cache-key": "mine"}),
+    ]
+    keys = [cache_key(other) for other in others]
+    assert base not in keys and len(set(keys)) == len(keys)
+    assert cache_key(call(BODY, headers={"user-agent": "x", "cf-aig-metadata": "{}"})) == base
+
+
+def test_who_shares() -> None:
+    def key(who: Identity, scope: str) -> str:
+        return cache_key(call(BODY, identity=who, settings={"cache_scope": scope}))
+
+    assert key(ADA, "gateway") == key(BOB, "gateway")
+    assert key(ADA, "key") != key(BOB, "key") and key(ADA, "user") != key(BOB, "user")
+    other = Identity("k3", "ada's second", "virtual", user="ada")
+    assert key(ADA, "user") == key(other, "user") and key(ADA, "key") != key(other, "key")
+
+
+def test_a_custom_key_stands_for_the_body_but_not_for_the_tenant() -> None:
+    header = {"cf-aig-cache-key": "answer"}
+    assert cache_key(call(BODY, headers=header)) == cache_key(call({"other": 1}, headers=header, model="n"))
+    assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, settings={"gateway": "other"}))
+    assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "headers", "seconds"),
+    [
+        ({}, {}, 0),
+        (ON, {}, 60),
+        (ON, {"cf-aig-cache-ttl": "3600"}, 3600),
+        ({}, {"cf-aig-cache-ttl": "3600"}, 3600),
+        (ON, {"cf-aig-cache-ttl": "0"}, 0),
+        (ON, {"cf-aig-skip-cache": "true"}, 0),
+        ({}, {"cf-aig-cache-key": "k"}, 300),
+        (ON, {"cf-aig-cache-key": "k"}, 60),
+        ({**ON, "zdr": True}, {}, 0),
+        (ON, {"cf-aig-zdr": "true"}, 0),
+    ],
+)
+def test_how_long(settings: dict[str, Any], headers: dict[str, str], seconds: int) -> None:
+    assert lifetime(call(BODY, settings=settings, headers=headers)) == seconds
+
+
+# The layer
+
+
+class Bench:
+    def __init__(self, store: CacheStore | None = None, **options: Any) -> None:
+        self.clock = ManualClock()
+        self.cached = Cached(store or MemoryCache(self.clock), self.clock, **options)
+        self.handler = self.cached.layer(self._inner)
+        self.sent = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.chunks = [b"data: 1\n\n", b"data: 2\n\n"]
+        self.failure: Exception | None = None
+        self.status = 200
+
+    async def _inner(self, call: Call) -> Reply:
+        self.sent += 1
+        number = self.sent
+        await self.gate.wait()
+        if self.failure is not None and not call.stream:
+            raise self.failure
+        reply = Reply(self.status, {"content-type": "x/y", "date": "today"}, f"reply {number}".encode())
+        reply.usage, reply.micros, reply.model, reply.provider = Usage(input=9, output=5), 7, "m-2026", "openai"
+        if call.stream:
+            reply.body = Pieces(*self.chunks, reply=reply, error=self.failure)
+        return reply
+
+    async def ask(self, **about: Any) -> tuple[Reply, list[bytes]]:
+        reply = await self.handler(call(**{"body": BODY, "settings": ON, **about}))
+        chunks = [reply.body] if isinstance(reply.body, bytes) else []
+        try:
+            if not isinstance(reply.body, bytes):
+                async for chunk in reply.body:
+                    chunks.append(chunk)
+        except Broken:
+            pass
+        finally:
+            await reply.close()
+        return reply, chunks
+
+
+def test_a_hit_is_the_reply_again_and_free() -> None:
+    async def go() -> None:
+        bench = Bench()
+        first, body = await bench.ask()
+        again, same = await bench.ask()
+        assert body == same == [b"reply 1"] and bench.sent == 1
+        assert (first.cached, again.cached, again.micros, again.usage) == (False, True, 0, first.usage)
+        assert (again.model, again.provider, again.headers) == ("m-2026", "openai", {"content-type": "x/y"})
+        assert again.ended == "complete"
+        bench.clock.advance(61)
+        assert (await bench.ask())[1] == [b"reply 2"]
+
+    asyncio.run(go())
+
+
+def test_streams_come_back_as_streams() -> None:
+    async def go() -> None:
+        bench = Bench()
+        _, chunks = await bench.ask(stream=True)
+        again, same = await bench.ask(stream=True)
+        assert chunks == same == bench.chunks and bench.sent == 1
+        assert again.cached and not isinstance(again.body, bytes) and again.ended == "complete"
+        # one that the client leaves early is left, not whole
+        reply = await bench.handler(call(BODY, settings=ON, stream=True))
+        assert not isinstance(reply.body, bytes)
+        await reply.body.__anext__()
+        await reply.close()
+        assert reply.ended == "left" and reply.cached
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("how", ["error", "status", "cut", "left", "large"])
+def test_what_is_not_whole_and_good_is_not_kept(how: str) -> None:
+    async def go() -> None:
+        bench = Bench(largest=10) if how == "large" else Bench()
+        stream = how in ("cut", "left", "large")
+        if how == "error":
+            bench.failure = Broken("down")
+            with pytest.raises(Broken):
+                await bench.ask()
+        elif how == "left":
+            reply = await bench.handler(call(BODY, settings=ON, stream=True))
+            assert not isinstance(reply.body, bytes)
+            await reply.body.__anext__()
+            await reply.close()
+        else:
+            bench.status = 500 if how == "status" else 200
+            bench.failure = Broken("cut") if how == "cut" else None
+            await bench.ask(stream=stream)
+        bench.failure, bench.status = None, 200
+        reply, _ = await bench.ask(stream=stream)
+        assert not reply.cached and bench.sent == 2 and len(bench.cached._flights) == 0
+
+    asyncio.run(go())
+
+
+def test_of_many_equal_calls_one_is_sent() -> None:
+    async def go() -> None:
+        bench = Bench()
+        bench.gate.clear()
+        asking = [asyncio.create_task(bench.ask(stream=i % 2 == 0)) for i in range(20)]
+        await asyncio.sleep(0.01)
+        bench.gate.set()
+        replies = await asyncio.gather(*asking)
+        assert bench.sent == 2 and bench.cached.stats.shared == 18  # one of each kind
+        assert {tuple(chunks) for _, chunks in replies} == {(b"reply 2",), tuple(bench.chunks)}
+
+    asyncio.run(go())
+
+
+def test_who_waited_in_vain_is_sent_himself() -> None:
+    async def go() -> None:
+        bench = Bench()
+        bench.gate.clear()
+        asking = [asyncio.create_task(bench.ask()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        bench.failure = Broken("down")
+        bench.gate.set()
+        results = await asyncio.gather(*asking, return_exceptions=True)
+        assert bench.sent == 3 and all(isinstance(result, Broken) for result in results)
+
+    asyncio.run(go())
+
+
+def test_a_first_that_leaves_does_not_take_the_others_along() -> None:
+    async def go() -> None:
+        bench = Bench()
+        bench.gate.clear()
+        asking = [asyncio.create_task(bench.ask()) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        asking[0].cancel()
+        await asyncio.sleep(0.01)
+        assert bench.sent == 2  # one of those who waited took over
+        bench.gate.set()
+        replies = await asyncio.gather(*asking[1:])
+        assert bench.sent == 2 and [chunks for _, chunks in replies] == [[b"reply 2"]] * 3
+
+    asyncio.run(go())
+
+
+def test_nobody_waits_longer_than_agreed() -> None:
+    async def go() -> None:
+        bench = Bench(wait=0.01)
+        bench.gate.clear()
+        slow = asyncio.create_task(bench.ask())
+        await asyncio.sleep(0.005)
+        impatient = asyncio.create_task(bench.ask())
+        while bench.sent < 2:
+            await asyncio.sleep(0.005)
+        bench.gate.set()
+        assert (await slow)[1] == [b"reply 1"] and (await impatient)[1] == [b"reply 2"]
+        assert len(bench.cached._flights) == 0
+
+    asyncio.run(go())
+
+
+def test_without_a_lifetime_nothing_is_looked_for() -> None:
+    async def go() -> None:
+        bench = Bench()
+        await bench.ask(settings={})
+        await bench.ask(headers={"cf-aig-skip-cache": "true"})
+        assert bench.sent == 2 and bench.cached.stats.misses == 0
+
+    asyncio.run(go())
+
+
+# Stores
+
+
+@asynccontextmanager
+async def store_of(kind: str, clock: ManualClock, path: Path, **sizes: int) -> AsyncIterator[CacheStore]:
+    store: CacheStore = MemoryCache(clock, **sizes) if kind == "memory" else SqliteCache(path / "c.db", clock, **sizes)
+    yield store
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+def test_stores(kind: str, tmp_path: Path) -> None:
+    async def go() -> None:
+        clock = ManualClock(1000.0)
+        async with store_of(kind, clock, tmp_path, most=10_000, largest=4_000) as store:
+            assert await store.get("k") is None
+            await store.put("k", b"one", 60)
+            await store.put("k", b"two", 60)
+            assert await store.get("k") == b"two"
+            clock.advance(60)
+            assert await store.get("k") is None
+            await store.put("big", b"x" * 4_001, 60)
+            assert await store.get("big") is None
+            for i in range(8):
+                clock.advance(61)
+                await store.put(str(i), b"x" * 3_000, 10_000)
+                await store.get("0")
+            there = [i for i in range(8) if await store.get(str(i)) is not None]
+            assert 0 in there and 7 in there and 2 <= len(there) <= 3  # the first is used, so others had to go
+            assert store.failures == 0
+
+    asyncio.run(go())
+
+
+def test_memory_counts_its_bytes() -> None:
+    async def go() -> None:
+        cache = MemoryCache(ManualClock(), most=10_000)
+        for i in range(100):
+            await cache.put(str(i % 30), b"x" * (37 * i % 900), 60)
+        assert cache.size == sum(len(value) + OVERHEAD for _, value in cache._entries.values()) <= 10_000
+
+    asyncio.run(go())
+
+
+def test_sqlite_outlives_its_process_and_its_failures_are_nobodys(tmp_path: Path) -> None:
+    async def go() -> None:
+        clock = ManualClock(1000.0)
+        for value in (None, b"kept"):
+            async with store_of("sqlite", clock, tmp_path) as store:
+                assert await store.get("k") == value
+                await store.put("k", b"kept", 60)
+        (tmp_path / "c.db").write_bytes(b"this is no database, but it is long enough to be taken for one" * 100)
+        for name in ("c.db-wal", "c.db-shm"):
+            (tmp_path / name).unlink(missing_ok=True)
+        async with store_of("sqlite", clock, tmp_path) as store:
+            await store.put("k", b"x", 60)
+            assert await store.get("k") is None and store.failures == 2
+            bench = Bench(store)
+            assert (await bench.ask())[1] == [b"reply 1"] and (await bench.ask())[1] == [b"reply 2"]
+
+    asyncio.run(go())
+
+
+def test_an_entry_of_another_version_is_none() -> None:
+    assert Entry.decoded(b"\x93\x01\x02\x03") is None and Entry.decoded(b"") is None

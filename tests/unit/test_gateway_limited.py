@@ -1,0 +1,185 @@
+"""Limits around calls: who falls under which rule, what is reserved, what is settled, and what the reply says of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gateway_calls import call
+
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.catalogue import Catalogue, Model
+from emberline.gateway.costs import Price
+from emberline.gateway.errors import Forbidden, LimitExceeded
+from emberline.gateway.identity import Identity
+from emberline.gateway.limited import limited
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.settings import Settings
+from emberline.gateway.usage import Usage
+
+CATALOGUE = Catalogue(
+    [
+        Model("openai", "gpt-4o-mini", "chat", Price(150_000, 600_000), 128_000, 1000, (), "test", None)  # type: ignore[arg-type]
+    ]
+)
+
+
+class Prices:
+    def price(self, settings: Settings, provider: str, model: str) -> Price | None:
+        return CATALOGUE.price(provider, model)
+
+
+class Bench:
+    """The layer over an inner handler that answers as told."""
+
+    def __init__(self) -> None:
+        self.limiter, self.wall = LocalLimiter(), ManualClock(1000.0)
+        self.usage: Usage | None = Usage(input=10, output=20)
+        self.micros: int | None = 7
+        self.cached = False
+        self.failure: BaseException | None = None
+        self.handler: Handler = limited(self.limiter, CATALOGUE, Prices(), ManualClock(), self.wall)(self._inner)
+
+    async def _inner(self, call: Call) -> Reply:
+        if self.failure is not None:
+            raise self.failure
+        return Reply(200, {}, b"{}", usage=self.usage, micros=self.micros, cached=self.cached)
+
+    def ask(self, *, close: bool = True, **about: Any) -> Call:
+        async def go() -> Call:
+            made = call(**about)
+            reply = await self.handler(made)
+            if close:
+                await reply.close()
+            return made
+
+        return asyncio.run(go())
+
+
+def left(made: Call, amount: str) -> int:
+    return int(made.notes[f"x-ratelimit-remaining-{amount}"])
+
+
+def test_requests_are_counted_and_told() -> None:
+    bench, settings = Bench(), {"limits": [{"name": "all", "limit": 2, "per": 60}]}
+    assert [left(bench.ask(settings=settings), "requests") for _ in range(2)] == [1, 0]
+    with pytest.raises(LimitExceeded) as refused:
+        bench.ask(settings=settings)
+    assert refused.value.retry_after == 20  # the window of 60 s that 1000 is in ends at 1020
+    bench.wall.advance(20)
+    assert left(bench.ask(settings=settings), "requests") == 1
+
+
+def test_a_refusal_tells_the_same_headers() -> None:
+    async def go() -> Call:
+        bench, made = Bench(), call(settings={"limits": [{"name": "none", "limit": 0, "amount": "tokens"}]})
+        with pytest.raises(LimitExceeded):
+            await bench.handler(made)
+        return made
+
+    assert asyncio.run(go()).notes == {
+        "x-ratelimit-limit-tokens": "0",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "20s",
+    }
+
+
+def test_what_is_reserved_is_the_most_it_can_use_and_what_is_settled_is_what_it_used() -> None:
+    bench = Bench()
+    settings = {"limits": [{"name": "t", "limit": 10_000, "amount": "tokens", "per": "day"}]}
+    body = b"x" * 400
+    assert left(bench.ask(body=body, settings=settings, max_output=500), "tokens") == 10_000 - 100 - 500
+    assert left(bench.ask(body=body, settings=settings), "tokens") == 10_000 - 30 - 100 - 1000  # the catalogue's
+    made = bench.ask(body=body, settings=settings, max_output=10**9, dialect="openai-embeddings")
+    assert left(made, "tokens") == 10_000 - 60 - 100
+    unknown = bench.ask(body=body, settings=settings, model="unheard-of")
+    assert left(unknown, "tokens") == 10_000 - 90 - 100 - 4096
+
+
+def test_budgets_are_in_micros() -> None:
+    bench, settings = Bench(), {"budgets": [{"name": "b", "limit": 1_000, "per": "month"}]}
+    body = b"x" * 4000
+    reserved = (1000 * 150_000 + 100 * 600_000) // 1_000_000
+    assert left(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - reserved
+    assert left(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - 7 - reserved
+    made = bench.ask(settings=settings, headers={"cf-aig-custom-cost": '{"total_cost": 0.000100}'})
+    assert left(made, "micros") == 1_000 - 14 - 100
+
+
+def test_an_unknown_price_does_not_slip_past_a_budget() -> None:
+    bench = Bench()
+    with pytest.raises(Forbidden, match="not known"):
+        bench.ask(settings={"budgets": [{"name": "b", "limit": 10}]}, model="unheard-of")
+    bench.micros = None
+    made = bench.ask(settings={"budgets": [{"name": "b", "limit": 10, "unpriced": "pass"}]}, model="unheard-of")
+    assert left(made, "micros") == 10
+
+
+@pytest.mark.parametrize("how", ["cached", "failed", "left"])
+def test_what_was_not_used_comes_back_but_a_request_is_a_request(how: str) -> None:
+    bench = Bench()
+    settings = {"limits": [{"name": "t", "limit": 9000, "amount": "tokens"}, {"name": "r", "limit": 9}]}
+    if how == "cached":
+        bench.cached, bench.micros = True, 0
+        bench.ask(settings=settings)
+    else:
+        bench.failure = asyncio.CancelledError() if how == "left" else RuntimeError()
+        with pytest.raises(type(bench.failure)):
+            bench.ask(settings=settings)
+    bench.failure, bench.cached = None, False
+    after = bench.ask(body=b"{}", settings=settings, max_output=99)
+    assert (left(after, "tokens"), left(after, "requests")) == (9000 - 100, 7)
+
+
+def test_a_stream_holds_its_reservation_until_it_is_closed() -> None:
+    bench, settings = Bench(), {"limits": [{"name": "t", "limit": 200, "amount": "tokens", "per": "day"}]}
+    bench.ask(settings=settings, max_output=150, close=False)
+    with pytest.raises(LimitExceeded):
+        bench.ask(settings=settings, max_output=150)
+    bench.wall.advance(606)  # its deadline, and a moment
+    assert left(bench.ask(settings=settings, max_output=150), "tokens") == 49
+
+
+def test_dimensions() -> None:
+    bench = Bench()
+    ada = Identity("k1", "ada's", "virtual", user="ada", metadata={"team": "blue"})
+    bob = Identity("k2", "bob's", "virtual", user="bob", metadata={"team": "blue"}, limits=("special",))
+    settings = {
+        "limits": [
+            {"name": "user", "limit": 2, "split": ["user"]},
+            {"name": "team", "limit": 3, "split": ["metadata.team"]},
+            {"name": "special", "limit": 1, "named": True},
+            {"name": "other", "limit": 0, "only": {"model": ["forbidden"]}},
+        ]
+    }
+    spoof = {"cf-aig-metadata": '{"team": "red"}'}
+    bench.ask(identity=ada, settings=settings, headers=spoof)
+    bench.ask(identity=ada, settings=settings)
+    for who, model, rule in [
+        (ada, "gpt-4o-mini", "user"),
+        (bob, "forbidden", "other"),
+    ]:
+        with pytest.raises(LimitExceeded) as refused:
+            bench.ask(identity=who, settings=settings, model=model)
+        assert refused.value.rule == rule
+    bench.ask(identity=bob, settings=settings)
+    with pytest.raises(LimitExceeded) as refused:
+        bench.ask(identity=bob, settings=settings, headers=spoof)
+    assert refused.value.rule in ("team", "special")
+
+
+def test_settings_that_change_are_read_again_and_wrong_ones_refused() -> None:
+    bench = Bench()
+    bench.ask(settings={"limits": [{"name": "r", "limit": 1}]})
+    assert left(bench.ask(settings={"limits": [{"name": "r", "limit": 5}], "version": 1}), "requests") == 3
+    with pytest.raises(InvalidRequest):
+        bench.ask(settings={"limits": [{"name": "r"}]})
+    with pytest.raises(InvalidRequest, match="same name"):
+        bench.ask(settings={"limits": [{"name": "r", "limit": 1}], "budgets": [{"name": "r", "limit": 1}]})
+
+
+def test_no_rules_no_notes() -> None:
+    assert Bench().ask().notes == {}

@@ -1,0 +1,246 @@
+"""Limits: windows by definition, exact against an oracle, settled once, given back, and told in headers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from limits_oracle import RULES, START, STEPS, compare
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.errors import LimitExceeded
+from emberline.gateway.limits.base import Grant
+from emberline.gateway.limits.headers import duration, remaining
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.rule import Rule
+from emberline.gateway.limits.window import Window
+
+MOMENTS = st.integers(0, 4_102_444_800_000)  # 1970 to 2100
+HOLD = 60.0
+
+
+def passes(limiter: LocalLimiter, rule: Rule, now: float, amount: int = 1) -> bool:
+    try:
+        made = asyncio.run(limiter.reserve([rule.claim({}, amount)], now, HOLD))
+    except LimitExceeded:
+        return False
+    limiter.settle(made, {rule.amount: amount}, now)
+    return True
+
+
+@given(MOMENTS)
+def test_fixed_windows_are_those_of_the_calendar(now: int) -> None:
+    date = datetime.fromtimestamp(now // 1000, UTC)
+    for period, begins in {
+        "minute": date.replace(second=0),
+        "hour": date.replace(minute=0, second=0),
+        "day": date.replace(hour=0, minute=0, second=0),
+        "month": date.replace(day=1, hour=0, minute=0, second=0),
+    }.items():
+        window = Window.of(period, "fixed")  # type: ignore[arg-type]
+        first = int(begins.timestamp()) * 1000
+        assert window.slot(first) == window.slot(now) and window.slot(first - 1) == window.slot(now) - 1
+        assert window.ends(window.slot(first - 1)) == first
+
+
+def test_weeks_begin_on_monday() -> None:
+    week = Window.of("week", "fixed")
+    ends = week.ends(week.slot(START))
+    assert datetime.fromtimestamp(ends / 1000, UTC) == datetime(2026, 1, 5, tzinfo=UTC)
+    assert datetime(2026, 1, 5).weekday() == 0
+
+
+@given(st.integers(1, 10_000), MOMENTS)
+def test_a_sliding_window_is_never_too_short_and_a_sixtieth_too_long_at_most(per: int, now: int) -> None:
+    window = Window.of(per, "sliding")
+    counted = window.ends(window.slot(now)) - now
+    assert 1000 * per <= counted <= 1000 * per + 2 * window.length
+    assert window.live <= 62
+
+
+@settings(max_examples=300, deadline=None)
+@given(RULES, STEPS)
+def test_exact_against_everything_that_ever_happened(rule: Rule, steps: list[tuple[str, int, int, int]]) -> None:
+    asyncio.run(compare(LocalLimiter(), rule, steps))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 90), st.lists(st.integers(0, 30_000), max_size=60))
+def test_no_stretch_as_long_as_the_window_has_more_than_the_limit(limit: int, per: int, gaps: list[int]) -> None:
+    rule = Rule(name="r", limit=limit, per=per, technique="sliding")
+    limiter, now, passed = LocalLimiter(), START, list[int]()
+    for gap in gaps:
+        now += gap
+        if passes(limiter, rule, now / 1000):
+            passed.append(now)
+            assert len([at for at in passed if at > now - 1000 * per]) <= limit
+
+
+def test_all_claims_or_none() -> None:
+    narrow, wide = Rule(name="narrow", limit=1), Rule(name="wide", limit=10)
+
+    async def go() -> None:
+        limiter = LocalLimiter()
+        await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
+        for _ in range(5):
+            with pytest.raises(LimitExceeded) as refused:
+                await limiter.reserve([wide.claim({}, 1), narrow.claim({}, 1)], 0, HOLD)
+            assert refused.value.rule == "narrow"
+        after = await limiter.reserve([wide.claim({}, 1)], 0, HOLD)
+        assert after.grants[0].remaining == 8
+
+    asyncio.run(go())
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    fixed, sliding = Rule(name="f", limit=2, per="hour"), Rule(name="s", limit=2, per=60, technique="sliding")
+    money = Rule(name="m", limit=0, amount="micros", per="day")
+
+    async def go() -> None:
+        limiter, hour = LocalLimiter(), 3600 * 1000
+        for at in (0, 30):
+            await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + at, HOLD)
+        with pytest.raises(LimitExceeded) as refused:
+            await limiter.reserve([fixed.claim({}, 1), sliding.claim({}, 1)], hour + 40, HOLD)
+        assert (refused.value.rule, refused.value.retry_after) == ("f", 3560)  # the longest wait of those that refuse
+        with pytest.raises(LimitExceeded) as refused:
+            await limiter.reserve([sliding.claim({}, 1)], hour + 40, HOLD)
+        assert refused.value.retry_after == 21  # the first leaves a minute and a sixtieth after it came
+        assert refused.value.status == 429 and refused.value.code == "rate_limit_exceeded"
+        with pytest.raises(LimitExceeded) as refused:
+            await limiter.reserve([money.claim({}, 1)], hour, HOLD)
+        assert refused.value.code == "budget_exceeded"
+
+    asyncio.run(go())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 50), st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30), st.booleans()), max_size=40))
+def test_a_budget_is_overshot_by_less_than_one_reservation(limit: int, calls: list[tuple[int, int, bool]]) -> None:
+    """Whoever runs beside whom: what is used stays below what was reserved, as it is for a call with max_tokens."""
+    rule = Rule(name="b", limit=limit, amount="micros", per="month")
+
+    async def go() -> None:
+        limiter, running, spent = LocalLimiter(), [], 0
+        for reserved, used, ends in calls:
+            with contextlib.suppress(LimitExceeded):
+                running.append((await limiter.reserve([rule.claim({}, reserved)], 0, HOLD), min(used, reserved)))
+            if running and ends:
+                reservation, actual = running.pop(0)
+                limiter.settle(reservation, {"micros": actual}, 1)
+                spent += actual
+        assert spent + sum(actual for _, actual in running) < limit + max((call[0] for call in calls), default=1)
+
+    asyncio.run(go())
+
+
+def test_settled_twice_is_a_fault_of_ours() -> None:
+    async def go() -> None:
+        limiter = LocalLimiter()
+        made = await limiter.reserve([Rule(name="r", limit=1).claim({}, 1)], 0, HOLD)
+        limiter.settle(made, {"requests": 1}, 1)
+        with pytest.raises(AssertionError):
+            limiter.settle(made, {"requests": 1}, 1)
+
+    asyncio.run(go())
+
+
+def test_buckets_of_those_who_left_are_swept() -> None:
+    rule = Rule(name="r", limit=1, per=1, split=("user",))
+
+    async def go() -> None:
+        limiter = LocalLimiter()
+        for i in range(5000):
+            made = await limiter.reserve([rule.claim({"user": str(i)}, 1)], i / 100, HOLD)
+            limiter.settle(made, {"requests": 1}, i / 100)
+        assert limiter.buckets < 300  # a second has a hundred of them
+
+    asyncio.run(go())
+
+
+def test_a_long_hold_keeps_nothing_of_what_was_settled() -> None:
+    rule = Rule(name="r", limit=10**9)
+
+    async def go() -> None:
+        limiter = LocalLimiter()
+        for i in range(2000):
+            limiter.settle(await limiter.reserve([rule.claim({}, 1)], i, 1e6), {"requests": 1}, i)
+        (bucket,) = limiter._buckets.values()
+        assert len(bucket.expiring) <= 66 and len(bucket.used) == 1
+
+    asyncio.run(go())
+
+
+# Rules
+
+
+def test_splitting_and_filtering() -> None:
+    rule = Rule(name="r", limit=1, split=("metadata.team",), only={"model": ("gpt-5",)})
+    assert rule.holds({"model": "gpt-5"}) and not rule.holds({"model": "gpt-4"}) and not rule.holds({})
+    buckets = [rule.claim({"gateway": "a/g", **facts}, 1).bucket for facts in ({"metadata.team": "x"}, {}, {"x": "y"})]
+    assert buckets[0] != buckets[1] == buckets[2]
+    assert Rule(name="r", limit=1, named=True).holds({}, ("r",)) and not Rule(name="r", limit=1, named=True).holds({})
+
+
+def test_values_cannot_be_mistaken_for_each_other() -> None:
+    rule = Rule(name="r", limit=1, split=("user", "model"))
+    assert rule.claim({"user": 'a","b'}, 1).bucket != rule.claim({"user": "a", "model": "b"}, 1).bucket
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"limit": 1},
+        {"name": "x", "limit": -1},
+        {"name": "x", "limit": 1.5},
+        {"name": "x", "limit": 2**53},
+        {"name": "x", "limit": 1, "per": 0},
+        {"name": "x", "limit": 1, "per": "fortnight"},
+        {"name": "x", "limit": 1, "technique": "leaky"},
+        {"name": "x", "limit": 1, "split": ["planet"]},
+        {"name": "x", "limit": 1, "unknown": 1},
+        {"name": "", "limit": 1},
+    ],
+)
+def test_a_wrong_rule_is_a_clear_error(found: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        Rule.read([found])
+
+
+def test_names_are_names() -> None:
+    with pytest.raises(InvalidRequest):
+        Rule.read([{"name": "x", "limit": 1}, {"name": "x", "limit": 2}])
+    with pytest.raises(InvalidRequest):
+        Rule.read([{"name": str(i), "limit": 1} for i in range(21)])
+
+
+# Headers
+
+
+def test_the_tightest_speaks() -> None:
+    def grant(limit: int, left: int, resets: int, amount: str = "requests") -> Grant:
+        rule = Rule(name="r", limit=limit, amount=amount)  # type: ignore[arg-type]
+        return Grant(rule.claim({}, 1), 0, 1, left, resets)
+
+    grants: Sequence[Grant] = [grant(100, 50, 500), grant(10, 1, 61_000), grant(5000, -3, 3_600_000, "tokens")]
+    assert remaining(grants) == {
+        "x-ratelimit-limit-requests": "10",
+        "x-ratelimit-remaining-requests": "1",
+        "x-ratelimit-reset-requests": "1m1s",
+        "x-ratelimit-limit-tokens": "5000",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "1h0m0s",
+    }
+    assert [duration(ms) for ms in (0, 999, 1000, 1001, 59_000, 3_600_001)] == [
+        "0ms",
+        "999ms",
+        "1s",
+        "2s",
+        "59s",
+        "1h0m1s",
+    ]

@@ -1,0 +1,119 @@
+"""The log's writer: batches, drops that are counted, a store that fails and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gateway_records import NOON, made
+
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.logwriter import LogWriter
+from emberline.gateway.record import Payload, Record
+
+
+class ScriptedStore:
+    """Fails when told to; a record of the model `poison` cannot be written."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[Record, Payload | None]]] = []
+        self.is_down = False
+        self.asked = asyncio.Event()
+
+    async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None:
+        self.asked.set()
+        if self.is_down:
+            raise StoreFailed("down")
+        if any(record.model == "poison" for record, _ in batch):
+            raise UnicodeError("cannot be encoded")
+        self.batches.append(list(batch))
+
+    async def version(self) -> int:
+        if self.is_down:
+            raise StoreFailed("down")
+        return 0
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for batch in self.batches for record, _ in batch]
+
+
+def test_what_comes_together_is_written_together() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        records = [made(NOON + i) for i in range(2500)]
+        async with LogWriter(store, linger=0.01) as writer:  # type: ignore[arg-type]
+            for each in records:
+                writer.put(each)
+        assert store.records == records
+        assert [len(batch) for batch in store.batches] == [1000, 1000, 500]
+        assert (writer.written, writer.dropped, writer.queued) == (2500, 0, 0)
+
+    asyncio.run(do())
+
+
+def test_a_full_queue_drops_and_counts_and_never_waits() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        async with LogWriter(store, most_records=10) as writer:  # type: ignore[arg-type]
+            for i in range(25):
+                writer.put(made(NOON + i))
+            assert (writer.queued, writer.dropped) == (10, 15)
+        writer.put(made())  # closed
+        assert (writer.written, writer.dropped) == (10, 16)
+
+    asyncio.run(do())
+
+
+def test_payloads_that_do_not_fit_are_left_out_and_their_records_kept() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        async with LogWriter(store, most_bytes=25, linger=0.0) as writer:  # type: ignore[arg-type]
+            for i in range(3):
+                writer.put(made(NOON + i), Payload(b"1234567890", b""))
+            while not store.batches:
+                await asyncio.sleep(0.001)
+            writer.put(made(NOON + 3), Payload(b"1234567890", b""))  # there is room again
+        kept = [payload is not None for batch in store.batches for _, payload in batch]
+        assert kept == [True, True, False, True] and writer.dropped == 0
+
+    asyncio.run(do())
+
+
+def test_a_store_that_comes_back_gets_everything() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        store.is_down = True
+        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+            writer.put(made())
+            await asyncio.wait_for(store.asked.wait(), 5)
+            writer.put(made(NOON + 1))
+            store.is_down = False
+        assert len(store.records) == 2 and writer.failures >= 1 and writer.dropped == 0
+
+    asyncio.run(do())
+
+
+def test_leaving_a_store_that_stays_away_ends_and_counts() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        store.is_down = True
+        async with LogWriter(store, linger=0.0, goodbye=0.05) as writer:  # type: ignore[arg-type]
+            writer.put(made())
+            await asyncio.wait_for(store.asked.wait(), 5)
+            writer.put(made(NOON + 1))
+        assert (writer.written, writer.dropped) == (0, 2)
+
+    asyncio.run(do())
+
+
+def test_one_bad_record_does_not_hold_up_the_others() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+            for i, model in enumerate(("a", "poison", "b")):
+                writer.put(made(NOON + i, model=model))
+        assert [record.model for record in store.records] == ["a", "b"]
+        assert (writer.written, writer.dropped) == (2, 1)
+
+    asyncio.run(do())

@@ -1,0 +1,221 @@
+"""Parts of the gateway's spine: what paths mean, what headers ask, what is peeked from bodies, where steps go."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.core.errors import InvalidRequest, NotFound
+from emberline.gateway.body import edited, peek
+from emberline.gateway.book import read_gateways
+from emberline.gateway.costs import Price
+from emberline.gateway.errors import Broken, Refused, TimedOut
+from emberline.gateway.estimate import PICTURE, estimated_input
+from emberline.gateway.ids import Ids
+from emberline.gateway.options import NOTHING, CustomCost, Options
+from emberline.gateway.paths import Target, target_of
+from emberline.gateway.record import created
+from emberline.gateway.refusal import error_reply, last_words, refused, retry_after
+from emberline.gateway.settings import Settings
+
+CHAT = "chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "target"),
+    [
+        ("/v1/chat/completions", Target("plain", endpoint=CHAT, dialect="openai-chat")),
+        ("/v1/messages", Target("plain", endpoint="messages", dialect="anthropic")),
+        ("/v1/messages/count_tokens", Target("plain", endpoint="messages/count_tokens")),
+        ("/v1/acc/gw", Target("universal", "acc", "gw")),
+        ("/v1/acc/gw/", Target("universal", "acc", "gw")),
+        ("/v1/acc/gw/compat/chat/completions", Target("compat", "acc", "gw", "", CHAT, "openai-chat")),
+        ("/v1/acc/gw/compat/v1/embeddings", Target("compat", "acc", "gw", "", "embeddings", "openai-embeddings")),
+        ("/v1/acc/gw/openai/chat/completions", Target("native", "acc", "gw", "openai", CHAT)),
+        ("/v1/acc/gw/anthropic/v1/messages", Target("native", "acc", "gw", "anthropic", "v1/messages")),
+        ("/v1/acc/gw/custom-mine/a/b%20c", Target("native", "acc", "gw", "custom-mine", "a/b%20c")),
+        ("/v1/acc/gw/workers-ai/@cf/meta/llama", Target("native", "acc", "gw", "workers-ai", "@cf/meta/llama")),
+        ("/accounts/acc/ai/v1/embeddings", Target("plain", "acc", None, "", "embeddings", "openai-embeddings")),
+    ],
+)  # fmt: skip
+def test_paths(path: str, target: Target) -> None:
+    assert target_of(path) == target
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1", "/v1/acc", "/v1/acc/gw/openai", "/v1/acc/gw/compat/odd", "/v2/acc/gw/openai/x"]
+)
+def test_paths_that_are_none(path: str) -> None:
+    with pytest.raises(NotFound):
+        target_of(path)
+
+
+def test_options_are_read() -> None:
+    asked = Options.read(
+        {
+            "cf-aig-cache-ttl": "3600",
+            "cf-aig-skip-cache": "true",
+            "cf-aig-request-timeout": "1500",
+            "cf-aig-retry-delay": "250",
+            "cf-aig-max-attempts": "5",
+            "cf-aig-backoff": "linear",
+            "cf-aig-metadata": '{"a": "x", "b": 2, "c": true}',
+            "cf-aig-custom-cost": '{"per_token_in": 0.000001, "per_token_out": 0.0000025}',
+            "cf-aig-allowed-models": "gpt-*, claude-*",
+            "authorization": "Bearer x",
+        }
+    )
+    assert (asked.cache_ttl, asked.skip_cache, asked.request_timeout, asked.retry_delay) == (3600, True, 1.5, 0.25)
+    assert (asked.max_attempts, asked.backoff) == (5, "linear") and asked.allowed_models == ("gpt-*", "claude-*")
+    assert asked.metadata == {"a": "x", "b": 2, "c": True}
+    assert asked.custom_cost == CustomCost(Price(1_000_000, 2_500_000))
+    assert Options.read({"accept": "*/*"}) is NOTHING
+    assert Options.read({"cf-cache-ttl": "60000"}).cache_ttl == 60, "the older header was in milliseconds"
+    assert Options.read({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
+    assert Options.read({"cf-aig-custom-cost": '{"total_cost": 0.1}'}).custom_cost == CustomCost(micros=100_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cf-aig-cache-ttl", "59"),
+        ("cf-aig-cache-ttl", "-1"),
+        ("cf-aig-cache-ttl", "1e3"),
+        ("cf-aig-skip-cache", "yes"),
+        ("cf-aig-max-attempts", "6"),
+        ("cf-aig-max-attempts", "0"),
+        ("cf-aig-retry-delay", "5001"),
+        ("cf-aig-backoff", "quadratic"),
+        ("cf-aig-metadata", "{}}"),
+        ("cf-aig-metadata", '{"a": {}}'),
+        ("cf-aig-metadata", '{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1}'),
+        ("cf-aig-custom-cost", '{"per_token_in": 1}'),
+        ("cf-aig-custom-cost", '{"total_cost": -1}'),
+        ("cf-aig-custom-cost", '{"total_cost": "NaN"}'),
+        ("cf-aig-custom-cost", '{"total_cost": true}'),
+        ("cf-aig-otel-trace-id", "xyz"),
+        ("cf-aig-event-id", ""),
+    ],
+)
+def test_options_that_are_wrong(name: str, text: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Options.read({name: text})
+    assert caught.value.param == name
+
+
+def test_a_step_lies_over_the_request() -> None:
+    below = Options(cache_ttl=60, max_attempts=2, skip_cache=True)
+    assert Options(max_attempts=5, skip_cache=False).over(below) == Options(
+        cache_ttl=60, max_attempts=5, skip_cache=False
+    )
+
+
+def test_peek_takes_what_it_knows() -> None:
+    seen = peek(
+        b'{"model": "m", "stream": true, "max_completion_tokens": 7, "max_tokens": 9, "messages": [{"odd": 1}]}'
+    )
+    assert (seen.model, seen.stream, seen.max_output, seen.counts) == ("m", True, 7, False)
+    assert peek(b'{"stream_options": {"include_usage": true}}').counts
+    assert peek(b'{"model": 5, "stream": "yes", "max_tokens": "x"}').max_output is None, "the provider's to refuse"
+    for body in (b"", b"[]", b"nul", b'{"model": "\xff"}', b'{"model": "' + b"x" * 300 + b'"}'):
+        with pytest.raises(InvalidRequest):
+            peek(body)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each, max_size=3), max_leaves=5
+)
+
+
+@given(st.dictionaries(st.text(), values, max_size=5), st.text())
+def test_an_edited_body_is_otherwise_the_same(body: dict[str, Any], model: str) -> None:
+    made = json.loads(edited(json.dumps(body).encode(), model=model))
+    assert made == {**body, "model": model} and list(made) == list({**body, "model": model})
+
+
+def test_what_is_not_edited_keeps_its_bytes() -> None:
+    assert edited(b'{"a": 1.50e0,"model":"x", "b":[1 , 2]}', model="y") == b'{"a":1.50e0,"model":"y","b":[1 , 2]}'
+
+
+def test_estimates_do_not_count_pictures_as_text() -> None:
+    text = {"messages": [{"role": "user", "content": "word " * 1000}]}
+    picture = {"messages": [{"role": "user", "content": [{"url": "data:image/png;base64," + "A" * 400_000}]}]}
+    assert 1200 < estimated_input(json.dumps(text).encode()) < 1300
+    assert PICTURE <= estimated_input(json.dumps(picture).encode()) < PICTURE + 50
+    assert estimated_input(b"") == 1
+
+
+def test_ids_are_like_those_of_records() -> None:
+    ids = Ids()
+    made = [ids.next(1_700_000_000_000 + i) for i in range(1000)]
+    assert len(set(made)) == 1000 and made == sorted(made) and all(len(id) == 32 for id in made)
+    assert created(made[5]) == 1_700_000_000_005
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "retryable"),
+    [
+        (429, b"{}", "busy", True),
+        (500, b"{}", "server", True),
+        (529, b"{}", "server", True),
+        (401, b"{}", "access", False),
+        (404, b"{}", "access", False),
+        (400, b'{"error": {"message": "bad", "code": "invalid_value"}}', "request", False),
+        (400, b'{"error": {"code": "context_length_exceeded", "message": "too long"}}', "context", False),
+        (400, b'{"type":"error","error":{"message":"prompt is too long: 1 tokens > 0"}}', "context", False),
+        (400, b'{"error": {"code": "content_filter", "message": "no"}}', "filtered", False),
+        (422, b"not json", "request", False),
+    ],
+)
+def test_what_a_refusal_means(status: int, body: bytes, kind: str, retryable: bool) -> None:
+    error = refused("openai", status, {}, body, "openai-chat")
+    assert (error.kind, error.retryable, error.status) == (kind, retryable, status)
+
+
+def test_retry_after() -> None:
+    assert retry_after({"retry-after": "7"}) == 7.0 and retry_after({"retry-after-ms": "1500"}) == 1.5
+    assert retry_after({}) is None and retry_after({"retry-after": "soon"}) is None
+    assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
+
+
+def test_errors_in_every_dialect() -> None:
+    error = TimedOut("it was silent")
+    for dialect in ("openai-chat", "openai-responses", "anthropic", "gemini", "raw"):
+        reply = error_reply(dialect, error)  # type: ignore[arg-type]
+        assert isinstance(reply.body, bytes)
+        told = json.loads(reply.body)["error"]
+        assert reply.status == 504 and reply.error == "upstream_timeout" and "it was silent" in told["message"]
+    own = Refused(
+        "x", kind="busy", status=429, headers={"Retry-After": "3", "x": "y"}, body=b"own", dialect="anthropic"
+    )
+    assert error_reply("anthropic", own).body == b"own" and error_reply("anthropic", own).headers == {
+        "retry-after": "3"
+    }
+    assert error_reply("openai-chat", own).body != b"own"
+    assert b"mistake" in error_reply("raw", RuntimeError("inside")).body  # type: ignore[operator]
+    words = last_words("anthropic", Broken("cut"))
+    assert words is not None and words.startswith(b"event: error\n") and last_words("gemini", Broken("cut")) is None
+
+
+def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    found = {"gateways": {"team": {"account": "acme", "providers": {"openai": {"key_env": "SOME_KEY"}}}}}
+    made = read_gateways(found, "http://engine")
+    assert made["acme", "team"].providers["openai"].key == "secret"
+    assert made["default", "default"].providers["emberline"].base_url == "http://engine"
+    for wrong in (
+        {"retries": {"attempts": 9}},
+        {"timeouts": {"total": 0}},
+        {"odd": 1},
+        {"providers": {"openai": {"key_env": "NOT_SET"}}},
+        {"fallbacks": [{"model": "a", "to": ["b"]}]},
+    ):
+        with pytest.raises(InvalidRequest):
+            read_gateways({"gateways": {"team": wrong}}, "")
+    with pytest.raises(InvalidRequest):
+        read_gateways({"gateways": {"team": 5}}, "")
+    assert Settings().retries.attempts == 2

@@ -1,0 +1,110 @@
+"""Rollups against counting by hand, and percentiles against the numbers themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from gateway_records import NOON, made
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emberline.gateway.record import Record
+from emberline.gateway.store.rollup import (
+    BUCKETS,
+    COUNTERS,
+    DIMENSIONS,
+    DURATIONS,
+    EDGES,
+    FIRSTS,
+    MS,
+    SUMS,
+    WIDE,
+    Cell,
+    tally,
+)
+from emberline.gateway.usage import Usage
+
+
+def record(parts: tuple[Any, ...]) -> Record:
+    at, model, status, key, user, micros, duration, first = parts
+    return made(
+        NOON + at,
+        model=model,
+        status=status,
+        success=status < 400,
+        error="upstream_failed" if status >= 400 else "",
+        key_id=key,
+        user=user,
+        micros=micros,
+        usage=Usage(input=7, cached_read=3, output=micros or 0),
+        duration_ms=duration,
+        first_byte_ms=first,
+    )
+
+
+RECORDS = st.lists(
+    st.tuples(
+        st.integers(0, 3 * MS["hour"]),
+        st.sampled_from(["", "a", "b"]),
+        st.sampled_from([200, 500]),
+        st.sampled_from(["", "k"]),
+        st.sampled_from(["", "ann", "bob"]),
+        st.none() | st.integers(0, 9),
+        st.integers(0, 100_000),
+        st.none() | st.integers(0, 100_000),
+    ).map(record),
+    max_size=30,
+)
+
+
+@given(RECORDS)
+def test_every_cell_is_what_counting_gives(records: list[Record]) -> None:
+    counted: dict[tuple[Any, ...], Counter[str]] = {}
+    for each in records:
+        model = f"openai/{each.model}" if each.model else ""
+        values = {"all": "", "provider": "openai", "model": model, "status": str(each.status), "error": each.error}
+        values |= {"key": each.key_id, "user": each.user}
+        for dimension, units in DIMENSIONS.items():
+            if values[dimension] or dimension == "all":
+                for unit in units:
+                    start = each.created // MS[unit] * MS[unit]
+                    place = (unit, start, "acme", "main", dimension, values[dimension])
+                    counts = counted.setdefault(place, Counter())
+                    counts["requests"] += 1
+                    counts["errors"] += not each.success
+                    counts["micros"] += each.micros or 0
+                    counts["unpriced"] += each.micros is None
+                    counts["tokens_in"] += each.usage.input
+                    counts["tokens_out"] += each.usage.output
+                    counts["duration_ms"] += each.duration_ms
+                    counts["first_bytes"] += each.first_byte_ms is not None
+    cells = {place: Cell(place[1], place[5], tuple(counts)) for place, counts in tally(records).items()}
+    assert cells.keys() == counted.keys()
+    for place, cell in cells.items():
+        assert {name: cell[name] for name in counted[place]} == dict(counted[place])
+        assert len(cell.counts) == (len(COUNTERS) if place[4] in WIDE else len(SUMS))
+        if place[4] in WIDE:
+            assert sum(cell.counts[DURATIONS]) == cell["requests"]
+            assert sum(cell.counts[FIRSTS]) == cell["first_bytes"]
+
+
+@given(st.lists(st.integers(0, 60_000), min_size=1, max_size=200), st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
+    cells = tally(made(NOON, duration_ms=each) for each in durations)
+    cell = Cell(0, "", tuple(cells["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""]))
+    found = cell.percentile(share)
+    rank = share * len(durations)
+    exact = sorted(durations)[max(0, -int(-rank // 1) - 1)]
+    bucket = next((i for i, edge in enumerate(EDGES) if exact <= edge), BUCKETS - 1)
+    assert found is not None and (EDGES[bucket - 1] if bucket else 0) <= found <= EDGES[min(bucket, len(EDGES) - 1)]
+
+
+def test_nothing_has_no_percentile() -> None:
+    assert Cell(0, "", (0,) * len(COUNTERS)).percentile(0.5) is None
+    assert (
+        Cell(0, "", tuple(tally([made()])["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""])).percentile(
+            0.5, FIRSTS
+        )
+        is None
+    )

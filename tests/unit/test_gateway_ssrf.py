@@ -1,0 +1,204 @@
+"""Custom providers are public: by URL, by what their names resolve to, and by the address that is connected to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.ssrf import PublicResolver, checked_url, is_public, public_socket
+
+PRIVATE = [
+    "127.0.0.1",
+    "127.255.255.254",
+    "0.0.0.0",
+    "0.1.2.3",
+    "10.0.0.1",
+    "172.16.0.1",
+    "172.31.255.255",
+    "192.168.1.1",
+    "169.254.169.254",
+    "100.64.0.1",
+    "100.100.100.200",
+    "192.0.0.192",
+    "192.0.2.1",
+    "198.18.0.1",
+    "198.51.100.7",
+    "203.0.113.9",
+    "224.0.0.1",
+    "240.0.0.1",
+    "255.255.255.255",
+    "168.63.129.16",
+    "192.88.99.1",
+    "::",
+    "::1",
+    "::127.0.0.1",
+    "::ffff:127.0.0.1",
+    "::ffff:10.0.0.1",
+    "::ffff:169.254.169.254",
+    "64:ff9b::127.0.0.1",
+    "64:ff9b::a9fe:a9fe",
+    "64:ff9b:1::1",
+    "fe80::1",
+    "fe80::1%eth0",
+    "fc00::1",
+    "fd00:ec2::254",
+    "ff02::1",
+    "fec0::1",
+    "2001:db8::1",
+    "2002:7f00:1::",
+    "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+    "5f00::1",
+    "100::1",
+    "nonsense",
+]
+PUBLIC = [
+    "1.1.1.1",
+    "8.8.8.8",
+    "104.18.6.192",
+    "2606:4700::6810:7c60",
+    "2a00:1450:4001:82a::200e",
+    "::ffff:8.8.8.8",
+    "64:ff9b::8.8.8.8",
+]
+
+
+@pytest.mark.parametrize("address", PRIVATE)
+def test_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", PUBLIC)
+def test_public(address: str) -> None:
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.example.com",
+        "https://api.example.com/v1/",
+        "https://api.example.com:8443/a/b",
+        "https://8.8.8.8/v1",
+        "https://[2606:4700::6810:7c60]:443/v1",
+        "https://xn--bcher-kva.example",
+    ],
+)
+def test_a_url_that_may_be_used(url: str) -> None:
+    assert checked_url(url) == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "api.example.com",
+        "http://api.example.com",
+        "ftp://api.example.com",
+        "file:///etc/passwd",
+        "https://",
+        "https:///v1",
+        "https://user@api.example.com",
+        "https://user:pass@api.example.com",
+        "https://api.example.com@127.0.0.1",
+        "https://api.example.com?x=1",
+        "https://api.example.com/#f",
+        "https://api.example.com/#",
+        "https://api.example.com/a/../b",
+        "https://api.example.com:0",
+        "https://api.example.com:99999",
+        "https://api.example.com\\@127.0.0.1",
+        "https://api example.com",
+        "https://api.example.com/\r\nx: y",
+        "https://bücher.example",
+        "https://-bad-.example",
+        "https://" + "a" * 64 + ".example",
+        "https://localhost",
+        "https://x.localhost",
+        "https://metadata.google.internal",
+        "https://printer.local",
+        "https://127.0.0.1",
+        "https://127.1",
+        "https://2130706433",
+        "https://0x7f000001",
+        "https://0x7f.0.0.1",
+        "https://0177.0.0.1",
+        "https://127.0.0.1.",
+        "https://1.2.3.4.5",
+        "https://[::1]",
+        "https://[::ffff:127.0.0.1]",
+        "https://[fe80::1%25eth0]",
+        "https://[zz]",
+        "https://169.254.169.254/latest/meta-data",
+        "https://api.example.com/" + "a" * 2048,
+    ],
+)
+def test_a_url_that_may_not_be_used(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="base_url"):
+        checked_url(url)
+
+
+def test_the_operator_may_allow_private_targets() -> None:
+    for url in ("http://127.0.0.1:8000/v1", "https://10.0.0.5", "http://vllm.internal:8000", "http://localhost:11434"):
+        assert checked_url(url, allow_private=True) == url
+    for url in ("ftp://10.0.0.5", "http://u:p@10.0.0.5", "http://127.1"):
+        with pytest.raises(InvalidRequest):
+            checked_url(url, allow_private=True)
+
+
+class Answers(AbstractResolver):
+    """A name server that says what it is told to, one answer after the other."""
+
+    def __init__(self, *answers: list[str]) -> None:
+        self.answers = list(answers)
+
+    async def resolve(self, host: str, port: int = 0, family: Any = socket.AF_INET) -> list[ResolveResult]:
+        return [
+            ResolveResult(hostname=host, host=each, port=port, family=socket.AF_INET, proto=0, flags=0)
+            for each in self.answers.pop(0)
+        ]
+
+    async def close(self) -> None:
+        pass
+
+
+def test_one_private_answer_among_public_ones_is_refused() -> None:
+    async def do() -> None:
+        assert len(await PublicResolver(Answers(["8.8.8.8", "1.1.1.1"])).resolve("a.example", 443)) == 2
+        for answer in (["127.0.0.1"], ["8.8.8.8", "10.0.0.1"]):
+            with pytest.raises(OSError, match="not public"):
+                await PublicResolver(Answers(answer)).resolve("a.example", 443)
+
+    asyncio.run(do())
+
+
+def reach(url: str, resolver: AbstractResolver, guarded: bool) -> None:
+    async def do() -> None:
+        factory = {"socket_factory": public_socket} if guarded else {}
+        connector = aiohttp.TCPConnector(resolver=resolver, use_dns_cache=False, **factory)
+        async with aiohttp.ClientSession(connector=connector) as session, session.get(url) as reply:
+            await reply.read()
+
+    asyncio.run(do())
+
+
+def test_the_connection_itself_is_checked() -> None:
+    """Against a real listener on this machine: none of the ways reaches it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        port = listener.getsockname()[1]
+        attempts = [
+            (f"http://127.0.0.1:{port}", Answers(), True),  # not looked up at all
+            (f"http://a.example:{port}", Answers(["127.0.0.1"]), True),
+            (f"http://a.example:{port}", PublicResolver(Answers(["127.0.0.1"])), False),
+        ]
+        for url, resolver, guarded in attempts:
+            with pytest.raises(aiohttp.ClientConnectorError):
+                reach(url, resolver, guarded)
+        with pytest.raises(TimeoutError):
+            listener.accept()

@@ -1,0 +1,349 @@
+"""The real clients through a real gateway to fake providers of every dialect: what they ask and what they get."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from gateways import Gateways
+from routers import until
+
+TEXT = "".join(f"word{i} " for i in range(8))
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOOL = {
+    "name": "weather",
+    "description": "of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+KEY = "a-key-of-the-tests"
+OPENAI, ANTHROPIC = "oai/some-model", "ant/some-model"
+
+
+def places(urls: dict[str, str]) -> dict[str, Any]:
+    return {
+        "oai": {"base_url": urls["fake"], "speaks": ["openai-chat", "openai-embeddings"], "key": "secret-of-oai"},
+        "res": {"base_url": urls["fake"], "speaks": ["openai-responses"]},
+        "ant": {"base_url": urls["fake"] + "/v1", "speaks": ["anthropic"]},
+        "custom-mine": {"base_url": urls["fake"], "speaks": ["openai-chat"]},
+        "openai": {"base_url": urls["fake"] + "/v1"},
+        "anthropic": {"base_url": urls["fake"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    more = {"default_provider": "oai", "models": {"quick": ANTHROPIC}}
+    made = Gateways(tmp_path_factory.mktemp("clients"), ("fake",), places, **more)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gateway(gateways: Gateways) -> Gateways:
+    gateways.reset()
+    return gateways
+
+
+@pytest.fixture
+def oai(gateway: Gateways) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk-of-a-client", max_retries=0)
+
+
+@pytest.fixture
+def ant(gateway: Gateways) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=gateway.url, api_key="sk-of-a-client", max_retries=0)
+
+
+@pytest.mark.parametrize("model", [OPENAI, ANTHROPIC, "res/some-model", "some-model", "quick"])
+def test_chat_client(oai: openai.OpenAI, model: str) -> None:
+    reply = oai.chat.completions.create(model=model, messages=HELLO, max_tokens=8)
+    assert reply.choices[0].message.content == TEXT and reply.choices[0].finish_reason == "stop"
+    assert reply.usage is not None and (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (11, 8)
+    with oai.chat.completions.create(model=model, messages=HELLO, max_tokens=8, stream=True) as stream:
+        chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == TEXT
+    assert all(chunk.choices for chunk in chunks), "nobody asked for usage"
+    options: Any = {"include_usage": True}
+    with oai.chat.completions.create(
+        model=model, messages=HELLO, max_tokens=8, stream=True, stream_options=options
+    ) as s:
+        last = list(s)[-1]
+    assert last.usage is not None and last.usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("model", [OPENAI, ANTHROPIC, "res/some-model"])
+def test_anthropic_client(ant: anthropic.Anthropic, model: str) -> None:
+    reply = ant.messages.create(model=model, messages=HELLO, max_tokens=8)
+    assert reply.content[0].type == "text" and reply.content[0].text == TEXT and reply.stop_reason == "end_turn"
+    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (11, 8)
+    with ant.messages.stream(model=model, messages=HELLO, max_tokens=8) as stream:
+        assert "".join(stream.text_stream) == TEXT
+        assert stream.get_final_message().usage.output_tokens == 8
+
+
+@pytest.mark.parametrize("model", [OPENAI, ANTHROPIC, "res/some-model"])
+def test_responses_client(oai: openai.OpenAI, model: str) -> None:
+    reply = oai.responses.create(model=model, input="hello", max_output_tokens=8)
+    assert reply.output_text == TEXT and reply.usage is not None and reply.usage.output_tokens == 8
+    with oai.responses.create(model=model, input="hello", max_output_tokens=8, stream=True) as stream:
+        events = list(stream)
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == TEXT
+    assert events[-1].type == "response.completed"
+
+
+@pytest.mark.parametrize("model", [OPENAI, ANTHROPIC])
+def test_tools(oai: openai.OpenAI, ant: anthropic.Anthropic, model: str) -> None:
+    tools: Any = [{"type": "function", "function": TOOL}]
+    called = oai.chat.completions.create(model=model, messages=HELLO, tools=tools, max_tokens=8)
+    calls: Any = called.choices[0].message.tool_calls
+    assert called.choices[0].finish_reason == "tool_calls" and calls[0].function.name == "weather"
+    assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
+    own: Any = [{"name": "weather", "input_schema": TOOL["parameters"]}]
+    with ant.messages.stream(model=model, messages=HELLO, tools=own, max_tokens=8) as stream:
+        message = stream.get_final_message()
+    used = message.content[-1]
+    assert used.type == "tool_use" and used.input == {"city": "Paris"} and message.stop_reason == "tool_use"
+
+
+def test_embeddings(oai: openai.OpenAI, gateway: Gateways) -> None:
+    reply = oai.embeddings.create(model=OPENAI, input="hello", encoding_format="float")
+    assert reply.data[0].embedding == [0.25, -0.5]
+    with pytest.raises(openai.BadRequestError, match="openai-embeddings"):
+        oai.embeddings.create(model=ANTHROPIC, input="hello")
+
+
+def metrics(gateway: Gateways) -> str:
+    with urllib.request.urlopen(f"{gateway.url}/metrics") as reply:
+        return str(reply.read().decode())
+
+
+def directly(gateway: Gateways, body: bytes) -> bytes:
+    """What the provider answers without us."""
+    url, kind = f"{gateway.fakes['fake'].url}/v1/chat/completions", {"content-type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as reply:
+        return bytes(reply.read())
+
+
+def test_bytes_pass_untouched(gateway: Gateways) -> None:
+    """A body that asks for usage itself has nothing to be added to it."""
+    fake = gateway.fakes["fake"]
+    body = b'{ "model":"m",\n "messages":[], "odd": 1e3, "stream":false }'
+    status, _, through = gateway.post(
+        "/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"}
+    )
+    asked = fake.asked[-1]
+    assert status == 200 and asked.body == body and asked.path == "/v1/chat/completions"
+    assert directly(gateway, body) == through
+
+
+def test_events_pass_untouched(gateway: Gateways) -> None:
+    body = b'{"model":"m","messages":[],"stream":true,"stream_options":{"include_usage":true}}'
+    _, _, through = gateway.post("/v1/default/default/openai/chat/completions", body, {"authorization": "Bearer mine"})
+    assert directly(gateway, body) == through
+
+
+def test_only_the_wish_for_usage_is_added(gateway: Gateways) -> None:
+    body = b'{"model":"m", "messages":[ ],"stream":true}'
+    gateway.post("/v1/default/default/custom-mine/v1/chat/completions", body)
+    assert gateway.fakes["fake"].asked[-1].json == {**json.loads(body), "stream_options": {"include_usage": True}}
+
+
+def test_credentials_go_where_they_belong(gateway: Gateways, oai: openai.OpenAI) -> None:
+    fake = gateway.fakes["fake"]
+    oai.chat.completions.create(model=OPENAI, messages=HELLO)
+    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", "the configured key, not the client's"
+    oai.chat.completions.create(model="custom-mine/m", messages=HELLO)
+    assert "authorization" not in fake.asked[-1].headers, "a plain path's key is the gateway's"
+    headers = {
+        "authorization": "Bearer mine",
+        "cf-aig-authorization": f"Bearer {KEY}",
+        "cf-aig-event-id": "e",
+        "x-odd": "1",
+    }
+    gateway.post("/v1/default/default/openai/chat/completions", {"model": "m", "messages": []}, headers)
+    seen = fake.asked[-1].headers
+    assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "1"
+    assert not any(name.startswith("cf-") for name in seen)
+    gateway.post("/v1/default/default/compat/chat/completions", {"model": "ant/m", "messages": HELLO}, headers)
+    assert "mine" in fake.asked[-1].headers["authorization"], "on this path it is the chosen provider's"
+    ours = {"authorization": f"Bearer {KEY}"}
+    gateway.post("/v1/default/default/oai/v1/chat/completions", {"model": "m", "messages": []}, ours)
+    assert fake.asked[-1].headers["authorization"] == "Bearer secret-of-oai", "a key of ours is known in any header"
+    status, _, body = gateway.post("/v1/default/default/openai/chat/completions", {"model": "m", "messages": []})
+    assert status == 401 and json.loads(body)["error"]["code"] == "provider_key_missing"
+
+
+def test_anthropic_key_and_version(gateway: Gateways) -> None:
+    headers = {"authorization": "Bearer mine"}
+    body = {"model": "anthropic/m", "messages": HELLO, "max_tokens": 8}
+    assert gateway.post("/v1/default/default/compat/chat/completions", body, headers)[0] == 200
+    seen = gateway.fakes["fake"].asked[-1]
+    assert seen.headers["x-api-key"] == "mine" and "authorization" not in seen.headers
+    assert seen.headers["anthropic-version"] and seen.path == "/v1/messages"
+
+
+def test_what_translation_changed_is_told(gateway: Gateways) -> None:
+    body = {"model": ANTHROPIC, "messages": HELLO, "max_tokens": 8, "seed": 7, "logit_bias": {"5": 1}}
+    status, headers, _ = gateway.post("/v1/chat/completions", body)
+    assert (
+        status == 200 and "seed=" in headers["x-emberline-changed"] and "logit_bias" in headers["x-emberline-changed"]
+    )
+
+
+def test_universal_steps(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.script = ["500", "500"]
+    steps = [
+        {"provider": "oai", "endpoint": "v1/chat/completions", "query": {"model": "a", "messages": []}},
+        {
+            "provider": "ant",
+            "endpoint": "/v1/messages",
+            "headers": {"Authorization": "Bearer two", "cf-aig-max-attempts": "1"},
+            "query": {"model": "b", "messages": [], "max_tokens": 8},
+            "config": {"requestTimeout": 900},
+        },
+    ]
+    status, headers, body = gateway.post("/v1/default/default", steps, {"authorization": "Bearer of-nobody"})
+    assert status == 200 and json.loads(body)["type"] == "message" and headers["cf-aig-step"] == "1"
+    assert (headers["cf-aig-provider"], headers["cf-aig-model"]) == ("ant", "b")
+    assert fake.count == 3 and fake.asked[-1].headers["authorization"] == "Bearer two"
+    assert all("of-nobody" not in asked.headers.get("authorization", "") for asked in fake.asked)
+    for bad in ([], [{"provider": "oai"}], [{**steps[0], "config": {"odd": 1}}], [{**steps[0], "provider": "nobody"}]):
+        assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/chat/completions", b"{", 400, "invalid_value"),
+        ("/v1/chat/completions", b"[]", 400, "invalid_value"),
+        ("/v1/nothing", b"{}", 404, "not_found"),
+        ("/v1/default/other/oai/chat/completions", b"{}", 404, "gateway_not_found"),
+        ("/v1/default/default/nobody/chat/completions", b"{}", 404, "provider_not_found"),
+        ("/v1/default/default/compat/chat/completions", b'{"model":"m"}', 400, "invalid_value"),
+    ],
+)
+def test_bad_requests(gateway: Gateways, path: str, body: bytes, status: int, code: str) -> None:
+    got, _, told = gateway.post(path, body)
+    assert got == status and json.loads(told)["error"]["code"] == code and gateway.fakes["fake"].count == 0
+
+
+@pytest.mark.parametrize(
+    "headers", [{"cf-aig-max-attempts": "9"}, {"cf-aig-metadata": "[]"}, {"cf-aig-backoff": "odd"}]
+)
+def test_bad_options(gateway: Gateways, headers: dict[str, str]) -> None:
+    status, _, body = gateway.post("/v1/messages", {"model": ANTHROPIC}, headers)
+    told = json.loads(body)
+    assert status == 400 and told["type"] == "error" and next(iter(headers)) in told["error"]["message"]
+
+
+def test_the_record_of_a_call(gateway: Gateways) -> None:
+    asked = {
+        "cf-aig-metadata": '{"team": "red", "n": 3}',
+        "cf-aig-event-id": "mine",
+        "cf-aig-custom-cost": '{"total_cost": 0.25}',
+        "authorization": f"Bearer {KEY}",
+    }
+    _, headers, body = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, asked)
+    row = gateway.record(headers["cf-aig-log-id"])
+    assert headers["cf-aig-event-id"] == row.event_id == "mine" and headers["cf-aig-cache-status"] == "MISS"
+    assert (row.provider, row.model, row.path, row.dialect) == ("oai", "some-model", "chat/completions", "openai-chat")
+    assert row.success and row.micros == 250_000 and row.custom_cost and row.metadata == {"team": "red", "n": 3}
+    assert row.response_content_type == row.request_content_type == "application/json"
+    assert row.key_id == "configured-0" and row.usage.output == 8 and row.attempts == 1 and row.duration_ms >= 0
+    payload = gateway.payload(headers["cf-aig-log-id"])
+    assert payload is not None and payload.response == body and json.loads(payload.request)["model"] == OPENAI
+
+
+def test_what_is_not_to_be_logged_is_not(gateway: Gateways) -> None:
+    body = {"model": OPENAI, "messages": HELLO}
+    _, headers, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-collect-log": "false"})
+    _, private, _ = gateway.post("/v1/chat/completions", body, {"cf-aig-zdr": "true"})
+    assert gateway.record(private["cf-aig-log-id"]).success and gateway.payload(private["cf-aig-log-id"]) is None
+    assert gateway.has_no_record(headers["cf-aig-log-id"])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_client_that_leaves(gateway: Gateways, path: str) -> None:
+    """Its provider hears of it at once, and what it got is on the bill."""
+    fake = gateway.fakes["fake"]
+    fake.pace = 0.05
+    model = OPENAI if "chat" in path else ANTHROPIC
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
+    body = {"model": model, "messages": HELLO, "max_tokens": 1000, "stream": True}
+    prices = {"cf-aig-custom-cost": '{"per_token_in": 0.000001, "per_token_out": 0.000001}'}
+    connection.request("POST", path, json.dumps(body), prices)
+    reply = connection.getresponse()
+    while b"word3" not in reply.read1():
+        pass
+    reply.close()
+    connection.close()
+    until(lambda: fake.gone == 1 and fake.running == 0, 5)
+    row = gateway.record(reply.headers["cf-aig-log-id"])
+    assert row.ended == "left" and not row.success and row.estimated
+    assert 4 <= row.usage.output < 100 and row.micros == row.usage.input + row.usage.output
+
+
+def test_a_client_that_leaves_before_anything_came(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
+    body = {"model": "oai/silent", "messages": HELLO, "user": "early"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"cf-aig-event-id": "early"})
+    until(lambda: fake.running == 1, 5)
+    connection.close()
+    until(lambda: fake.gone == 1 and fake.running == 0, 5)
+    row = until(lambda: (newest := gateway.newest()) and newest.event_id == "early" and newest, 5)
+    assert row.ended == "left" and row.status == 499 and not row.success
+
+
+def test_a_client_that_does_not_read(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """It is not waited for beyond the deadline."""
+    short = {"connect": 1.0, "first_byte": 2.0, "between_events": 2.0, "total": 2.0}
+    made = Gateways(tmp_path_factory.mktemp("slow"), ("fake",), places, default_provider="oai", timeouts=short)
+    try:
+        connection = socket.create_connection(("127.0.0.1", int(made.url.rpartition(":")[2])))
+        body = json.dumps({"model": OPENAI, "messages": HELLO, "max_tokens": 2_000_000}).encode()  # about 22 MB
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        connection.sendall(head + body)
+        until(lambda: made.fakes["fake"].count == 1, 5)
+        until(lambda: "gateway_open_requests 0" in metrics(made), 15)
+        connection.close()
+    finally:
+        made.close()
+
+
+def test_retry_after_is_honoured(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.script, fake.retry_after = ["503"], "1"
+    began = time.monotonic()
+    assert gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO})[0] == 200
+    assert fake.count == 2 and time.monotonic() - began >= 1.0
+
+
+def test_a_provider_that_keeps_failing_is_left_alone(gateway: Gateways) -> None:
+    """And is asked again after a pause."""
+    fake = gateway.fakes["fake"]
+    fake.script = ["500"] * 5
+    body = {"model": "res/m", "input": "hello"}
+    once = {"cf-aig-max-attempts": "1"}
+    assert [gateway.post("/v1/responses", body, once)[0] for _ in range(6)] == [500] * 5 + [503]
+    assert fake.count == 5
+    until(lambda: gateway.post("/v1/responses", body, once)[0] == 200, 5)
+    assert fake.count == 6
+
+
+def test_health_and_metrics(gateway: Gateways, oai: openai.OpenAI) -> None:
+    oai.chat.completions.create(model=OPENAI, messages=HELLO)
+    with urllib.request.urlopen(f"{gateway.url}/health") as reply:
+        assert json.load(reply)["status"] == "live"
+    text = metrics(gateway)
+    assert 'gateway_requests_total{provider="oai",model="some-model",status="200",ended="complete"}' in text
+    assert "gateway_open_requests 0" in text

@@ -1,0 +1,207 @@
+"""The fault table: every way a provider fails, with a fallback and without, streamed and whole, for clients of two
+dialects. Each is rescued or told as it is; the log and the cost say what happened. All cases run at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from gateways import Gateways
+from routers import until
+
+from emberline.gateway.fake import FAULTS
+from emberline.gateway.record import Record
+
+WORDS = 8
+TEXT = "".join(f"word{i} " for i in range(WORDS))
+COST = 11 * 3 + WORDS * 7  # micro-dollars of a whole reply, at the prices below
+PRICES = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
+PATHS = {"openai-chat": "/v1/chat/completions", "anthropic": "/v1/messages"}
+
+# What a client hears if nobody can help: the status, and the code of the log.
+TOLD: dict[str, tuple[int, str]] = {
+    "429": (429, "upstream_refused"),
+    "500": (500, "upstream_refused"),
+    "503": (503, "upstream_refused"),
+    "refused": (502, "upstream_unreached"),
+    "tls": (502, "upstream_unreached"),
+    "silent": (504, "upstream_timeout"),
+    "stall": (504, "upstream_timeout"),
+    "stall-later": (504, "upstream_timeout"),
+    "cut": (502, "upstream_broken"),
+    "bad-json": (502, "upstream_broken"),
+    "bad-event": (502, "upstream_broken"),
+    "error-event": (502, "upstream_broken"),
+    "empty": (502, "upstream_broken"),
+    "no-ending": (502, "upstream_broken"),
+    "wrong-type": (502, "upstream_broken"),
+    "drip": (504, "upstream_timeout"),
+}
+LATER = ("stall-later", "cut", "bad-json", "bad-event", "error-event", "no-ending", "drip")  # can happen after content
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    fault: str
+    dialect: str
+    stream: bool
+    fallback: bool
+    late: bool = False  # after content has gone out
+
+    @property
+    def model(self) -> str:
+        provider = {"tls": "secure", "refused": "nobody"}.get(self.fault, "first")
+        return f"{'safe-' if self.fallback else ''}{provider}/{self.fault}@{3 if self.late else 0}"
+
+    def __str__(self) -> str:
+        parts = (
+            self.fault,
+            self.dialect,
+            "stream" if self.stream else "whole",
+            "fallback" if self.fallback else "alone",
+        )
+        return "-".join([*parts, *(["late"] if self.late else [])])
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    whole: bool  # the connection ended as it should
+    record: Record
+
+
+def cases() -> list[Case]:
+    made = []
+    for fault in FAULTS:
+        for dialect in PATHS:
+            for fallback in (True, False):
+                made.append(Case(fault, dialect, False, fallback))
+                if fault != "no-ending":  # of a stream: that is known only when all has gone out
+                    made.append(Case(fault, dialect, True, fallback))
+                if fault in LATER:
+                    made.append(Case(fault, dialect, True, fallback, late=True))
+    return made
+
+
+def places(urls: dict[str, str]) -> dict[str, Any]:
+    at = {**urls, "nobody": "http://127.0.0.1:1", "secure": urls["first"].replace("http:", "https:")}
+    return {
+        prefix + name: {"base_url": url, "speaks": ["openai-chat", "anthropic"]}
+        for name, url in at.items()
+        for prefix in ("", "safe-")
+    }
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Heard]]:
+    made = Gateways(
+        tmp_path_factory.mktemp("faults"),
+        ("first", "second"),
+        places,
+        fallbacks=[{"model": "safe-*", "to": ["second/well"]}],
+        breaker={"failures": 1_000_000},
+        timeouts={"connect": 2.0, "first_byte": 1.0, "between_events": 1.0, "total": 15.0},
+    )
+    try:
+        with ThreadPoolExecutor(24) as pool:
+            found = dict(zip(cases(), pool.map(lambda case: ask(made, case), cases()), strict=True))
+        until(lambda: not any(fake.running for fake in made.fakes.values()), 5)  # nothing is left open at a provider
+        yield found
+    finally:
+        made.close()
+
+
+def ask(made: Gateways, case: Case) -> Heard:
+    connection = http.client.HTTPConnection(made.url.removeprefix("http://"), timeout=30)
+    body = {"model": case.model, "messages": [{"role": "user", "content": "hello"}], "stream": case.stream}
+    body["max_tokens"] = WORDS
+    patience = {"cf-aig-request-timeout": "1000"}
+    connection.request("POST", PATHS[case.dialect], json.dumps(body), {**PRICES, **patience})
+    reply = connection.getresponse()
+    try:
+        text, whole = reply.read(), True
+    except http.client.IncompleteRead as e:
+        text, whole = e.partial, False
+    connection.close()
+    headers = {name.lower(): value for name, value in reply.getheaders()}
+    return Heard(reply.status, headers, text, whole, made.record(headers["cf-aig-log-id"]))
+
+
+def said(case: Case, body: bytes) -> str:
+    """All text in a reply."""
+    if not case.stream:
+        found = json.loads(body)
+        return str(
+            found["content"][0]["text"] if case.dialect == "anthropic" else found["choices"][0]["message"]["content"]
+        )
+    text = ""
+    for line in body.split(b"\n"):
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if case.dialect == "anthropic":
+                text += event.get("delta", {}).get("text", "")
+            else:
+                text += "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
+    return text
+
+
+def ending(case: Case) -> bytes:
+    return b"event: message_stop" if case.dialect == "anthropic" else b"data: [DONE]"
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.fallback and not c.late], ids=str)
+def test_before_any_content_the_fallback_answers(heard: dict[Case, Heard], case: Case) -> None:
+    got = heard[case]
+    assert got.status == 200 and got.whole and said(case, got.body) == TEXT
+    assert (got.headers["cf-aig-step"], got.headers["cf-aig-provider"]) == ("1", "second")
+    assert ending(case) in got.body or not case.stream
+    row = got.record
+    assert row.success and row.ended == "complete" and row.error == "" and row.step == 1 and row.provider == "second"
+    assert row.attempts > 1 and not row.estimated
+    assert (row.usage.input, row.usage.output, row.micros) == (11, WORDS, COST), "and only who answered is paid"
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if not c.fallback and not c.late], ids=str)
+def test_before_any_content_and_alone_it_is_told(heard: dict[Case, Heard], case: Case) -> None:
+    got = heard[case]
+    status, code = TOLD[case.fault]
+    assert got.status == status and got.whole and got.headers["content-type"] == "application/json"
+    error = json.loads(got.body)["error"]
+    assert error["message"] and (json.loads(got.body).get("type") == "error") == (case.dialect == "anthropic")
+    if case.fault == "503":
+        assert got.headers["retry-after"] == "1"
+    row = got.record
+    assert not row.success and row.ended == "error" and row.error == code and row.status == status
+    assert row.micros == 0 and row.usage.total == 0
+    timed_out = code == "upstream_timeout"
+    assert row.attempts == (1 if timed_out else 2), "who was silent is not asked again"
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.late], ids=str)
+def test_after_content_the_client_is_told_in_its_dialect(heard: dict[Case, Heard], case: Case) -> None:
+    got = heard[case]
+    words = WORDS if case.fault == "no-ending" else 3
+    assert got.status == 200 and said(case, got.body) == "".join(f"word{i} " for i in range(words))
+    assert ending(case) not in got.body, "a broken stream must not look whole"
+    last = [line for line in got.body.split(b"\n") if line.startswith(b"data: ")][-1]
+    message = json.loads(last[6:])["error"]["message"]
+    assert "silent for 1 s" in message if case.fault in ("stall-later", "drip") else message
+    row = got.record
+    assert not row.success and row.ended == "cut" and row.error == TOLD[case.fault][1] and row.step == 0
+    assert row.usage.output >= words and row.micros == row.usage.input * 3 + row.usage.output * 7
+    told = case.dialect == "openai-chat" and case.fault == "no-ending"  # its usage came before the ending did not
+    assert row.estimated or told
+
+
+def test_the_table_is_whole() -> None:
+    assert len(FAULTS) == 16 and set(TOLD) == set(FAULTS)
+    assert {(c.fault, c.fallback, c.dialect) for c in cases()} == {
+        (fault, fallback, dialect) for fault in FAULTS for fallback in (True, False) for dialect in PATHS
+    }

@@ -1,0 +1,62 @@
+"""PostgreSQL goes away and comes back: those who are known get on, the log loses nothing, nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from uuid import uuid4
+
+import asyncpg
+import msgspec
+import pytest
+from gateway_records import NOON, made
+from postgres_server import Postgres
+
+from emberline.core.clock import ManualClock, SystemClock
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.keys import Key, Keys, hash_of, new_secret, shown_of
+from emberline.gateway.logwriter import LogWriter
+from emberline.gateway.store.base import Audit, Change, Document
+from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.opening import open_store
+from emberline.gateway.watch import Watch
+
+
+def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
+    async def do() -> None:
+        name = f"t{uuid4().hex}"
+        connection = await asyncpg.connect(postgres.url("postgres"))
+        await connection.execute(f"CREATE DATABASE {name}")
+        await connection.close()
+        store = await open_store(postgres.url(name))
+        secret = new_secret("virtual")
+        key = Key(hash=hash_of(secret), shown=shown_of(secret), name="k", kind="virtual", account="acme", created=0)
+        document = Document("key", "acme", key.id, msgspec.json.encode(key))
+        await store.commit(Change(Audit(0, "acme", "t", "t", "t"), put=[document]))
+        clock = ManualClock()
+        keys = Keys(store, Watch(store, clock), SystemClock())
+        assert await keys.identify(secret) is not None
+        async with LogWriter(store, linger=0.01) as writer:
+            writer.put(made(NOON))
+            while not writer.written:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(postgres.stop)
+            try:
+                clock.advance(1.0)
+                assert await keys.identify(secret) is not None  # within the grace
+                with pytest.raises(StoreFailed):
+                    await store.documents("key", "acme")
+                with pytest.raises(StoreFailed):
+                    await store.commit(Change(Audit(0, "acme", "t", "t", "t")))
+                with pytest.raises(StoreFailed):
+                    await open_store(postgres.url(name))
+                for i in range(1, 50):
+                    writer.put(made(NOON + i))
+                while not writer.failures:
+                    await asyncio.sleep(0.01)
+            finally:
+                await asyncio.to_thread(postgres.start)
+        assert (writer.written, writer.dropped) == (50, 0)
+        assert len((await store.page(Filters("acme"), limit=100)).records) == 50
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(do(), 60))

@@ -1,0 +1,103 @@
+"""Three real gateways that count in one Redis, and 200 clients at once: exactly as many pass as may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from redis_server import redis_server
+from routers import free_port, get, spawn, stop, until
+
+LIMIT = 73
+BUDGET = 5_000  # micro-dollars
+PRICE = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
+WORDS = 8
+USED = 11 * 3 + WORDS * 7  # micro-dollars of a reply of the fake
+BODY = {"model": "fake/m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": WORDS}
+RESERVED = len(json.dumps(BODY)) // 4 * 3 + WORDS * 7
+
+CONFIG = """
+redis = "{redis}?patience=20000"
+[gateways.default.providers.fake]
+base_url = "{fake}/v1"
+[[gateways.default.limits]]
+name = "day"
+limit = {limit}
+per = "day"
+technique = "sliding"
+only = {{ "metadata.test" = ["requests"] }}
+[[gateways.default.budgets]]
+name = "month"
+limit = {budget}
+per = "month"
+only = {{ "metadata.test" = ["money"] }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    home, fake_port = tmp_path_factory.mktemp("replicas"), free_port()
+    with redis_server() as redis:
+        fake = spawn(home / "fake.log", "-m", "emberline.gateway.fake", "--port", str(fake_port))
+        urls = [start(home, i, redis.url, f"http://127.0.0.1:{fake_port}") for i in range(3)]
+        try:
+            for url, _ in urls:
+                until(lambda url=url: get(f"{url}/health/live"))  # type: ignore[misc]
+            yield [url for url, _ in urls]
+        finally:
+            stop(fake, *(process for _, process in urls))
+
+
+def start(home: Path, number: int, redis: str, fake: str) -> tuple[str, Any]:
+    config = home / f"gateway{number}.toml"
+    config.write_text(CONFIG.format(redis=redis, fake=fake, limit=LIMIT, budget=BUDGET))
+    port = free_port()
+    options = ["--config", str(config), "--port", str(port), "--store", f"sqlite:{home / str(number)}"]
+    return f"http://127.0.0.1:{port}", spawn(home / f"{number}.log", "-m", "emberline.cli", "gateway", *options)
+
+
+async def ask(session: aiohttp.ClientSession, url: str, test: str) -> Heard:
+    headers = {**PRICE, "cf-aig-metadata": json.dumps({"test": test})}
+    async with session.post(f"{url}/v1/chat/completions", json=BODY, headers=headers) as reply:
+        return Heard(reply.status, {k.lower(): v for k, v in reply.headers.items()}, await reply.json())
+
+
+async def crowd(urls: list[str], test: str) -> list[Heard]:
+    """200 at once, on all replicas, until nobody gets through any more."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        heard = await asyncio.gather(*(ask(session, urls[i % 3], test) for i in range(200)))
+        while (last := await ask(session, urls[0], test)).status == 200:
+            heard.append(last)
+    return heard
+
+
+def test_exactly_n_pass(replicas: list[str]) -> None:
+    heard = asyncio.run(crowd(replicas, "requests"))
+    assert Counter(one.status for one in heard) == {200: LIMIT, 429: 200 - LIMIT}
+    left = sorted(int(one.headers["x-ratelimit-remaining-requests"]) for one in heard if one.status == 200)
+    assert left == list(range(LIMIT)), "each was told another number"
+    for one in heard:
+        if one.status == 429:
+            assert int(one.headers["retry-after"]) > 80_000 and one.headers["x-ratelimit-limit-requests"] == str(LIMIT)
+            assert one.body["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_a_budget_is_overshot_by_less_than_one_reservation(replicas: list[str]) -> None:
+    heard = asyncio.run(crowd(replicas, "money"))
+    spent = USED * sum(one.status == 200 for one in heard)
+    assert BUDGET <= spent < BUDGET + RESERVED
+    assert {one.body["error"]["code"] for one in heard if one.status == 429} == {"budget_exceeded"}

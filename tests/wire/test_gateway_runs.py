@@ -1,0 +1,194 @@
+"""/ai/run over any provider: the envelope, streams, no room, and requests that wait in a queue, also for a restart."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateways import Gateways
+
+TEXT = "".join(f"word{i} " for i in range(8))
+RUN = "/client/v4/accounts/default/ai/run"
+KEY = {"authorization": "Bearer a-key-of-the-tests"}
+
+
+def providers(urls: dict[str, str]) -> dict[str, Any]:
+    return {
+        "oai": {"base_url": urls["fake"]},
+        "ant": {"base_url": urls["fake"], "speaks": ["anthropic"]},
+        "workers-ai": {"base_url": f"{urls['fake']}/ai", "key": "of-workers"},
+    }
+
+
+def started(home: Path, **settings: Any) -> Gateways:
+    return Gateways(home, ("fake",), providers, default_provider="oai", **settings)
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    made = started(tmp_path_factory.mktemp("runs"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def gateway(gateways: Gateways) -> Gateways:
+    gateways.reset()
+    return gateways
+
+
+def run(gateway: Gateways, path: str, body: Any) -> tuple[int, dict[str, Any]]:
+    status, _, said = gateway.post(f"{RUN}{path}", body, KEY)
+    return status, json.loads(said)
+
+
+@pytest.mark.parametrize("model", ["oai/@cf/some/model", "ant/claude", "@cf/meta/llama"])
+def test_a_prompt(gateway: Gateways, model: str) -> None:
+    status, said = run(gateway, f"/{model}", {"prompt": "What is it?", "max_tokens": 8})
+    assert status == 200 and said["success"] and said["errors"] == said["messages"] == []
+    assert said["result"]["response"] == TEXT and said["result"]["usage"]["completion_tokens"] == 8
+    asked = gateway.fakes["fake"].asked[-1]
+    assert asked.json["messages"] == [{"role": "user", "content": "What is it?"}]
+    assert asked.json["model"] == model.removeprefix("oai/").removeprefix("ant/")
+
+
+def test_the_model_in_the_body(gateway: Gateways) -> None:
+    status, said = run(gateway, "", {"model": "oai/m", "input": {"messages": [{"role": "user", "content": "x"}]}})
+    assert status == 200 and said["result"]["response"] == TEXT
+    assert run(gateway, "", {"model": "oai/m"})[0] == 400
+
+
+def test_tools_and_schemas(gateway: Gateways) -> None:
+    tool = {"name": "weather", "description": "d", "parameters": {"type": "object"}}
+    form = {"type": "json_schema", "json_schema": {"type": "object"}}
+    body = {"prompt": "x", "tools": [tool], "response_format": form}
+    _, said = run(gateway, "/m", body)
+    assert said["result"]["tool_calls"] == [{"name": "weather", "arguments": {"city": "Paris"}}]
+    asked = gateway.fakes["fake"].asked[-1].json
+    assert asked["tools"] == [{"type": "function", "function": tool}]
+    assert asked["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_a_text_is_embedded(gateway: Gateways) -> None:
+    _, said = run(gateway, "/m", {"text": ["a"]})
+    assert said["result"]["shape"] == [1, 2] and said["result"]["data"] == [[0.25, -0.5]]
+
+
+def test_a_stream(gateway: Gateways) -> None:
+    tools = [{"name": "weather", "parameters": {}}]
+    status, headers, said = gateway.post(f"{RUN}/m", {"prompt": "x", "stream": True, "tools": tools}, KEY)
+    events = [line.removeprefix("data: ") for line in said.decode().split("\n\n") if line]
+    assert status == 200 and headers["content-type"].startswith("text/event-stream") and events[-1] == "[DONE]"
+    found = [json.loads(event) for event in events[:-1]]
+    assert "".join(each["response"] for each in found) == TEXT
+    assert [each["tool_calls"] for each in found if "tool_calls" in each] == [
+        [{"name": "weather", "arguments": {"city": "Paris"}}]
+    ]
+    assert found[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_no_room(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.fault = "429"
+    status, said = run(gateway, "/m?rejectIfBusy=true", {"prompt": "x"})
+    assert status == 429 and said["success"] is False and fake.count == 1
+    assert said["errors"] == [{"code": 3040, "message": "Capacity temporarily exceeded, please try again."}]
+    status, said = run(gateway, "", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
+    assert status == 429 and said["errors"][0]["code"] == 3040
+    fake.fault, fake.script = "", ["429"] * 5
+    assert run(gateway, "/m", {"prompt": "x"})[0] == 200, "it waits for room"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/m", b"[]", 400),
+        ("/m", {}, 400),
+        ("/m", {"prompt": "x", "lora": "l"}, 400),
+        ("/m?queueRequest=true", {"requests": []}, 400),
+        ("/m?queueRequest=true", {"requests": [{"odd": 1}]}, 400),
+        ("/m?queueRequest=true", {"requests": [{"prompt": "x", "stream": True}]}, 400),
+        ("/m?queueRequest=true", {"prompt": "x"}, 400),
+        ("/m", {"request_id": "nobody"}, 404),
+    ],
+)
+def test_bad_requests(gateway: Gateways, path: str, body: Any, status: int) -> None:
+    got, said = run(gateway, path, body)
+    assert got == status and said["success"] is False and said["errors"][0]["message"]
+
+
+def test_workers_ai_answers_itself(gateway: Gateways) -> None:
+    status, _ = run(gateway, "/workers-ai/@cf/meta/llama-3.1-8b-instruct", {"prompt": "x"})
+    asked = gateway.fakes["fake"].asked[-1]
+    assert status == 200 and asked.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
+    assert asked.headers["authorization"] == "Bearer of-workers"
+
+
+# -- queued ------------------------------------------------------------------------------------------------------------
+
+
+def queued(gateway: Gateways, requests: list[dict[str, Any]]) -> str:
+    status, said = run(gateway, "/m?queueRequest=true", {"requests": requests})
+    assert status == 200 and said["result"]["status"] == "queued" and said["result"]["model"] == "m"
+    return str(said["result"]["request_id"])
+
+
+def fetched(gateway: Gateways, id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 30
+    while True:
+        status, said = run(gateway, "/m", {"request_id": id})
+        assert status == 200 and time.monotonic() < deadline, said
+        if "responses" in said["result"]:
+            return dict(said["result"])
+        assert said["result"]["status"] in ("queued", "running")
+        time.sleep(0.05)
+
+
+def test_a_batch(gateway: Gateways) -> None:
+    given = [{"prompt": f"number {i}", "max_tokens": 8, "external_reference": f"r{i}"} for i in range(9)]
+    found = fetched(gateway, queued(gateway, given))
+    assert [each["id"] for each in found["responses"]] == list(range(9))
+    assert [each["external_reference"] for each in found["responses"]] == [f"r{i}" for i in range(9)]
+    assert all(each["success"] and each["result"]["response"] == TEXT for each in found["responses"])
+    assert found["usage"] == {"prompt_tokens": 99, "completion_tokens": 72, "total_tokens": 171}
+    prompts = {asked.json["messages"][0]["content"] for asked in gateway.fakes["fake"].asked}
+    assert prompts == {f"number {i}" for i in range(9)}
+
+
+def test_one_that_fails_fails_alone(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.script = ["empty"] * 2
+    found = fetched(gateway, queued(gateway, [{"prompt": "x"}]))
+    [row] = found["responses"]
+    assert row["success"] is False and "empty" in row["error"]["message"] and "result" not in row
+
+
+def test_strangers_see_nothing(gateway: Gateways) -> None:
+    id = queued(gateway, [{"prompt": "x"}])
+    status, _, said = gateway.post(f"{RUN}/m", {"request_id": id})
+    assert status == 404 and json.loads(said)["success"] is False
+    fetched(gateway, id)
+
+
+def test_a_batch_survives_a_restart(tmp_path: Path) -> None:
+    first = started(tmp_path, timeouts={"first_byte": 20.0, "between_events": 20.0, "total": 60.0})
+    try:
+        first.fakes["fake"].script = ["", ""] + ["silent"] * 20
+        id = queued(first, [{"prompt": f"number {i}"} for i in range(6)])
+        deadline = time.monotonic() + 20
+        while first.fakes["fake"].count < 6:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        first.close()
+    second = started(tmp_path)
+    try:
+        found = fetched(second, id)
+        assert all(each["success"] for each in found["responses"]) and len(found["responses"]) == 6
+        assert second.fakes["fake"].count == 4, "what was answered before is not asked again"
+    finally:
+        second.close()

@@ -1,0 +1,485 @@
+"""What a Store promises, on SQLite and on a real PostgreSQL alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+import pytest
+from gateway_records import DAY, NOON, made
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from postgres_server import Postgres
+
+from emberline.core.clock import ManualClock
+from emberline.gateway.errors import Conflict, StoreFailed
+from emberline.gateway.record import Payload, Record, day_of, new_id
+from emberline.gateway.retention import Retention
+from emberline.gateway.settings import Logging, Settings
+from emberline.gateway.store import postgres, sqlite, tables
+from emberline.gateway.store.base import Audit, Change, Document, Feedback, Store
+from emberline.gateway.store.filters import Filters, Span
+from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.rollup import RollupQuery
+from emberline.gateway.usage import Usage
+
+T = TypeVar("T")
+Run = Callable[[Awaitable[T]], T]
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Any]]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, run: Run[Any]) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path}/store"
+    import asyncpg
+
+    server: Postgres = request.getfixturevalue("postgres")
+    name = f"t{uuid4().hex}"
+
+    async def create() -> None:
+        connection = await asyncpg.connect(server.url("postgres"))
+        await connection.execute(f"CREATE DATABASE {name}")
+        await connection.close()
+
+    run(create())
+    return server.url(name)
+
+
+@pytest.fixture
+def store(url: str, run: Run[Any]) -> Iterator[Store]:
+    opened = run(open_store(url))
+    yield opened
+    run(opened.close())
+
+
+def audit(action: str = "test") -> Audit:
+    return Audit(at=NOON, account="acme", actor="root", action=action, target="it")
+
+
+def put(*documents: Document) -> Change:
+    return Change(audit(), put=documents)
+
+
+def everything(store: Store, filters: Filters, run: Run[Any], limit: int = 3) -> list[Record]:
+    found: list[Record] = []
+    before = ""
+    while True:
+        page = run(store.page(filters, before=before, limit=limit, patience=60))
+        assert page.complete and len(page.records) <= limit
+        found += page.records
+        if not page.has_more:
+            return found
+        assert page.records  # exact: where there is more, there is something
+        before = page.cursor
+
+
+# Documents
+
+
+def test_documents_come_back_and_are_listed_by_id(store: Store, run: Run[Any]) -> None:
+    names = ["b", "a/2", "a/1", "a", "Z"]
+    run(store.commit(put(*(Document("route", "acme", name, name.encode()) for name in names))))
+    run(store.commit(put(Document("route", "other", "a", b"theirs"), Document("key", "acme", "a", b"a key"))))
+    assert [d.id for d in run(store.documents("route", "acme"))] == ["Z", "a", "a/1", "a/2", "b"]
+    assert [d.id for d in run(store.documents("route", "acme", prefix="a/"))] == ["a/1", "a/2"]
+    assert [d.id for d in run(store.documents("route", "acme", after=("a", "acme"), limit=2))] == ["a/1", "a/2"]
+    assert [d.account for d in run(store.documents("route", "", prefix="a", limit=2))] == ["acme", "other"]
+    assert [d.account for d in run(store.documents("route", "", after=("a", "acme"), limit=1))] == ["other"]
+    found = run(store.get("route", "acme", "a"))
+    assert (found.body, found.version, found.updated) == (b"a", 1, NOON)
+    assert run(store.get("route", "acme", "a/")) is None
+    assert run(store.get("budget", "acme", "a")) is None
+
+
+def test_a_change_needs_the_version_it_was_made_from(store: Store, run: Run[Any]) -> None:
+    run(store.commit(put(Document("gateway", "acme", "g", b"1"))))
+    first = run(store.get("gateway", "acme", "g"))
+    with pytest.raises(Conflict, match="already"):
+        run(store.commit(put(Document("gateway", "acme", "g", b"again"))))
+    run(store.commit(put(replace(first, body=b"2"))))
+    for stale in (put(replace(first, body=b"3")), Change(audit(), delete=[first])):
+        with pytest.raises(Conflict, match="meanwhile"):
+            run(store.commit(stale))
+    second = run(store.get("gateway", "acme", "g"))
+    assert (second.body, second.version) == (b"2", 2)
+    run(store.commit(Change(audit(), delete=[second])))
+    assert run(store.get("gateway", "acme", "g")) is None
+
+
+def test_a_change_is_whole_or_not_at_all(store: Store, run: Run[Any]) -> None:
+    run(store.commit(put(Document("price", "acme", "taken", b"1"))))
+    before = run(store.version())
+    with pytest.raises(Conflict):
+        run(store.commit(put(Document("price", "acme", "new", b"1"), Document("price", "acme", "taken", b"2"))))
+    assert run(store.get("price", "acme", "new")) is None
+    assert run(store.version()) == before
+    assert len(run(store.audits("acme"))) == 1
+
+
+def test_every_commit_raises_the_version_and_leaves_an_audit(store: Store, url: str, run: Run[Any]) -> None:
+    other = run(open_store(url))  # another replica
+    versions = [run(other.version())]
+    for i in range(5):
+        run(store.commit(Change(audit(f"made.{i}"), put=[Document("budget", "acme", str(i), b"{}")])))
+        versions.append(run(other.version()))
+    run(other.close())
+    assert versions == sorted(set(versions))
+    newest = run(store.audits("acme", limit=2))
+    assert [a.action for a in newest] == ["made.4", "made.3"]
+    rest = run(store.audits("acme", before=newest[-1].number))
+    assert [a.action for a in rest] == ["made.2", "made.1", "made.0"]
+    assert run(store.audits("nobody")) == []
+
+
+def test_two_at_once_on_one_document_and_one_wins(store: Store, run: Run[Any]) -> None:
+    run(store.commit(put(Document("gateway", "acme", "g", b"0"))))
+    base = run(store.get("gateway", "acme", "g"))
+
+    async def race() -> list[object]:
+        changes = [store.commit(put(replace(base, body=str(i).encode()))) for i in range(8)]
+        return await asyncio.gather(*changes, return_exceptions=True)
+
+    outcomes = run(race())
+    assert sum(isinstance(each, int) for each in outcomes) == 1
+    assert sum(isinstance(each, Conflict) for each in outcomes) == 7
+
+
+def test_what_was_committed_is_there_after_a_restart(url: str, run: Run[Any]) -> None:
+    first = run(open_store(url))
+    run(first.commit(put(Document("gateway", "acme", "g", b"kept"))))
+    kept = made()
+    run(first.append([(kept, Payload(b"asked", b"answered"))]))
+    run(first.close())
+    again = run(open_store(url))
+    assert run(again.get("gateway", "acme", "g")).body == b"kept"
+    assert run(again.record("acme", "main", kept.id)) == kept
+    run(again.close())
+
+
+# Logs
+
+
+def test_a_record_comes_back_as_it_was(store: Store, run: Run[Any]) -> None:
+    full = made(
+        path="chat/completions",
+        dialect="openai-chat",
+        request_type="chat",
+        status=502,
+        success=False,
+        ended="cut",
+        cached=False,
+        stream=True,
+        step=2,
+        attempts=4,
+        usage=Usage(
+            input=100, cached_read=20, cache_write=30, output=50, reasoning=10, audio=5, image=6, cache_write_long=7
+        ),
+        estimated=True,
+        micros=0,
+        custom_cost=True,
+        duration_ms=1234,
+        first_byte_ms=56,
+        error="upstream_broken",
+        key_id="k1",
+        user="ünì\U0001f600",
+        metadata={"team": "x", "n": 1, "f": 1.5, "b": True},
+        event_id="e1",
+        session_id="s1",
+        request_content_type="application/json",
+        response_content_type="text/event-stream",
+        feedback=-1,
+        score=70,
+    )
+    plain = made(NOON + 1)
+    payload = Payload(b"\x00asked" * 1000, b"")
+    run(store.append([(full, payload), (plain, None)]))
+    assert run(store.record("acme", "main", full.id)) == full
+    assert run(store.record("acme", "main", plain.id)) == plain
+    assert run(store.payload("acme", "main", full.id)) == payload
+    assert run(store.payload("acme", "main", plain.id)) is None
+    for account, gateway in (("other", "main"), ("acme", "side")):  # another tenant's id is nobody's
+        assert run(store.record(account, gateway, full.id)) is None
+        assert run(store.payload(account, gateway, full.id)) is None
+        assert run(store.feedback(account, gateway, full.id, Feedback(1))) is None
+    assert run(store.record("acme", "main", new_id(NOON - 40 * DAY))) is None
+
+
+def test_pages_are_exact_over_days_and_equal_milliseconds(store: Store, run: Run[Any]) -> None:
+    records = [made(NOON - day * DAY + (i % 3)) for day in range(3) for i in range(7)]
+    run(store.append([(each, None) for each in records]))
+    run(store.append([(made(gateway="side"), None)]))
+    newest_first = sorted(records, key=lambda r: r.id, reverse=True)
+    for limit in (1, 3, 7, 20, 21, 22):
+        assert everything(store, Filters("acme", "main"), run, limit) == newest_first
+    assert len(everything(store, Filters("acme"), run)) == 22
+    assert everything(store, Filters("nobody"), run) == []
+    some = Filters("acme", "main", since=NOON - DAY + 1, until=NOON + 1)
+    assert everything(store, some, run) == [r for r in newest_first if NOON - DAY + 1 <= r.created < NOON + 1]
+
+
+def test_a_page_ends_when_time_runs_out_and_goes_on_from_there(store: Store, run: Run[Any]) -> None:
+    old = made(NOON - DAY * 5 // 8, model="rare")  # of the day before
+    run(store.append([(made(NOON - i * DAY // 8), None) for i in range(5)] + [(old, None)]))
+    filters, before, found = Filters("acme", "main", model=("rare",)), "", []
+    while True:
+        page = run(store.page(filters, before=before, patience=0.0))
+        found.append(page.records)
+        if page.complete:
+            break
+        assert page.has_more and page.cursor and (not before or page.cursor < before)
+        before = page.cursor
+    assert [r for records in found for r in records] == [old] and not page.has_more and len(found) > 2
+
+
+PARTS: list[tuple[str, Any]] = [
+    ("gateway", "main"),
+    ("since", NOON - DAY // 2),
+    ("until", NOON - DAY // 3),
+    *(("success", each) for each in (True, False)),
+    *(("cached", each) for each in (True, False)),
+    *(("status", each) for each in ((200,), (429,), (429, 500), (200, 500))),
+    *(("provider", each) for each in (("openai",), ("openai", "groq"))),
+    *(("model", each) for each in (("a",), ("a", "b"))),
+    ("key_id", ("k1",)),
+    *(("user", each) for each in (("ann",), ("ann", "bob"))),
+    ("event_id", ("e1",)),
+    *(("feedback", each) for each in ((1,), (1, -1))),
+    *((name, each) for name in ("micros", "tokens_in", "duration_ms") for each in (Span(1), Span(most=2), Span(1, 2))),
+    ("tokens_out", Span(3)),
+    *(("metadata", each) for each in ({"team": "x"}, {"n": "1"}, {"b": "true"}, {"team": "x", "n": "1"})),
+]
+
+
+def passes(record: Record, f: Filters) -> bool:
+    """The oracle."""
+
+    def within(value: int | None, span: Span) -> bool:
+        if span.is_open:
+            return True
+        return value is not None and (span.least or 0) <= value <= (9 if span.most is None else span.most)
+
+    texts = {"team": "x", "n": "1", "b": "true"}
+    return (
+        (not f.gateway or record.gateway == f.gateway)
+        and (f.since is None or record.created >= f.since)
+        and (f.until is None or record.created < f.until)
+        and (f.success is None or record.success == f.success)
+        and (f.cached is None or record.cached == f.cached)
+        and all(
+            not asked or getattr(record, name) in asked
+            for name in ("status", "provider", "model", "key_id", "user", "event_id", "feedback")
+            for asked in [getattr(f, name)]
+        )
+        and within(record.micros, f.micros)
+        and within(record.usage.input, f.tokens_in)
+        and within(record.usage.output, f.tokens_out)
+        and within(record.duration_ms, f.duration_ms)
+        and all(key in record.metadata and texts[key] == value for key, value in f.metadata.items())
+    )
+
+
+def varied() -> list[Record]:
+    """Every value of every filter, in no order."""
+    statuses, metadata = (200, 429, 500), ({}, {"team": "x"}, {"team": "x", "n": 1}, {"b": True})
+    return [
+        made(
+            NOON - DAY + i * 991_000,
+            gateway=("main", "side")[i % 2],
+            provider=("openai", "groq", "mistral")[i % 3],
+            model="abc"[i // 3 % 3],
+            status=statuses[i // 5 % 3],
+            success=statuses[i // 5 % 3] == 200 and i % 4 > 0,
+            cached=i % 5 == 0,
+            key_id=("k1", "")[i * 3 % 2],
+            user=("ann", "bob", "")[i // 7 % 3],
+            event_id=("e1", "")[i % 7 > 2],
+            feedback=(None, 1, -1)[i % 3],
+            micros=(None, 0, 1, 3)[i % 4],
+            usage=Usage(input=i % 4, output=i * 3 % 5),
+            duration_ms=i % 6,
+            metadata=metadata[i * 13 % 4],
+        )
+        for i in range(87)
+    ]
+
+
+def test_filters_pass_what_an_oracle_passes(store: Store, run: Run[Any]) -> None:
+    records = varied()
+    run(store.append([(each, None) for each in records]))
+
+    def check(parts: list[tuple[str, Any]]) -> int:
+        filters = Filters("acme", **dict(parts))
+        wanted = sorted((r for r in records if passes(r, filters)), key=lambda r: r.id, reverse=True)
+        assert everything(store, filters, run, 40) == wanted
+        return len(wanted)
+
+    for part in PARTS:
+        assert 0 < check([part]) < len(records), part
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.sampled_from(PARTS), min_size=2, max_size=4))
+    def check_together(parts: list[tuple[str, Any]]) -> None:
+        check(parts)
+
+    check_together()
+    by_id = Filters("acme", id=(records[3].id, records[80].id, new_id(NOON)))
+    assert everything(store, by_id, run) == [records[80], records[3]]
+
+
+def test_feedback_changes_what_was_given_and_its_labels(store: Store, run: Run[Any]) -> None:
+    one = made(metadata={"team": "x"})
+    run(store.append([(one, None), (made(NOON + 1), None)]))
+    new = run(store.feedback("acme", "main", one.id, Feedback(feedback=1)))
+    assert (new.feedback, new.score, new.metadata) == (1, None, {"team": "x"})
+    new = run(store.feedback("acme", "main", one.id, Feedback(score=5, metadata={"team": "y", "x": True})))
+    assert (new.feedback, new.score, new.metadata) == (1, 5, {"team": "y", "x": True})
+    assert run(store.record("acme", "main", one.id)) == new
+    for metadata, wanted in (({"team": "x"}, []), ({"team": "y"}, [new]), ({"x": "true"}, [new])):
+        assert everything(store, Filters("acme", metadata=metadata), run) == wanted
+    assert everything(store, Filters("acme", feedback=(1,)), run) == [new]
+
+
+def test_a_client_may_send_a_nul(store: Store, run: Run[Any]) -> None:
+    one = made(model="a\0b", user="\0", metadata={"k\0": "v\0"})
+    run(store.append([(one, None)]))
+    found = run(store.record("acme", "main", one.id))
+    assert found.model in ("a\0b", "a\ufffdb") and found.metadata == one.metadata
+    assert run(store.feedback("acme", "main", one.id, Feedback(1, metadata={"k\0": "w"}))).feedback == 1
+
+
+# Rollups
+
+
+def totals(store: Store, run: Run[Any], dimension: Any = "all", unit: Any = "day", **more: Any) -> dict[str, int]:
+    asked = RollupQuery("acme", unit, NOON - 9 * DAY, NOON + DAY, dimension=dimension, over_time=False, **more)
+    return {cell.value: cell["requests"] for cell in run(store.rollups(asked))}
+
+
+def test_rollups_count_what_was_appended(store: Store, run: Run[Any]) -> None:
+    records = varied()
+    for start in range(0, len(records), 10):
+        run(store.append([(each, None) for each in records[start : start + 10]]))
+    for unit in ("minute", "hour", "day"):
+        (cell,) = run(store.rollups(RollupQuery("acme", unit, NOON - DAY, NOON + DAY, over_time=False)))
+        assert cell["requests"] == len(records)
+        assert cell["errors"] == sum(not r.success for r in records)
+        assert cell["micros"] == sum(r.micros or 0 for r in records)
+        assert cell["unpriced"] == sum(r.micros is None for r in records)
+        assert cell["tokens_out"] == sum(r.usage.output for r in records)
+    assert totals(store, run, "model")["groq/a"] == sum(r.provider == "groq" and r.model == "a" for r in records)
+    assert totals(store, run, "user") == {u: sum(r.user == u for r in records) for u in ("ann", "bob")}
+    assert totals(store, run, "status", "hour") == {
+        str(s): sum(r.status == s for r in records) for s in (200, 429, 500)
+    }
+    assert totals(store, run, gateway="side") == {"": sum(r.gateway == "side" for r in records)}
+    hours = run(store.rollups(RollupQuery("acme", "hour", NOON - DAY, NOON + DAY)))
+    assert [c.start for c in hours] == sorted({r.created - r.created % 3_600_000 for r in records})
+
+
+def test_a_batch_that_comes_twice_counts_once(store: Store, run: Run[Any]) -> None:
+    batch = [(made(NOON + i), Payload(b"a", b"b")) for i in range(4)]
+    run(store.append(batch))
+    run(store.append(batch))  # as after an answer that was lost
+    assert len(everything(store, Filters("acme"), run)) == 4
+    assert totals(store, run) == {"": 4}
+
+
+def test_batches_at_once_are_all_counted(store: Store, url: str, run: Run[Any]) -> None:
+    async def both() -> None:
+        other = await open_store(url)
+        batches = [[(made(NOON + 100 * n + i, user=f"u{i}"), None) for i in range(20)] for n in range(10)]
+        await asyncio.gather(*((store, other)[n % 2].append(batch) for n, batch in enumerate(batches)))
+        await other.close()
+
+    run(both())
+    assert totals(store, run) == {"": 200}
+    assert totals(store, run, "user") == {f"u{i}": 10 for i in range(20)}
+
+
+# Retention
+
+
+def test_days_are_dropped_whole_and_rollups_stay(store: Store, url: str, run: Run[Any]) -> None:
+    records = [made(NOON - day * DAY, metadata={"d": day}) for day in range(4)]
+    run(store.append([(each, Payload(b"q", b"a")) for each in records]))
+    assert len(everything(store, Filters("acme"), run)) == 4  # readers have the files open
+    today = day_of(NOON)
+    assert run(store.days()) == [today - timedelta(days=d) for d in (3, 2, 1, 0)]
+    gone = run(store.drop_before(today - timedelta(days=1)))
+    assert gone == [today - timedelta(days=d) for d in (3, 2)]
+    assert run(store.days()) == [today - timedelta(days=1), today]
+    assert everything(store, Filters("acme"), run) == records[:2]
+    assert run(store.record("acme", "main", records[3].id)) is None
+    assert run(store.payload("acme", "main", records[3].id)) is None
+    assert run(store.payload("acme", "main", records[1].id)) == Payload(b"q", b"a")
+    assert totals(store, run) == {"": 4} and totals(store, run, unit="minute") == {"": 2}
+    late = made(NOON - 3 * DAY)  # a record of a day that is gone opens that day again
+    run(store.append([(late, None)]))
+    assert run(store.record("acme", "main", late.id)) == late
+
+
+def test_more_days_than_files_are_kept_open(store: Store, run: Run[Any]) -> None:
+    records = [made(NOON - day * DAY) for day in range(45)]
+    run(store.append([(each, None) for each in records]))
+    assert everything(store, Filters("acme"), run, 100) == records
+    assert totals(store, run, unit="hour") == {"": 10}  # of the days asked for
+
+
+def test_erased_records_are_gone_with_payload_and_labels(store: Store, run: Run[Any]) -> None:
+    records = [made(NOON - day * DAY, metadata={"d": "x"}) for day in range(3)]
+    run(store.append([(each, Payload(b"q", b"a")) for each in records]))
+    run(store.erase([records[0], records[2], made(NOON - 50 * DAY)]))
+    assert everything(store, Filters("acme"), run) == [records[1]]
+    assert everything(store, Filters("acme", metadata={"d": "x"}), run) == [records[1]]
+    assert [run(store.payload("acme", "main", each.id)) is None for each in records] == [True, False, True]
+    assert totals(store, run) == {"": 3}
+
+
+def test_each_gateway_keeps_its_days(store: Store, run: Run[Any]) -> None:
+    def settings(gateway: str, days: int) -> Settings:
+        return Settings(account="acme", gateway=gateway, logs=Logging(days=days))
+
+    short = msgspec.json.encode(settings("short", 2))
+    run(store.commit(put(Document("gateway", "acme", "short", short))))
+    records = [made(NOON - day * DAY, gateway=gateway) for day in range(6) for gateway in ("short", "long", "gone")]
+    run(store.append([(each, None) for each in records]))
+    retention = Retention(store, {("acme", "long"): settings("long", 4)}, ManualClock(NOON / 1e3))
+    gone, erased = run(retention.once())
+    assert (len(gone), erased) == (2, 2)
+    for gateway, days in (("short", 2), ("long", 4), ("gone", 4)):
+        assert len(everything(store, Filters("acme", gateway), run)) == days, gateway
+    assert run(retention.once()) == ([], 0)
+
+
+# Schema
+
+
+def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def opened(act: Callable[[Store], Awaitable[Any]]) -> Any:
+        found = await open_store(url)
+        try:
+            return await act(found)
+        finally:
+            await found.close()
+
+    kept = made()
+    run(opened(lambda s: s.append([(kept, None)])))
+    module = sqlite if url.startswith("sqlite") else postgres
+    with monkeypatch.context() as newer:
+        newer.setattr(module, "LOGS", (*tables.LOGS, ("ALTER TABLE logs ADD COLUMN extra {int}",)))
+        assert run(opened(lambda s: s.record("acme", "main", kept.id))) == kept
+        assert run(opened(lambda s: s.days())) == [day_of(NOON)]  # once is enough
+    with pytest.raises(StoreFailed, match="newer version"):
+        run(open_store(url))

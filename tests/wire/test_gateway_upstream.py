@@ -1,0 +1,339 @@
+"""The gateway's HTTP client against a peer that writes its bytes itself: every way a reply can be framed, every cut of
+it, lines that are kept and lines that died, slow readers, and what may not pass."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.errors import Broken, TimedOut, Unreached
+from emberline.gateway.line import BUFFER
+from emberline.gateway.providers.base import Outgoing
+from emberline.gateway.upstream import Upstream
+
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=1\r\ncontent-length: 5\r\n\r\nhello"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3;x=y\r\nllo\r\n0\r\nx-trailer: 1\r\n\r\n"
+
+
+class Peer:
+    """Answers every request on a connection with the next of its replies; None hangs up."""
+
+    def __init__(self, *replies: bytes | None, pieces: int = 0, pause: float = 0.0) -> None:
+        self.replies = list(replies)
+        self.pieces, self.pause = pieces, pause
+        self.heads: list[bytes] = []
+        self.connections = 0
+
+    async def __aenter__(self) -> Peer:
+        self._server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        self._server.close()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while self.replies:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    (int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0
+                )
+                self.heads.append(head + await reader.readexactly(length))
+                reply = self.replies.pop(0)
+                if reply is None:
+                    break
+                size = self.pieces or len(reply) or 1
+                for start in range(0, len(reply), size):
+                    writer.write(reply[start : start + size])
+                    await writer.drain()
+                    if self.pieces:
+                        await asyncio.sleep(self.pause)
+                if b"connection: close" in reply or b"HTTP/1.0" in reply or b"until-close" in reply:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        writer.close()
+
+
+def run(work: Callable[[Upstream], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        async with asyncio.timeout(20), Upstream(connect=1.0) as upstream:
+            return await work(upstream)
+
+    return asyncio.run(main())
+
+
+async def fetch(
+    upstream: Upstream, url: str, body: bytes = b"{}", method: str = "POST", **headers: str
+) -> tuple[int, bytes]:
+    incoming = await upstream.send(Outgoing(method, url, headers, body), 2.0)
+    try:
+        return incoming.status, await incoming.whole(2.0, 1 << 20)
+    finally:
+        incoming.close()
+
+
+FRAMES = {
+    "length": PLAIN,
+    "chunked": CHUNKED,
+    "close": b"HTTP/1.1 200 OK\r\nx: until-close\r\n\r\nhello",
+    "old": b"HTTP/1.0 200 OK\r\n\r\nhello",
+    "provisional": b"HTTP/1.1 100 Continue\r\nx: y\r\n\r\nHTTP/1.1 103 Early Hints\r\n\r\n" + PLAIN,
+    "gzip": b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n%b"
+    % (len(gzip.compress(b"hello")), gzip.compress(b"hello")),
+    "deflate": b"HTTP/1.1 200 OK\r\ncontent-encoding: deflate\r\ncontent-length: %d\r\n\r\n%b"
+    % (len(zlib.compress(b"hello")), zlib.compress(b"hello")),
+}
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 7])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_every_frame_in_every_cut(frame: str, pieces: int) -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(FRAMES[frame], pieces=pieces) as peer:
+            assert await fetch(upstream, f"{peer.url}/a?b=%20c", x_odd="1") == (200, b"hello")
+            first = peer.heads[0]
+            assert first.startswith(b"POST /a?b=%20c HTTP/1.1\r\nhost: 127.0.0.1:") and first.endswith(b"\r\n\r\n{}")
+            assert b"accept-encoding: identity\r\n" in first and b"content-length: 2\r\n" in first
+
+    run(work)
+
+
+@pytest.mark.parametrize("frame", ["length", "chunked", "gzip"])
+def test_a_reply_that_is_cut_is_broken(frame: str) -> None:
+    whole = FRAMES[frame]
+
+    async def work(upstream: Upstream) -> None:
+        for cut in {0, 5, 20, whole.index(b"\r\n\r\n") + 4, len(whole) - 6, len(whole) - 1}:
+            async with Peer(whole[:cut]) as peer:  # which has no other, and hangs up
+                with pytest.raises(Broken):
+                    await fetch(upstream, peer.url)
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: x\r\n\r\n",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-encoding: br\r\ncontent-length: 1\r\n\r\nx",
+        b"HTTP/1.1 101 Switching\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+    ],
+)
+def test_what_is_no_reply_is_broken(reply: bytes) -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(reply) as peer:
+            with pytest.raises(Broken):
+                await fetch(upstream, peer.url)
+
+    run(work)
+
+
+def test_a_bomb_does_not_go_off() -> None:
+    packed = gzip.compress(b"\0" * (64 << 20))
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
+
+    async def work(upstream: Upstream) -> None:
+        async with Peer(head + packed) as peer:
+            with pytest.raises(Broken):
+                await fetch(upstream, peer.url)
+
+    run(work)
+
+
+def test_lines_are_kept() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN, CHUNKED, PLAIN, PLAIN) as peer:
+            for _ in range(4):
+                assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert peer.connections == 1
+        async with Peer(PLAIN.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), PLAIN) as peer:
+            for _ in range(2):
+                assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert peer.connections == 2
+
+    run(work)
+
+
+def test_a_line_that_died_while_it_was_kept_is_nobodys_failure() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN, None, PLAIN) as peer:
+            assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert await fetch(upstream, peer.url) == (200, b"hello"), "the second hung up at once, on a kept line"
+            assert peer.connections == 2 and len(peer.heads) == 3
+        async with Peer(None, PLAIN) as peer:
+            with pytest.raises(Broken):
+                await fetch(upstream, peer.url)  # on a new line it is one
+            assert len(peer.heads) == 1
+
+    run(work)
+
+
+def test_half_a_reply_is_not_asked_for_again() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN, b"HTTP/1.1 200 OK\r\nx: until-close\r\ncontent-length: 9\r\n\r\nhel", PLAIN) as peer:
+            await fetch(upstream, peer.url)
+            with pytest.raises(Broken):
+                await fetch(upstream, peer.url)
+            assert len(peer.heads) == 2
+
+    run(work)
+
+
+def test_what_nobody_asked_for_ends_a_line() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN + PLAIN, PLAIN) as peer:
+            assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert peer.connections == 2, "a reply without a question must not answer the next"
+
+    run(work)
+
+
+def test_head_and_nothing() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN.removesuffix(b"hello"), b"HTTP/1.1 204 No Content\r\n\r\n") as peer:
+            assert await fetch(upstream, peer.url, b"", "HEAD") == (200, b"")
+            assert await fetch(upstream, peer.url, b"", "GET") == (204, b"")
+            assert b"content-length" not in peer.heads[0] + peer.heads[1]
+
+    run(work)
+
+
+def test_closing_before_the_end_hangs_up() -> None:
+    async def work(upstream: Upstream) -> None:
+        gone = asyncio.Event()
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
+            await reader.read()
+            gone.set()
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        incoming = await upstream.send(Outgoing("GET", url, {}, b""), 2.0)
+        assert await incoming.read(1.0) == b"x"
+        with pytest.raises(TimedOut):
+            await incoming.read(0.05)
+        incoming.close()
+        incoming.close()
+        await asyncio.wait_for(gone.wait(), 5)
+        server.close()
+
+    run(work)
+
+
+def test_who_reads_slowly_is_sent_slowly() -> None:
+    """What waits here is bounded, however much the other side would like to send; and all of it comes."""
+
+    async def work(upstream: Upstream) -> None:
+        total = 40 << 20
+        sent = 0
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal sent
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+            while sent < total:
+                writer.write(b"x" * 65536)
+                await writer.drain()
+                sent += 65536
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        incoming = await upstream.send(Outgoing("GET", url, {}, b""), 2.0)
+        await asyncio.sleep(0.3)
+        assert sent < total / 2, "buffers of the system hold some, we do not"
+        got = 0
+        while data := await incoming.read(5.0):
+            assert len(data) <= 16 * BUFFER
+            got += len(data)
+        assert got == total
+        incoming.close()
+        server.close()
+
+    run(work)
+
+
+def test_who_is_not_there() -> None:
+    async def work(upstream: Upstream) -> None:
+        for url in ("http://127.0.0.1:1", "http://name.invalid", "https://127.0.0.1:1/x"):
+            with pytest.raises(Unreached):
+                await fetch(upstream, url)
+        async with Peer(b"", PLAIN) as peer:
+            with pytest.raises(TimedOut):
+                await upstream.send(Outgoing("GET", peer.url, {}, b""), 0.1)
+
+    run(work)
+
+
+def test_certificates_are_checked(tmp_path: Any) -> None:
+    import ssl
+    import subprocess
+
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", "key", "-out", "cert", "-days", "1"]
+    subprocess.run([*made, "-subj", "/CN=localhost"], cwd=tmp_path, check=True, capture_output=True)
+
+    async def work(upstream: Upstream) -> None:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+
+        async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.close()
+
+        server = await asyncio.start_server(talk, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(Unreached, match="TLS"):
+            await fetch(upstream, f"https://localhost:{port}")
+        server.close()
+
+    run(work)
+
+
+def test_public_means_public() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN) as peer:
+            port = peer.url.rpartition(":")[2]
+            for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"):
+                with pytest.raises(Unreached):
+                    await upstream.send(Outgoing("GET", f"http://{host}:{port}/", {}, b"", public=True), 2.0)
+            assert peer.connections == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("url", ["ftp://x/", "http:///x", "http://u:p@h/", "http://h:99999/", "nothing", ""])
+def test_what_is_no_url(url: str) -> None:
+    async def work(upstream: Upstream) -> None:
+        with pytest.raises(InvalidRequest):
+            await fetch(upstream, url)
+
+    run(work)
+
+
+@pytest.mark.parametrize("headers", [{"x": "a\r\nb: c"}, {"x": "a\nb"}, {"x\r\ny": "z"}, {"x": "\u2603"}])
+def test_nothing_is_smuggled_in(headers: dict[str, str]) -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN) as peer:
+            with pytest.raises(InvalidRequest):
+                await upstream.send(Outgoing("POST", f"{peer.url}/x", headers, b""), 1.0)
+            with pytest.raises(InvalidRequest):
+                await upstream.send(Outgoing("POST", f"{peer.url}/x\r\ny", {}, b""), 1.0)
+
+    run(work)
