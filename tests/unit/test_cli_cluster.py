@@ -41,3 +41,12 @@ def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cluster_key() == "hush"
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
     assert cluster_key() is None and WorkerConfig("http://r").role == "both"
+
+
+@pytest.mark.parametrize("late", [["--port", "8001"], ["--port=8001"], ["--prefill", "1"], ["--role", "decode"]])
+def test_what_is_the_clusters_is_refused_after_the_model(late: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cluster.add_arguments(parser)
+    with pytest.raises(InvalidRequest, match="before the model"):
+        cluster._worker(parser.parse_args(["up", "m", *late]), 2, [])
+    assert cluster._worker(parser.parse_args(["up", "m", "--", "--threads", "3"]), 2, []) == ["m", "--threads", "3"]

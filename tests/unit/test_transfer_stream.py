@@ -107,6 +107,7 @@ class Squeeze:
 
 @pytest.fixture
 def host() -> Iterator[Host]:
+    before = set(threading.enumerate())
     segment = Segment(small(), 12)
     sender = Sender(segment.region, "p")
     servers = [serve_tcp(sender, patience=PATIENCE), serve_shm(sender, segment, patience=PATIENCE)]
@@ -115,7 +116,7 @@ def host() -> Iterator[Host]:
     for server in made.servers:
         server.stop()
     assert all(server.num_open == 0 for server in made.servers)
-    ours = [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
+    ours = [one for one in threading.enumerate() if one.name.startswith("kv-") and one not in before]
     for thread in ours:
         thread.join(10)  # one whose connection had just ended may be on its last line
     assert not any(thread.is_alive() for thread in ours), "a thread was left behind"

@@ -18,6 +18,8 @@ from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, cluster_key
 from emberline.core.errors import InvalidRequest
 
 POLL = 0.5  # seconds
+OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
+        "--worker-name", "--worker-url", "--cluster-key")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,9 @@ def _keep(file: Path, key: str) -> Path:
 def _worker(args: argparse.Namespace, workers: int, keys: list[str]) -> list[str]:
     """Its share of the machine, unless the options say otherwise."""
     options = [word for word in args.options if word != "--"]
+    for word in options:
+        if word.split("=")[0] in OURS:
+            raise InvalidRequest(f"{word} after the model would be every worker's", hint="put it before the model")
     shared = []
     if not any(word.startswith(("--threads", "--device")) for word in options):
         shared = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]

@@ -99,11 +99,11 @@ class Pulls:
         self._patience = patience
         self._clock = clock or SystemClock()
         self._spawn = spawn
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # of the three below
         self._stats = TransferStats()
         self._expected: dict[str, Expected] = {}  # by request
-        self._news, self._closed = threading.Event(), threading.Event()
         self._keeping = False
+        self._news, self._closed = threading.Event(), threading.Event()
 
     # -- the engine's side ---------------------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Pulls:
             return
         with self._lock:
             self._expected[request.id] = Expected(ticket, self._clock.now())
-        if not self._keeping:
-            self._keeping = True
+            kept, self._keeping = self._keeping, True
+        if not kept:
             self._spawn(self._keep)
 
     def grain(self, request: Request) -> int:
@@ -222,7 +222,12 @@ class Pulls:
             what(ticket, self._clock.now() + LAST_WORD)
 
     def _keep(self) -> None:
+        """As long as there is somebody who waits."""
         while not self._closed.wait(GLANCE):
+            with self._lock:
+                if not self._expected:
+                    self._keeping = False
+                    return
             self.renew()
 
     def renew(self) -> None:

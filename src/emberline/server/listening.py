@@ -32,9 +32,14 @@ async def listen(
     """`ready` is called when connections are taken, `leaving` before they no longer are."""
     import uvicorn
 
+    place = ":".join(map(str, listener.getsockname()[:2]))
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
+            if not _listens(listener):
+                # Two that start together can both bind; only one can listen, and the loop does not tell the other.
+                raise InvalidRequest(f"another process listens on {place}", hint="choose another --port")
             ready()
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -59,3 +64,10 @@ async def listen(
         # uvicorn raises the signal that stopped it once more when it has: what its caller began has still to be ended.
         signal.signal(signal.SIGTERM, lambda *_: None)
     await Server(settings).serve([listener])
+
+
+def _listens(listener: socket.socket) -> bool:
+    try:
+        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    except OSError:
+        return False  # the event loop has closed it
