@@ -45,11 +45,18 @@ class Loop:
 
 
 class Gateways:
-    """`settings` are of the default gateway. `providers` gets the fakes' URLs by name, and gives all settings."""
+    """`settings` are of the default gateway, `process` of what it runs in. `providers` gets the fakes' URLs by name,
+    and gives all settings."""
 
     def __init__(
-        self, home: Path, fakes: Sequence[str], providers: Callable[[dict[str, str]], dict[str, Any]], **settings: Any
+        self,
+        home: Path,
+        fakes: Sequence[str],
+        providers: Callable[[dict[str, str]], dict[str, Any]],
+        process: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
+        self._process = process or {}
         self._loop = Loop()
         self.home = home
         self.fakes = {name: self._loop.run(_started()) for name in fakes}
@@ -64,12 +71,22 @@ class Gateways:
             store=f"sqlite:{self.home / 'store'}",
             master_key=str(self.home / "master"),
             api_keys=("a-key-of-the-tests",),
+            engine="http://127.0.0.1:1",  # where nobody is,
+            **self._process,
         )
         app = await build(config, self._found, self._stack)
         self._store = app.store
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        settings = uvicorn.Config(app, http="httptools", lifespan="off", log_level="critical", ws="none")
+        settings = uvicorn.Config(
+            app,
+            http="httptools",
+            lifespan="off",
+            log_level="critical",
+            access_log=False,
+            ws="websockets-sansio",
+            ws_max_size=1 << 20,
+        )
         self._server = uvicorn.Server(settings)
         self._serving = asyncio.ensure_future(self._server._serve([listener]))
         while not self._server.started:
@@ -89,7 +106,7 @@ class Gateways:
     def reset(self) -> None:
         for fake in self.fakes.values():
             fake.fault, fake.script, fake.after, fake.pace = "", [], 3, 0.0
-            fake.asked, fake.count, fake.gone = [], 0, 0
+            fake.asked, fake.count, fake.gone, fake.says = [], 0, 0, ""
 
     def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"
@@ -124,6 +141,10 @@ class Gateways:
 
     def payload(self, id: str) -> Payload | None:
         return self._loop.run(self._store.payload("default", "default", id))
+
+    def append(self, records: Sequence[Record]) -> None:
+        """As if they had been logged."""
+        self._loop.run(self._store.append([(record, None) for record in records]))
 
     def newest(self) -> Record | None:
         """The last one written."""

@@ -336,6 +336,8 @@ ELEMENTS: list[dict[str, Any]] = [
 
 def test_routes_are_versioned_deployed_and_rolled_back(world: World) -> None:
     path = f"{A}/routes/support"
+    assert world.ok("POST", f"{path}/check", {"elements": ELEMENTS})["valid"]
+    world.refused(404, "GET", path)
     for number in (1, 2, 3):
         assert (
             world.ok("POST", f"{path}/versions", {"elements": ELEMENTS, "description": str(number)})["number"] == number
@@ -391,7 +393,8 @@ def _with(id: str, **fields: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_graphs_that_lead_nowhere(world: World, elements: Any, why: str) -> None:
-    assert why in world.refused(400, "POST", f"{A}/routes/r/versions", {"elements": elements})["message"]
+    for where in ("check", "versions"):
+        assert why in world.refused(400, "POST", f"{A}/routes/r/{where}", {"elements": elements})["message"]
 
 
 # Logs

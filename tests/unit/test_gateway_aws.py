@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
@@ -10,16 +11,19 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Broken
-from emberline.gateway.providers.aws_bedrock import _key
+from emberline.gateway.providers.aws_bedrock import Bedrock, _key
+from emberline.gateway.providers.base import Outgoing
 from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
 from emberline.gateway.providers.converse import converse
+from emberline.gateway.providers.decoder import Given
 from emberline.gateway.providers.eventstream import EventStream, message
-from emberline.gateway.providers.sigv4 import Credentials, signed, signing_key
+from emberline.gateway.providers.sigv4 import Credentials, _path, signed, signing_key
 
 # AWS's own examples: its test suite of Signature Version 4, and the IAM guide's.
 EXAMPLE = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")
 NOW = 1440938160.0  # 2015-08-30T12:36:00Z
 HOST = "https://example.amazonaws.com"
+AWS = '{"accessKeyId": "AKIAEXAMPLE", "secretAccessKey": "a/secret"}'
 FORM = {"content-type": "application/x-www-form-urlencoded"}
 
 
@@ -55,6 +59,37 @@ def test_the_signing_key_of_the_guide() -> None:
         "SignedHeaders=content-type;host;x-amz-date, "
         "Signature=5d672d79c15b13162d9279b0855cfba6789a8edb4c82c400e06b5924a6f2b5d7"
     )
+
+
+def test_paths_are_encoded_once_more() -> None:
+    plain, sent = (
+        signed("POST", f"{HOST}/model/a{colon}0/converse", {}, b"", EXAMPLE, region="r", service="s", now=NOW)
+        for colon in (":", "%3A")
+    )
+    assert plain["authorization"] != sent["authorization"]
+    assert _path("/model/a%3A0/converse") == "/model/a%253A0/converse"
+
+
+@pytest.mark.parametrize(
+    ("url", "key", "name", "sent"),
+    [
+        ("https://bedrock-mantle.us-east-1.api.aws/anthropic/v1/messages", AWS, "authorization",
+         "/us-east-1/bedrock-mantle/aws4_request"),
+        ("https://bedrock-runtime.eu-west-1.amazonaws.com/model/m/invoke", AWS, "authorization",
+         "/eu-west-1/bedrock/aws4_request"),
+        ("https://bedrock-mantle.us-east-1.api.aws/anthropic/v1/messages", "ABSKkey", "x-api-key", "ABSKkey"),
+        ("https://bedrock-runtime.us-east-1.amazonaws.com/model/m/invoke", "ABSK", "authorization", "Bearer ABSK"),
+    ],
+)  # fmt: skip
+def test_how_bedrock_is_entered(url: str, key: str, name: str, sent: str) -> None:
+    class Sender:
+        async def send(self, out: Outgoing, seconds: float) -> Given:
+            assert sent in out.headers[name] and "a/secret" not in str(out.headers)
+            assert name == "authorization" or "authorization" not in out.headers
+            return Given(200, {}, b"{}")
+
+    sender: Any = Sender()
+    asyncio.run(Bedrock().ask(Outgoing("POST", url, {"authorization": f"Bearer {key}"}, b"{}"), sender, 1, NOW))
 
 
 def test_a_session_is_signed_too() -> None:

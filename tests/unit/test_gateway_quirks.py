@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -27,7 +28,7 @@ from emberline.gateway.providers.perplexity import Ending
 from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.providers.replicate_reply import Predicted
 from emberline.gateway.refusal import refused
-from emberline.gateway.settings import Settings
+from emberline.gateway.settings import ProviderSettings, Settings
 from emberline.gateway.usage import Usage
 
 ID = "0190a0b0c0d0" + "0" * 20
@@ -57,6 +58,8 @@ ID = "0190a0b0c0d0" + "0" * 20
 def test_errors_are_understood(status: int, body: Any, kind: str) -> None:
     error = refused("p", status, {}, json.dumps(body).encode(), "openai-chat")
     assert error.kind == kind and "no reason" not in str(error)
+    codes = {"context": "context_length_exceeded", "filtered": "content_filter"}
+    assert error.code == codes.get(kind, "upstream_refused")
 
 
 def test_google_says_how_long_to_wait() -> None:
@@ -200,6 +203,28 @@ def test_users_have_tokens_to_get_tokens_with() -> None:
     assert sender.asked[0].body == b"grant_type=refresh_token&refresh_token=r&client_id=c&client_secret=s"
 
 
+def test_keys_that_are_none() -> None:
+    numbers = rsa.generate_private_key(65537, 2048).private_numbers()
+    crooked = rsa.RSAPrivateNumbers(
+        numbers.p, numbers.q, numbers.d ^ 2, numbers.dmp1 ^ 2, numbers.dmq1, numbers.iqmp, numbers.public_numbers
+    ).private_key(unsafe_skip_rsa_key_validation=True)
+    pem = crooked.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    sender: Any = Sender((200, {"access_token": "one"}))
+    for key in (pem.decode(), "", "no", pem.decode()[:300]):
+        with pytest.raises(InvalidRequest, match="private_key"):
+            asyncio.run(GoogleTokens("").token(Account(private_key=key), sender, 5, 0.0))
+    assert not sender.asked
+
+
+def test_a_tenants_server_must_be_public(account: Account) -> None:
+    sender: Any = Sender((200, {"access_token": "one"}))
+    inside = msgspec.structs.replace(account, token_uri="http://10.0.0.1/token")
+    asyncio.run(GoogleTokens("http://10.0.0.1", public=True).token(inside, sender, 5, 0.0))
+    assert sender.asked[0].public, "so that the address is looked at"
+
+
 def test_no_token(account: Account) -> None:
     refuses: Any = Sender((400, {"error": "invalid_grant"}))
     with pytest.raises(Refused, match="invalid_grant") as caught:
@@ -280,6 +305,16 @@ def test_addresses(slug: str, endpoint: str, url: str) -> None:
 def test_no_addresses(slug: str, endpoint: str) -> None:
     with pytest.raises(InvalidRequest):
         Registry().find(slug, Settings()).url(endpoint, "")
+
+
+def test_who_is_told_what_to_speak_speaks_no_more() -> None:
+    def made(slug: str, *speaks: str, **more: Any) -> Any:
+        return Registry().find(slug, Settings(providers={slug: ProviderSettings(speaks=speaks or None, **more)}))
+
+    assert not made("openai", "openai-chat").speaks("openai-responses") and made("openai").speaks("openai-responses")
+    with pytest.raises(InvalidRequest, match="gemini"):
+        made("openai", "gemini")
+    assert made("ollama", base_url="http://h/v1").url("v1/chat/completions", "") == "http://h/v1/chat/completions"
 
 
 def test_slugs() -> None:

@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "server": {"core", "tokens", "hub", "api", "router", "cluster", "gateway", "engine", "models.config"},
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "server.dispatch", "server.leg"},
     "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "gateway", "unweight", "sim"},
+    "chaos": {"core", "cluster", "router.policy", "bench.processes"},
     "cli": {
         "core",
         "tokens",
@@ -44,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "bench",
         "unweight",
         "sim",
+        "chaos",
     },
 }
 
@@ -58,6 +60,7 @@ TORCH_FREE = [
     "gateway",
     "server",
     "sim",
+    "chaos",
     "cli",
     "models.config",
     "models.reader",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from emberline.core.plan import StepPlan, Work
+from emberline.router.kvindex import State
 from emberline.sim.agents import Habits, sessions
 from emberline.sim.cluster import Seen, Shape, SimCluster, at_random, by_policy
 from emberline.sim.costmodel import CostModel
@@ -37,6 +40,17 @@ def test_affinity_saves_what_random_routing_loses(inferred: Seen) -> None:
     random = SimCluster(SHAPE, at_random(1)).run(sessions(HABITS, 1))
     assert inferred.cached_share > random.cached_share + 0.1
     assert inferred.cached_share <= inferred.oracle_share
+
+
+def test_a_router_that_knows_what_caches_hold_saves_more() -> None:
+    crowd, small = replace(HABITS, sessions=30, systems=3), replace(SHAPE, kv_tokens=1024)
+    inferred = SimCluster(small, by_policy).run(sessions(crowd, 1))
+    aware = SimCluster(small, by_policy, kv_events=True)
+    seen = aware.run(sessions(crowd, 1))
+    assert inferred.cached_share + 0.03 < seen.cached_share <= seen.oracle_share
+    assert aware.dispatch.kv is not None
+    for worker in aware.dispatch.workers.values():
+        assert aware.dispatch.kv.state(worker.id) is State.EXACT
 
 
 def test_a_shared_store_saves_nearly_all_wherever_a_request_goes() -> None:

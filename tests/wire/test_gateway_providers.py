@@ -73,7 +73,7 @@ def providers(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     prices = {f"{slug}/{model}": PRICE for slug, (model, _) in PLACES.items()}
     fallbacks = [{"model": "llama3.1-8b", "to": ["groq/llama-3.3-70b-versatile"]}]
-    more: Any = {"fallbacks": fallbacks, "models": {"fragile": "cerebras/llama3.1-8b"}}
+    more: Any = {"fallbacks": fallbacks, "models": {"fragile": "cerebras/llama3.1-8b"}, "breaker": {"failures": 1000}}
     made = Gateways(tmp_path_factory.mktemp("providers"), ("fake",), providers, prices=prices, **more)
     yield made
     made.close()
@@ -125,6 +125,7 @@ def test_a_stream(gateway: Gateways, client: openai.OpenAI, slug: str) -> None:
     used = [chunk.usage for chunk in chunks if chunk.usage]
     assert reasons == ["stop"] and used[-1].completion_tokens == 8
     assert gateway.fakes["fake"].asked[-1].path == expected(slug, True)
+    assert "x-emberline-changed" not in raw.headers, "who asks for usage gets it"
     row = gateway.record(raw.headers["cf-aig-log-id"])
     assert (row.usage.input, row.usage.output, row.micros, row.estimated) == (11, 8, COST, False)
 
@@ -154,12 +155,14 @@ def test_tools(gateway: Gateways, client: openai.OpenAI, slug: str, stream: bool
 def test_errors_are_typed(gateway: Gateways, client: openai.OpenAI, slug: str) -> None:
     model = f"{slug}/{PLACES[slug][0]}"
     gateway.fakes["fake"].fault = "429"
-    with pytest.raises(openai.RateLimitError, match="as told"):
+    with pytest.raises(openai.RateLimitError, match="as told") as caught:
         client.chat.completions.create(model=model, messages=HELLO)
+    said: Any = caught.value.response.json()
+    assert "as told" in said["error"]["message"] and {"type", "code", "param"} <= said["error"].keys()
     gateway.fakes["fake"].fault = "error-event"
     with (
         pytest.raises(openai.APIError),
-        client.chat.completions.create(model=model, messages=HELLO, stream=True) as stream,
+        client.chat.completions.create(model=model, messages=HELLO, max_completion_tokens=8, stream=True) as stream,
     ):
         list(stream)
     gateway.fakes["fake"].fault = ""
@@ -175,9 +178,25 @@ def test_a_cut_stream_is_no_success(gateway: Gateways, client: openai.OpenAI, sl
             continue  # it never says it
         with (
             pytest.raises(openai.APIError),
-            client.chat.completions.create(model=model, messages=HELLO, stream=True) as stream,
+            client.chat.completions.create(model=model, messages=HELLO, max_completion_tokens=8, stream=True) as stream,
         ):
             list(stream)
+
+
+@pytest.mark.parametrize("fault", ["bad-event", "stall", "stall-later", "drip", "empty", "wrong-type"])
+@pytest.mark.parametrize("slug", ["aws-bedrock", "cohere", "google-ai-studio", "mistral"])
+def test_faults(gateway: Gateways, client: openai.OpenAI, slug: str, fault: str) -> None:
+    """Whoever decodes a provider's own way must find out as much as where bytes just pass."""
+    gateway.fakes["fake"].fault = fault
+    model = f"{slug}/{PLACES[slug][0]}"
+    with (
+        pytest.raises(openai.APIError),
+        client.chat.completions.create(model=model, messages=HELLO, max_completion_tokens=8, stream=True) as stream,
+    ):
+        list(stream)
+    if fault in ("empty", "wrong-type"):
+        with pytest.raises(openai.APIStatusError):
+            client.chat.completions.create(model=model, messages=HELLO)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -228,6 +247,15 @@ def test_grok(gateway: Gateways) -> None:
     assert "stop" not in body and body["temperature"] == 0.5 and "stop=" in changed and "presence_penalty=" in changed
     body, changed, _ = ask(gateway, "grok", stop=["x"], model="grok-2")
     assert body["stop"] == ["x"] and changed == ""
+
+
+def test_grok_speaks_to_claudes_clients(gateway: Gateways) -> None:
+    claude = anthropic.Anthropic(base_url=f"{gateway.url}{NATIVE}/grok", api_key="mine", max_retries=0)
+    hello: Any = [{"role": "user", "content": "hello"}]
+    with claude.messages.stream(model="grok-4", messages=hello, max_tokens=8) as stream:
+        assert stream.get_final_message().usage.output_tokens == 8
+    asked = gateway.fakes["fake"].asked[-1]
+    assert asked.path == "/grok/v1/messages" and asked.headers["authorization"] == "Bearer mine"
 
 
 def test_cerebras(gateway: Gateways) -> None:

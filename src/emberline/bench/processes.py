@@ -39,11 +39,18 @@ def family(pid: int) -> dict[str, int]:
     found = {"server": pid}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int(_stat(int(process.name))[1]) == pid:
+            if parent(int(process.name)) == pid:
                 words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 name = words[words.index("-m") + 1].removeprefix("emberline.") if "-m" in words else Path(words[0]).name
                 found[name if name not in found else f"{name}-{process.name}"] = int(process.name)
     return found
+
+
+def parent(pid: int) -> int | None:
+    try:
+        return int(_stat(pid)[1])
+    except OSError:
+        return None
 
 
 def usage(pid: int) -> Usage | None:

@@ -18,11 +18,13 @@ BLOCK_SECONDS = 2e-4  # 16 tokens of 128 KiB each from a store at 10 GB/s
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Of routing: who chooses, whether clients name their session, whether workers share a store."""
+    """Of routing: who chooses, whether clients name their session, whether workers share a store, and whether the
+    router follows what their caches hold."""
 
     chooser: Callable[[int], Chooser]
     header: bool = False
     store: bool = False
+    kv_events: bool = False
 
 
 WAYS = {
@@ -31,6 +33,7 @@ WAYS = {
     "fewest requests": Way(lambda seed: fewest_requests),
     "header": Way(lambda seed: by_policy, header=True),
     "inferred": Way(lambda seed: by_policy),
+    "kv-aware": Way(lambda seed: by_policy, kv_events=True),
     "random, store": Way(at_random, store=True),
     "inferred, store": Way(lambda seed: by_policy, store=True),
 }
@@ -81,7 +84,7 @@ def _balance(report: Report, shape: Shape, seeds: int) -> None:
 
 def _run(way: Way, habits: Habits, shape: Shape, store_blocks: int, seed: int) -> Seen:
     store = Store(SharedStore(store_blocks), BLOCK_SECONDS) if way.store else None
-    cluster = SimCluster(shape, way.chooser(seed), header=way.header, store=store)
+    cluster = SimCluster(shape, way.chooser(seed), header=way.header, store=store, kv_events=way.kv_events)
     return cluster.run(sessions(habits, seed))
 
 

@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--host", default=default.host, help="of the router; workers stay on this machine")
     up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
     up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    up.add_argument("--kv-events", action="store_true", help="the router follows what workers' caches hold")
     up.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
     up.add_argument(
         "options",
@@ -68,7 +69,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     port = args.port or _free_port()
     url = f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
-    router = ["--host", args.host, "--port", str(port), *keys]
+    router = ["--host", args.host, "--port", str(port), *keys, *(["--kv-events"] if args.kv_events else [])]
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
     options = _worker(args, sum(workers.values()), keys)

@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a token to generate counts as so many of a prompt (default: %(default)g)",
     )
     parser.add_argument(
+        "--kv-events", action="store_true", help="follow what workers' caches hold, instead of inferring it"
+    )
+    parser.add_argument(
         "--split-tokens",
         type=float,
         default=default.split_tokens,
@@ -83,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         queue=args.queue,
         affinity_slack=args.affinity_slack,
         decode_weight=args.decode_weight,
+        kv_events=args.kv_events,
         split_tokens=args.split_tokens,
         ticket_timeout=args.ticket_timeout,
         migrations=args.migrations,

@@ -221,6 +221,8 @@ class RouterConfig:
     affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
     decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
     prefixes: int = 1 << 16  # beginnings of prompts remembered
+    kv_events: bool = False  # follows what workers' caches hold, instead of inferring it
+    kv_blocks: int = 1 << 20  # followed, of all workers together
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
     foreign: tuple[Foreign, ...] = ()
@@ -233,6 +235,7 @@ class RouterConfig:
             "attempts",
             "ticket_timeout",
             "prefixes",
+            "kv_blocks",
             "breaker_failures",
         ):
             if not getattr(self, name) > 0:
@@ -280,6 +283,9 @@ class GatewayConfig:
     max_body: int = 32 << 20
     catalogue: str | None = None  # a file of models and prices that lies over ours
     private_providers: bool = False  # those that the management API made may be on private addresses
+    otlp: str | None = None  # URL of an OpenTelemetry collector, for a span of every call
+    otlp_headers: dict[str, str] = field(default_factory=dict)  # such as its key
+    otlp_payloads: bool = False  # with what was asked and answered
 
     def __post_init__(self) -> None:
         if self.max_body < 1:

@@ -9,7 +9,8 @@ A tracked stream is made of groups. Each is one write of the worker: a comment, 
     : said <index> <tokens> <size> <finish>\\n\\n     the same, and the choice has ended
     ...                                             <size> bytes of events, perhaps none (text held back)
 
-`: cached <n>\\n\\n` stands before the first, and before any that changes it: prompt tokens found in a cache so far. A
+`: cached <n>\\n\\n` stands before the first, and before any that changes it: prompt tokens found in a cache so far. Who
+asks for it is told there too where the prompt ends: `: chain <hash> <blocks>\\n\\n`, of its last full block. A
 group that did not come whole was not said: whoever passes a stream on passes on all of its bytes or none. Nothing
 stands outside of groups; the last has no tokens and holds the protocol's own ending.
 """

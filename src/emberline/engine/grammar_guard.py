@@ -112,6 +112,7 @@ def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     for limit, amount in limits.items():
         resource.setrlimit(limit, (amount, resource.getrlimit(limit)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is for the server
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a server that was killed wants no answer
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)  # unhandled, so that it ends us inside the library too
         answer = _trial(compiler, Grammar(*json.loads(line))) if line.strip() else None

@@ -35,6 +35,10 @@ class Peers(msgspec.Struct, tag=True):
     peers: list[dict[str, Any]]  # as in Facts
 
 
+class Watch(msgspec.Struct, tag=True):
+    """Blocks are to be told of from now on."""
+
+
 class Facts(msgspec.Struct):
     """Of a model that has been loaded."""
 
@@ -77,6 +81,15 @@ class Paired(msgspec.Struct, tag=True):
     refused: dict[str, str]  # why not
 
 
+class Blocks(msgspec.Struct, tag=True):
+    """What has become of the blocks that a model's cache holds, in order; said only to who watches."""
+
+    model: str
+    whole: bool  # these are all, whatever was before
+    stored: list[tuple[bytes, bytes]]  # hashes, and their parents'
+    removed: list[bytes]
+
+
 class Refused(msgspec.Struct, tag=True):
     """A submission that was not taken in, or (id "") an engine that could not start."""
 
@@ -99,7 +112,7 @@ class Refused(msgspec.Struct, tag=True):
         return kind(self.message, param=self.param, hint=self.hint)
 
 
-Message = Start | Submit | Abort | Peers | Ready | Progress | Turned | Paired | Refused
+Message = Start | Submit | Abort | Peers | Watch | Ready | Progress | Turned | Paired | Blocks | Refused
 
 
 def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.kv.transfer.errors import BadTransfer, PeerLost, PeerUnreachable, TransferError, TransferTimeout
+from emberline.kv.transfer.errors import (
+    BadTransfer,
+    Corrupted,
+    PeerLost,
+    PeerUnreachable,
+    TransferError,
+    TransferTimeout,
+)
 from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.ticket import Peer
 
@@ -16,7 +23,7 @@ log = logging.getLogger("emberline.transfer")
 
 ATTEMPT = 5.0  # seconds
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between attempts
-PASSING = (PeerUnreachable, PeerLost, TransferTimeout)  # a peer may still be starting
+PASSING = (PeerUnreachable, PeerLost, TransferTimeout, Corrupted)  # a peer may still be starting, a line be bad
 
 
 class Pairs(NamedTuple):

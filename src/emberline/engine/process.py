@@ -23,6 +23,7 @@ from emberline.engine import early
 from emberline.engine.fleet import Fleet
 from emberline.engine.messages import (
     Abort,
+    Blocks,
     Facts,
     Inbox,
     Message,
@@ -34,6 +35,7 @@ from emberline.engine.messages import (
     Start,
     Submit,
     Turned,
+    Watch,
     encode,
 )
 
@@ -66,10 +68,10 @@ def main() -> int:
         return 1
     imports = {"imports": imported - began}
     ready = Ready({name: _facts(loaded[name], imports) for name in start.models})
-    channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
-    if reader is not None:
-        threading.Thread(target=early.remember, daemon=True).start()
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(ConnectionError):
+        channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
+        if reader is not None:
+            threading.Thread(target=early.remember, daemon=True).start()
         serve(fleet, channel, inbox)
     for engine in fleet.engines.values():
         engine.close()
@@ -102,9 +104,10 @@ def _read_ahead(config: EngineConfig) -> Reader | None:
 
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
     frames = Inbox()
-    while data := channel.recv(1 << 16):
-        for message in frames.feed(data):
-            inbox.put(message)
+    with contextlib.suppress(ConnectionError):  # a client that was killed with something unread
+        while data := channel.recv(1 << 16):
+            for message in frames.feed(data):
+                inbox.put(message)
     inbox.put(None)
 
 
@@ -126,6 +129,9 @@ def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message
                 case Peers(model, peers):
                     if (pairing := fleet.engines[model].pairing) is not None:
                         pairing.meet(peers)
+                case Watch():
+                    for engine in fleet.engines.values():
+                        engine.kv.watch()
                 case _:
                     raise AssertionError(f"the engine cannot take {type(message).__name__}")
         channel.sendall(b"".join(map(encode, _news(fleet))))
@@ -135,6 +141,9 @@ def _news(fleet: Fleet) -> Iterator[Message]:
     report = fleet.step()
     for name in report.turned:
         yield Turned(name, fleet.is_awake(name), fleet.turns(name))
+    for name, engine in fleet.engines.items():
+        if (blocks := engine.kv.news()) is not None:
+            yield Blocks(name, *blocks)
     outputs = report.outputs or {name: [] for name in fleet.engines}  # with nothing to say, that all are well
     for name, made in outputs.items():
         yield Progress(name, made, fleet.stats(name))

@@ -18,8 +18,10 @@ from emberline.core.config import EngineConfig, FleetConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Output, Stats
 from emberline.core.request import Submission
+from emberline.engine.ledger import Ledger
 from emberline.engine.messages import (
     Abort,
+    Blocks,
     Facts,
     Inbox,
     Message,
@@ -31,6 +33,7 @@ from emberline.engine.messages import (
     Start,
     Submit,
     Turned,
+    Watch,
     encode,
 )
 
@@ -64,6 +67,7 @@ class AsyncEngine:
         self.stats = dict.fromkeys(models, Stats())
         self.turned: dict[str, Turned] = {}  # the last each model was said to fall asleep or wake
         self.paired: dict[str, Paired] = {}  # with whom each model was last said to be paired
+        self.ledger = Ledger(models)  # of blocks, once somebody watches
         self.restarts = 0
         self.last_sign = 0.0  # when the process last said anything
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
@@ -73,6 +77,7 @@ class AsyncEngine:
         self._command = command
         self._open: dict[str, asyncio.Queue[Output | EmberlineError]] = {}
         self._peers: dict[str, list[dict[str, Any]]] = {}
+        self._watched = False
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -144,6 +149,13 @@ class AsyncEngine:
         if self.state is State.READY and self._writer is not None:
             self._writer.write(encode(Peers(model, peers)))
 
+    def watch(self) -> None:
+        """The ledger is kept, now and after every restart."""
+        if not self._watched:
+            self._watched = True
+            if self.state is State.READY and self._writer is not None:
+                self._writer.write(encode(Watch()))
+
     # -- keeping the process alive ---------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
@@ -205,11 +217,16 @@ class AsyncEngine:
                         inbox.put_nowait(output)
             case Turned():
                 self.turned[message.model] = message
+            case Blocks(model, whole, stored, removed):
+                self.ledger.take(model, whole, stored, removed)
             case Paired():
                 self.paired[message.model] = message
             case Ready(models):
                 self.ready, self.paired = models, {}
                 self.state = State.READY
+                self.ledger.restart()
+                if self._watched and self._writer is not None:
+                    self._writer.write(encode(Watch()))
                 for model, peers in self._peers.items():
                     self.pair(model, peers)
                 if self._started is not None and not self._started.done():

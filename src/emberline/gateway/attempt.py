@@ -110,7 +110,8 @@ class Attempts:
     async def _guarded(self, call: Call, provider: Provider, wire: Wire) -> Reply:
         settings = call.settings.breaker
         place = provider.origin + (f" {alias}" if (alias := call.options.byok_alias) else "")
-        breaker = self.breakers.setdefault(place, Breaker(settings.failures, settings.pause))
+        if (breaker := self.breakers.get(place)) is None:
+            breaker = self.breakers[place] = Breaker(settings.failures, settings.pause)
         if not breaker.allows(self._clock.now()):
             raise Resting(f"{provider.slug} failed {breaker.failures} times in a row and is left alone for a while")
         breaker.began(self._clock.now())
@@ -138,7 +139,9 @@ class Attempts:
         try:
             if incoming.status >= 400:
                 body = await incoming.whole(min(left, ERROR_TIME), LARGEST_ERROR)
-                raise refused(call.provider, incoming.status, incoming.headers, body, wire.dialect)
+                own = call.plain and (provider.own_errors or wire.out.decoder is not None)
+                said = "raw" if own else wire.dialect
+                raise refused(call.provider, incoming.status, incoming.headers, body, said)
             if 300 <= incoming.status < 400:
                 raise Broken(f"it answered {incoming.status}, a redirection, which is not followed")
             if _in_pieces(call, incoming):

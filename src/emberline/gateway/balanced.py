@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Protocol
 
@@ -25,9 +26,10 @@ class Estimate(Protocol):
 
 def balanced(balance: Balance, estimate: Estimate, clock: Clock) -> Layer:
     def layer(inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
-            if call.provider != POOL:
-                return await inner(call)
+        def handle(call: Call) -> Awaitable[Reply]:
+            return inner(call) if call.provider != POOL else chose(call)
+
+        async def chose(call: Call) -> Reply:
             chosen = _chosen(call, balance, estimate, clock.now())
             before = len(call.trail)
             try:
@@ -49,7 +51,7 @@ def _chosen(call: Call, balance: Balance, estimate: Estimate, now: float) -> Cal
     pool = call.settings.pools.get(call.model)
     if pool is None:
         raise ModelNotFound(f"there is no pool {call.model[:80]!r}", param="model")
-    every = permits(call, POOL, call.model)
+    every = call.cleared or permits(call, POOL, call.model)
     members = [each for each in pool.members if every or permits(call, each.provider, each.model)]
     if not members:
         raise Forbidden(f"no member of pool {call.model!r} is allowed here"[:300])

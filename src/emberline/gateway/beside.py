@@ -1,5 +1,6 @@
 """Beside: what a call cost besides the reply that is sent: those that were dropped for a better or faster one, and who
-was asked for an opinion. It is added to the reply's own when that has ended."""
+was asked for an opinion. It is added to the reply's own when that has ended; where the price of something is not known
+the sum is only an estimate, and says so."""
 
 from __future__ import annotations
 
@@ -12,8 +13,7 @@ from emberline.gateway.usage import Usage
 @dataclass(slots=True)
 class Beside:
     micros: int = 0
-    usage: Usage | None = None
-    unknown: bool = False  # of something the price is not known
+    usage: Usage | None = None  # of those that could have been the reply
     estimated: bool = False
 
     async def drop(self, reply: Reply) -> None:
@@ -23,16 +23,14 @@ class Beside:
 
     def count(self, usage: Usage | None, micros: int | None, *, estimated: bool = False) -> None:
         self.micros += micros or 0
-        self.unknown = self.unknown or (micros is None and usage is not None)
-        self.estimated = self.estimated or estimated
+        self.estimated = self.estimated or estimated or micros is None
         if usage is not None:
             self.usage = usage if self.usage is None else self.usage.plus(usage)
 
     async def add(self, reply: Reply) -> None:
         """An ending."""
-        if self.usage is None and not self.micros:
-            return
         if self.usage is not None:
             reply.usage = self.usage if reply.usage is None else reply.usage.plus(self.usage)
-        reply.micros = None if self.unknown or reply.micros is None else reply.micros + self.micros
+        if reply.micros is not None:
+            reply.micros += self.micros
         reply.estimated = reply.estimated or self.estimated

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.shapes import Budget, CustomProvider, Route, RouteVersion
 from emberline.gateway.costs import Price
 from emberline.gateway.errors import GatewayNotFound
+from emberline.gateway.graph import Graph
 from emberline.gateway.paths import DEFAULT
 from emberline.gateway.settings import ProviderSettings, Settings
 from emberline.gateway.store.base import Document, Kind, Store
@@ -120,6 +121,8 @@ def read_gateways(found: Mapping[str, Any], engine: str) -> dict[tuple[str, str]
     gateways = {}
     for name, table in {DEFAULT: {}, **tables}.items():
         settings = Settings.read({"gateway": name, **table})
+        for route in settings.routes.values():
+            Graph.read(route)
         gateways[settings.account, name] = _with_secrets(with_engine(settings, engine))
     return gateways
 

@@ -4,7 +4,7 @@ calls that come together one is sent, and those that waited in vain are sent the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,11 +56,11 @@ class Cached:
         self.stats = CacheStats()
 
     def layer(self, inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
+        def handle(call: Call) -> Awaitable[Reply]:
             seconds = lifetime(call)
-            if not seconds:
-                return await inner(call)
-            ask = _Ask(call, cache_key(call), seconds)
+            return looked(_Ask(call, cache_key(call), seconds)) if seconds else inner(call)
+
+        async def looked(ask: _Ask) -> Reply:
             return await self._known(ask) or await self._asked(ask, inner)
 
         return handle

@@ -29,6 +29,9 @@ from emberline.core.errors import EmberlineError, NotFound, Overloaded
 Why = Literal["request", "context", "filtered", "access", "busy", "server"]
 
 
+_CODES: Mapping[Why, str] = {"context": "context_length_exceeded", "filtered": "content_filter"}
+
+
 class Forbidden(EmberlineError):
     status = 403
     code = "not_allowed"
@@ -128,6 +131,7 @@ class Refused(UpstreamFailed):
     ) -> None:
         super().__init__(message)
         self.kind = kind
+        self.code = _CODES.get(kind, self.code)
         self.status = status
         self.headers = headers
         self.body = body

@@ -61,6 +61,7 @@ class FakeProvider:
     script: list[str] = field(default_factory=list)
     after: int = 3  # pieces of content that come before a fault in the middle of a stream
     words: int = 8  # of a reply, where the request sets no limit
+    says: str = ""  # instead of words
     pace: float = 0.0  # seconds between two events of a stream
     retry_after: str = "1"
     unasked: bool = False  # tells a stream's usage to those who did not ask
@@ -147,6 +148,7 @@ class FakeProvider:
         if fault == "silent":
             await asyncio.sleep(LONG)
         reply = reply_at(asked.path, asked.headers.get("host", ""), asked.json, self.words)
+        reply.say(self.says)
         reply.unasked = self.unasked
         if fault in ("429", "500", "503"):
             more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""

@@ -10,6 +10,7 @@ from emberline.api import sse
 from emberline.gateway.call import Dialect
 
 CREATED = 1_700_000_000
+PIECE = 5  # letters
 STREAMS = ("streamGenerateContent", "streamRawPredict")
 ARGUMENTS = '{"city": "Paris"}'
 
@@ -33,6 +34,7 @@ class FakeReply:
         self._model = str(asked.get("model") or named or "fake")
         said = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
         self.words: int = said or asked.get("generationConfig", {}).get("maxOutputTokens") or words
+        self._said: list[str] = []
         self._tool = _tool_name(asked.get("tools"))
         self._counts = bool((asked.get("stream_options") or {}).get("include_usage"))
         self.unasked = False
@@ -43,8 +45,13 @@ class FakeReply:
     def text(self) -> str:
         return "".join(self._pieces())
 
+    def say(self, text: str) -> None:
+        """This, if it is something, instead of words: in pieces of a few letters."""
+        self._said = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+        self.words = len(self._said) or self.words
+
     def _pieces(self) -> list[str]:
-        return [f"word{i} " for i in range(self.words)]
+        return self._said or [f"word{i} " for i in range(self.words)]
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from emberline.gateway.universal import read_steps
 log = logging.getLogger("emberline.gateway")
 
 OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
+MOST_PATHS, LONGEST_PATH = 1000, 200  # remembered
 TOKENS = (*OURS, "authorization", "x-api-key")  # may carry one
 
 
@@ -63,12 +64,13 @@ class Gateway:
         self._clock = clock
         self._wall = wall
         self._ids = Ids()
+        self._targets: dict[str, Target] = {}  # of paths that were asked for before
 
     async def answer(self, request: Request, identity: Identity | None = None) -> Reply:
         """`identity`: who asks, where it is known already, and no key comes with the request."""
         dialect: Dialect = "raw"
         try:
-            target = target_of(request.path)
+            target = self._targets.get(request.path) or self._target(request.path)
             dialect = target.dialect
             call = await self.opened(target, request)
             call.identity = identity or call.identity
@@ -80,6 +82,14 @@ class Gateway:
             if not isinstance(e, EmberlineError):
                 log.exception("%s %s", request.method, request.path)
             return error_reply(dialect, e)
+
+    def _target(self, path: str) -> Target:
+        target = target_of(path)
+        if len(path) < LONGEST_PATH:
+            if len(self._targets) >= MOST_PATHS:
+                self._targets.clear()
+            self._targets[path] = target
+        return target
 
     async def opened(self, target: Target, request: Request) -> Call:
         began = self._clock.now()

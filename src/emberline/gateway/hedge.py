@@ -4,6 +4,7 @@ on; what that one cost is on the bill, and where it had not begun to answer, its
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from emberline.core.clock import Clock
@@ -20,10 +21,10 @@ OUTRUN = "outrun"  # the outcome of who was slower
 
 def hedged(prices: Prices, clock: Clock) -> Layer:
     def layer(inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
+        def handle(call: Call) -> Awaitable[Reply]:
             if call.hedge is None or len(call.steps) < 2:
-                return await inner(call)
-            return await _Race(call, inner, prices, clock).run(call.hedge)
+                return inner(call)
+            return _Race(call, inner, prices, clock).run(call.hedge)
 
         return handle
 

@@ -22,6 +22,7 @@ from emberline.gateway.limits.rule import Amount, Claim, Rule
 from emberline.gateway.settings import Settings
 from emberline.gateway.usage import Usage
 
+MOST_BUCKETS = 4096  # whose names are remembered
 UNSAID = 4096  # tokens of output reserved where neither the caller nor the catalogue says how many there may be
 GRACE = 5.0  # seconds a reservation outlasts the call's deadline
 
@@ -71,6 +72,7 @@ class Claims:
     sizes: Sizes
     prices: Prices
     _read: dict[tuple[str, str], tuple[Settings, tuple[Rule, ...]]] = field(default_factory=dict)
+    _buckets: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def of(self, call: Call) -> list[Claim]:
         rules = self._rules(call.settings)
@@ -82,7 +84,21 @@ class Claims:
         if any(rule.amount != "requests" for rule in holding):
             usage = self._most(call)
             amounts |= {"tokens": usage.total, "micros": self._micros(call, usage)}
-        return [rule.claim(facts, _known(rule, amounts[rule.amount], call)) for rule in holding]
+        gateway = facts["gateway"]
+        return [
+            Claim(rule, gateway, self._bucket(rule, facts), _known(rule, amounts[rule.amount], call))
+            for rule in holding
+        ]
+
+    def _bucket(self, rule: Rule, facts: dict[str, str]) -> str:
+        """A name takes a hash, and most calls are of somebody who called before."""
+        key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
+        name = self._buckets.get(key)
+        if name is None:
+            if len(self._buckets) >= MOST_BUCKETS:
+                self._buckets.clear()
+            name = self._buckets[key] = rule.bucket(facts)
+        return name
 
     def at_most(self, call: Call) -> int | None:
         """Micro-dollars that it may cost; None: not known."""
@@ -125,7 +141,8 @@ def facts_of(call: Call) -> dict[str, str]:
         "model": call.model,
         "provider": call.provider,
     }
-    for name, value in {**(call.options.metadata or {}), **call.settings.metadata, **call.identity.metadata}.items():
+    said = (call.options.metadata or {}, call.settings.metadata, call.identity.metadata)  # the last word counts
+    for name, value in (pair for each in said if each for pair in each.items()):
         facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
     return facts
 

@@ -80,23 +80,21 @@ class Line(asyncio.Protocol):
                 self._transport.resume_reading()
         return data
 
-    async def _wait(self, seconds: float) -> bool:
+    def _wait(self, seconds: float) -> asyncio.Future[bool]:
         """Until something comes; False: nothing came."""
-        assert self._waiter is None, "one reader at a time"
+        assert self._waiter is None or self._waiter.done(), "one reader at a time"
+        self._waiter = waiter = self._loop.create_future()
         if seconds <= 0:
-            return False
+            waiter.set_result(False)
+            return waiter
         self._due = self._loop.time() + seconds
         if self._alarm is None or self._due < self._alarm.when():
             self._set_alarm()
-        waiter: asyncio.Future[bool] = self._loop.create_future()
-        self._waiter = waiter
-        try:
-            return await waiter
-        finally:
-            self._waiter = None
+        return waiter
 
     def _set_alarm(self) -> None:
-        """One for many waits: it is moved when it goes off too early, not each time something comes."""
+        """One for many waits: it is moved when it goes off too early, not each time something comes, and going off
+        while nobody waits it does nothing."""
         self._unset_alarm()
         self._alarm = self._loop.call_at(self._due, self._rings)
 
@@ -119,8 +117,7 @@ class Line(asyncio.Protocol):
             self._waiter.set_result(True)
 
     def rest(self) -> bool:
-        """The exchange is over. True: there can be another."""
-        self._unset_alarm()
+        """The exchange is over. True: there can be another. The alarm stays set, for that one."""
         return self.complete and self._keep and not self._chunks and self._error is None and not self.closed
 
     def abort(self) -> None:
@@ -157,6 +154,7 @@ class Line(asyncio.Protocol):
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._unset_alarm()
         self.closed = True
         if not self.complete and self._error is None:
             if self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():

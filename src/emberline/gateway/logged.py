@@ -40,8 +40,7 @@ def logged(journal: Journal, clock: Clock) -> Layer:
 
                 async def ended(reply: Reply) -> None:
                     seconds = clock.now() - call.began
-                    asked = call.redacted[-1] if call.redacted else call.body
-                    payload = None if kept is None else Payload(asked, b"".join(kept))
+                    payload = None if kept is None else Payload(_asked(call, reply), b"".join(kept))
                     journal.put(record(call, reply, seconds), payload)
 
                 reply.endings.append(ended)
@@ -63,6 +62,14 @@ def heads(call: Call, reply: Reply) -> None:
     headers.update(call.notes)
 
 
+def _asked(call: Call, reply: Reply) -> bytes:
+    """Of a list of steps, the body of the one that answered: the list itself has keys in it."""
+    if call.redacted:
+        return call.redacted[-1]
+    own = call.steps[reply.step].body if reply.step < len(call.steps) else None
+    return call.body if own is None else own
+
+
 def _kept(call: Call, reply: Reply) -> list[bytes] | None:
     """Where the reply's bytes gather as they pass; None: nothing is kept."""
     wanted = call.settings.logs.payloads if call.options.collect_payload is None else call.options.collect_payload
@@ -78,9 +85,9 @@ def _kept(call: Call, reply: Reply) -> list[bytes] | None:
 class Tapped:
     """A stream of which a copy is kept, up to a size."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, most: int = LARGEST) -> None:
         self.kept: list[bytes] = []
-        self._size = 0
+        self._left = most
         self._stream = stream
 
     def __aiter__(self) -> Tapped:
@@ -88,9 +95,9 @@ class Tapped:
 
     async def __anext__(self) -> bytes:
         chunk = await self._stream.__anext__()
-        if self._size < LARGEST:
-            self.kept.append(chunk[: LARGEST - self._size])
-            self._size += len(chunk)
+        if self._left > 0:
+            self.kept.append(chunk[: self._left])
+            self._left -= len(chunk)
         return chunk
 
     async def aclose(self) -> None:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from emberline.api.openai.models import ServedModel
+from emberline.gateway.call import DYNAMIC, POOL
 from emberline.gateway.catalogue import CatalogueFiles
 from emberline.gateway.errors import UpstreamFailed
 from emberline.gateway.identity import Identity
@@ -54,7 +55,9 @@ class ModelList:
         for alias, name in settings.models.items():
             target = names.get(name)
             models.append(ServedModel(alias, target.created if target else 0, target.max_context if target else 0))
-        return sorted(models, key=lambda model: model.id)
+        models += [ServedModel(name, 0, 0) for name in settings.pools if identity.may_use(POOL, name)]
+        routes = [ServedModel(f"{DYNAMIC}/{name}", 0, 0) for name in settings.routes if identity.may_use(DYNAMIC, name)]
+        return sorted([*models, *routes], key=lambda model: model.id)
 
     async def _offered(self, slug: str, settings: Settings) -> list[_Row]:
         provider = self._registry.find(slug, settings)

@@ -93,13 +93,11 @@ class Passage:
 
     async def _next(self) -> bytes:
         meter = self.meter
-        passed = await self._more(self._call.deadline)
-        if passed is None:
+        passed = await self._more(self._call.deadline) if meter.broken is None else None
+        if passed is None and meter.broken is None:
             meter.end()
-        if meter.broken is not None:
-            if meter.signs.ended:
-                raise meter.broken
-            return self._said(passed or b"") + self._fail(meter.broken)
+        if meter.broken is not None and not passed:
+            raise meter.broken  # after what was good
         if passed is None:
             said = b"" if self._translator is None else self._translator.end()
             self._end("complete", "")

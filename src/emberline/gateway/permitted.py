@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from fnmatch import fnmatchcase
 
 from emberline.core.errors import Unauthorized
@@ -11,7 +12,7 @@ from emberline.gateway.identity import ANY
 
 
 def permitted(inner: Handler) -> Handler:
-    async def handle(call: Call) -> Reply:
+    def handle(call: Call) -> Awaitable[Reply]:
         who = call.identity
         if call.settings.authentication and who.kind == "anonymous":
             raise Unauthorized(
@@ -21,7 +22,7 @@ def permitted(inner: Handler) -> Handler:
             raise Forbidden(f"key {who.name!r} is for management only")
         if not who.may_enter(call.account, call.gateway):
             raise Forbidden(f"key {who.name!r} is not for gateway {call.gateway!r} of account {call.account!r}")
-        steps = {(step.provider, step.model) for step in call.steps} or {(call.provider, call.model)}
+        steps = {(step.provider, step.model) for step in call.steps} if call.steps else ((call.provider, call.model),)
         for provider, model in steps:
             if provider in VIRTUAL:
                 continue  # the models it stands for are looked at one by one
@@ -29,7 +30,7 @@ def permitted(inner: Handler) -> Handler:
                 raise Forbidden(f"key {who.name!r} may not use {provider}/{model}"[:300])
             if not _allowed(call, provider, model):
                 raise Forbidden(f"{provider}/{model} is not allowed here"[:300])
-        return await inner(call)
+        return inner(call)
 
     return handle
 

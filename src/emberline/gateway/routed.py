@@ -3,6 +3,8 @@ what was refused for its content is not carried to somebody who may be less stri
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from emberline.gateway.call import Call, Handler, Reply, Step
 from emberline.gateway.errors import Refused, UpstreamFailed
 from emberline.gateway.permitted import permits
@@ -10,8 +12,13 @@ from emberline.gateway.providers.base import CHANGED
 
 
 def routed(inner: Handler) -> Handler:
-    async def handle(call: Call) -> Reply:
+    def handle(call: Call) -> Awaitable[Reply]:
         steps = call.steps or steps_of(call)
+        if len(steps) == 1:
+            return inner(at_step(call, steps[0], 0, True))
+        return walked(call, steps)
+
+    async def walked(call: Call, steps: tuple[Step, ...]) -> Reply:
         for number, step in enumerate(steps):
             last = number + 1 == len(steps)
             try:

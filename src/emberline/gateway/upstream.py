@@ -6,7 +6,9 @@ import asyncio
 import socket
 import ssl
 from collections import deque
+from collections.abc import Coroutine
 from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,10 +59,10 @@ class Incoming:
         self.headers = line.headers
         self.kind = line.headers.get("content-type", "").partition(";")[0].strip().lower()
 
-    async def read(self, seconds: float) -> bytes:
+    def read(self, seconds: float) -> Coroutine[Any, Any, bytes]:
         """What has come, b"" at the end."""
         assert self._line is not None, "closed"
-        return await self._line.read(seconds)
+        return self._line.read(seconds)
 
     async def whole(self, seconds: float, limit: int) -> bytes:
         """All of it, if it is at most `limit` bytes and comes in this time, however many of them trickle in."""

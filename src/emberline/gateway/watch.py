@@ -29,6 +29,11 @@ class Watch:
         self._asked = self._answered = -grace - 1.0 + clock.now()
         self.failures = 0
 
+    @property
+    def known(self) -> int | None:
+        """The version, if it was asked for a moment ago."""
+        return self._version if self._clock.now() - self._asked < self._fresh else None
+
     async def version(self) -> int:
         now = self._clock.now()
         if now - self._asked < self._fresh:
@@ -56,7 +61,8 @@ class Remembered(Generic[K, V]):
         self._values: dict[K, V] = {}
 
     async def get(self, key: K, load: Callable[[], Awaitable[V]]) -> V:
-        version = await self._watch.version()
+        if (version := self._watch.known) is None:
+            version = await self._watch.version()
         if version != self._version:
             self._values.clear()
             self._version = version

@@ -9,7 +9,7 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import Copy
 from emberline.core.request import Request
 from emberline.kv.pool import BlockPool
-from emberline.kv.prefix import PrefixIndex
+from emberline.kv.prefix import News, PrefixIndex
 from emberline.kv.pulls import Pull, Pulls
 from emberline.kv.residency import Residency
 from emberline.kv.tiers.stack import Fetch, TierStack
@@ -111,7 +111,7 @@ class KVManager:
             return
         hashes, table = self._hashes(request, full), self._tables[request.id]
         for i in range(indexed, full):
-            self._prefix.insert(hashes[i], table[i])
+            self._prefix.insert(hashes[i], self._parent(request, i), table[i])
             if self.tiers is not None:
                 self._unsaved.append((table[i], hashes[i]))
         self._indexed[request.id] = full
@@ -127,6 +127,23 @@ class KVManager:
             return
         self._stop_fetching(request)
         self._release(table)
+
+    # -- what it holds, for others to know -------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """From now on there is news."""
+        self._prefix.watch()
+
+    @property
+    def watched(self) -> bool:
+        return self._prefix.watched
+
+    def news(self) -> News | None:
+        """Of blocks that can be shared, since the last time; at first all there are. None: there is none."""
+        return self._prefix.news()
+
+    def holdings(self) -> dict[bytes, bytes]:
+        return self._prefix.holdings()
 
     # -- blocks that outlive their request --------------------------------------------------------------------------
 
@@ -210,7 +227,7 @@ class KVManager:
         arrivals, ended = self.tiers.take(self._fetches[request.id][0])
         table, copies = self._tables[request.id], []
         for at, arrival in enumerate(arrivals, request.computed // self.block_size):
-            self._prefix.insert(arrival.digest, table[at])
+            self._prefix.insert(arrival.digest, self._parent(request, at), table[at])
             self.tiers.count(arrival.tier, self.block_size)
             copies.append(Copy(table[at], arrival.digest, arrival.buffer))
         request.computed += len(copies) * self.block_size
@@ -278,6 +295,9 @@ class KVManager:
             return []  # what comes from the cache has no logits
         full = (request.known - 1) // self.block_size  # the last token is always computed: it has the logits
         return self._hashes(request, full)
+
+    def _parent(self, request: Request, at: int) -> bytes:
+        return request.hashes[at - 1] if at else b""  # before the first there is nothing to be held
 
     def _hashes(self, request: Request, full: int) -> list[bytes]:
         hashes = request.hashes

@@ -12,6 +12,7 @@ from emberline.core.handoff import Handoff
 from emberline.router.call import Call
 
 PRIVATE = "x-emberline-"  # headers between router and workers: a client's are not passed on
+CHAIN = f"{PRIVATE}chain"  # asks where the prompt ends, in blocks; in the reply to one that is no stream, the answer
 Ticket = dict[str, Any]
 
 

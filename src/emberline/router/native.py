@@ -10,7 +10,7 @@ import msgspec
 
 from emberline.core.handoff import Handoff
 from emberline.router.call import Call
-from emberline.router.dialect import PRIVATE, Garbled, Ticket, Word, Words
+from emberline.router.dialect import CHAIN, PRIVATE, Garbled, Ticket, Word, Words
 
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 LONGEST = 16 << 20  # bytes of a line
@@ -61,6 +61,8 @@ class Native:
 
     def _between(self, target: str, handoff: Handoff, timeout: float, **more: Any) -> Call:
         headers = {**self.call.traces, "content-type": "application/json"}
+        if CHAIN in self.call.headers:
+            headers[CHAIN] = self.call.headers[CHAIN]
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         envelope = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from emberline.core.handoff import Handoff, Said
+from emberline.router.chains import Link
 from emberline.router.dialect import Garbled
 from emberline.router.events import ENDINGS, Events, last_of
 
@@ -33,6 +34,7 @@ class Track:
         self.count = 0  # events passed on
         self.ended = False  # the protocol's own ending has passed
         self.cached: int | None = None  # prompt tokens, as the client was or will be told
+        self.link: Link | None = None  # where the prompt ends, in blocks
         self.first = self.last = b""  # what was passed on first and last, in one go
         self._said = bytearray()  # comments of the groups passed on, a line each: read only if it comes to a move
         self._kept: list[bytes] = []  # of a group that is not whole
@@ -120,6 +122,8 @@ class Track:
                 self.cached, done = cached, end
             elif line.startswith(b": cached "):
                 cached = _number(line.split(b" "), 2)
+            elif line.startswith(b": chain "):
+                self.link = read_link(line[8:].decode("latin-1"))
             elif not line.startswith(b":"):
                 return b"".join(out) + self._without_groups(data[at:])
             at = end
@@ -138,6 +142,13 @@ class Track:
             raise Garbled(repr(data[:80]))
         self._plain = Events()
         return self._plain.push(data)
+
+
+def read_link(text: str) -> Link:
+    try:
+        return Link.read(text)
+    except ValueError as e:
+        raise Garbled(str(e)) from e
 
 
 def _number(words: list[bytes], at: int) -> int:

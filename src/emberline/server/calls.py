@@ -13,7 +13,7 @@ from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailabl
 from emberline.server.catalog import Catalog, Served
 from emberline.server.exchange import Exchange
 from emberline.server.groups import Group
-from emberline.server.journey import Journey
+from emberline.server.journey import CHAIN, Journey
 from emberline.server.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
@@ -43,11 +43,14 @@ class Calls:
 
 
 async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None]) -> None:
+    headers = {}
     async with aclosing(groups):
         async for group in groups:
             for delta in group.deltas:
                 reply.push(delta)
-    await x.json(reply.body())
+            if group.chain:
+                headers[CHAIN] = group.chain
+    await x.json(reply.body(), headers=headers)
 
 
 async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], tracked: bool) -> None:
@@ -79,4 +82,5 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
 
 def _comments(group: Group, events: list[bytes]) -> list[bytes]:
     line = group.said.line(sum(map(len, events)))
-    return [line] if group.cached is None else [b": cached %d\n\n" % group.cached, line]
+    news = [b": cached %d\n\n" % group.cached] if group.cached is not None else []
+    return [*news, b": chain %s\n\n" % group.chain.encode(), line] if group.chain else [*news, line]

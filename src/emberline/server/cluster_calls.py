@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from emberline.core.handoff import Handoff
 from emberline.core.request import FinishReason
 from emberline.server.calls import Calls
 from emberline.server.exchange import Exchange
-from emberline.server.journey import Journey
+from emberline.server.journey import CHAIN, Journey
 from emberline.server.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
@@ -55,7 +56,8 @@ class ClusterCalls:
 
     async def resume(self, x: Exchange) -> None:
         envelope = await self._open(x)
-        await self._calls.answer(x, envelope.path, bytes(envelope.body), envelope.journey())
+        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1")
+        await self._calls.answer(x, envelope.path, bytes(envelope.body), journey)
 
     async def prefill(self, x: Exchange) -> None:
         """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""

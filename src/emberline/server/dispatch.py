@@ -19,7 +19,9 @@ from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, NotFound, Superseded
 from emberline.router.ask import Ask
+from emberline.router.chains import Link
 from emberline.router.estimate import Estimate
+from emberline.router.kvindex import KVIndex
 from emberline.router.policy import Decision, Rules, choose
 from emberline.router.prefixmap import PrefixMap
 from emberline.router.split import split
@@ -39,6 +41,7 @@ class Dispatch:
         self.workers: dict[str, Worker] = {}  # by name
         self.estimates: defaultdict[str, Estimate] = defaultdict(Estimate)  # of models that are served
         self.prefixes = PrefixMap(config.prefixes)
+        self.kv = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
         self.metrics = RouterMetrics()
         self._open: dict[str, dict[int, Leg]] = {}  # by worker id
         self._retired: set[str] = set()  # ids of workers that were replaced and have requests open
@@ -163,6 +166,8 @@ class Dispatch:
     def _retire(self, worker: Worker, *, lost: bool) -> None:
         """Nothing new for it; what it has open may still end well, as when workers are restarted one after another."""
         worker.ready = False
+        if self.kv is not None:
+            self.kv.forget(worker.id)
         self._retired.add(worker.id)
         if lost:
             self._cut(worker, Health.LOST)
@@ -208,7 +213,10 @@ class Dispatch:
 
     def _known(self, ask: Ask) -> tuple[Mapping[str, int], Estimate]:
         served = any(ask.model in worker.models for worker in self.workers.values())
-        return self.prefixes.known(ask.points), self.estimates[ask.model] if served else Estimate()
+        known = self.prefixes.known(ask.points)
+        if self.kv is not None:
+            known = self.kv.known(ask.points, known)
+        return known, self.estimates[ask.model] if served else Estimate()
 
     @contextmanager
     def opened(self, ask: Ask, decision: Decision) -> Iterator[Leg]:
@@ -231,6 +239,12 @@ class Dispatch:
         self.heard(leg)
         leg.decision.worker.generated(leg.key, events)
 
+    def told(self, leg: Leg, link: Link) -> None:
+        """Where its prompt ends, in blocks."""
+        leg.link = link
+        if self.kv is not None:
+            self.kv.told(leg.ask.points, link)
+
     def heard(self, leg: Leg) -> None:
         """A sign of life."""
         leg.heard = self._clock.now()
@@ -246,6 +260,8 @@ class Dispatch:
         del left[leg.key]
         if not left:
             del self._open[worker.id]
+        if self.kv is not None and leg.link is not None:
+            self.kv.read(worker.id, leg.ask.points, leg.link)  # by now its blocks have been heard of
         match outcome:
             case "answered":
                 worker.breaker.succeeded()

@@ -17,6 +17,7 @@ from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
+from emberline.server.block_events import BlockEvents
 from emberline.server.calls import Calls
 from emberline.server.catalog import Catalog, Served
 from emberline.server.cluster_calls import ClusterCalls
@@ -80,6 +81,7 @@ class EngineApp:
             cluster = ClusterCalls(self._calls, config.max_body)
             self._routes["/cluster/resume"] = Route(cluster.resume, needs="cluster")
             self._routes["/cluster/prefill"] = Route(cluster.prefill, needs="cluster")
+            self._routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"

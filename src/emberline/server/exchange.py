@@ -67,7 +67,13 @@ class Exchange:
     async def send_events(self, events: list[bytes], *, last: bool = False) -> None:
         """Each call is one write to the client: nothing waits for more."""
         if events or last:
-            await self._send({"type": "http.response.body", "body": b"".join(events), "more_body": not last})
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": events[0] if len(events) == 1 else b"".join(events),
+                    "more_body": not last,
+                }
+            )
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work`, and stops it at once when the client goes away. The body must have been read."""

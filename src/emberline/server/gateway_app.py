@@ -18,16 +18,20 @@ from emberline.gateway.models import ModelList
 from emberline.gateway.paths import Target
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
+from emberline.server.atonce import replied_at_once
 from emberline.server.attended import Attended
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from emberline.server.gateway_metrics import GatewayMetrics
+from emberline.server.gateway_socket import GatewaySocket
 from emberline.server.metrics import Replies, exposition
 from emberline.server.pages import Page as File
 
 log = logging.getLogger("emberline.gateway")
 
 BODY = 60.0  # seconds for a request's body to come
-LAST_WORDS = 5.0  # seconds beyond a call's deadline for its client to take what is told then
+LAST_WORDS = 2.0  # seconds beyond a call's deadline for its client to take what is told then
+PIECE = 1 << 18  # bytes that are sent at once
+ANY_KIND = "application/octet-stream"
 LARGEST_CHANGE = 4 << 20  # bytes of a request to the management API
 # The dashboard holds an admin's token: nobody may frame it, and nothing that it shows may become a script.
 FILE_HEADERS = {
@@ -73,6 +77,9 @@ class GatewayApp:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await GatewaySocket(self._gateway, scope, receive, send).run()
+            return
         assert scope["type"] == "http"
         x = Exchange(scope, receive, send)
         path = scope.get("raw_path", b"").decode("latin-1") or x.path
@@ -81,7 +88,7 @@ class GatewayApp:
             if page is not None:
                 await page(x)
             else:
-                await self._answer(x, path, receive)
+                await self._answer(x, path, receive, send)
         except ClientGone:
             x.note["client"] = "gone"
         except Exception as e:
@@ -104,40 +111,63 @@ class GatewayApp:
             return self._manage
         return None
 
-    async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
-        body = await self._body(x)
-        request = Request(x.method, path, x.query, _headers(x), body)
-        with Attended(receive) as attended:
-            reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
-            try:
-                async with asyncio.timeout(max(reply.patience, 0.0) + LAST_WORDS):
-                    await self._send(x, reply, attended)
-            except TimeoutError:
-                log.warning("%s: the client did not take its reply", x.path)
-                raise _CutOff from None
-            finally:
-                attended.over()
-                await reply.close()
-
-    async def _body(self, x: Exchange) -> bytes:
+    async def _answer(self, x: Exchange, path: str, receive: Receive, send: Send) -> None:
+        body = None
         try:
-            async with asyncio.timeout(BODY):
-                return await x.body(self._config.max_body)
+            with Attended(receive) as attended:
+                attended.within(BODY)
+                body = await x.body(self._config.max_body)
+                attended.watch()
+                request = Request(x.method, path, x.query, _headers(x), body)
+                reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
+                attended.within(max(reply.patience, 0.0) + LAST_WORDS)
+                await self._given(x, reply, attended, send)
         except TimeoutError:
-            raise InvalidRequest(f"the body had not come after {BODY:.0f} s") from None
+            if body is None:
+                raise InvalidRequest(f"the body had not come after {BODY:.0f} s") from None
+            log.warning("%s: the client did not take its reply", x.path)
+            raise _CutOff from None
+
+    async def _given(self, x: Exchange, reply: Reply, attended: Attended, send: Send) -> None:
+        try:
+            if not self._sent_at_once(x, reply, attended, send):
+                await self._send(x, reply, attended)
+        except asyncio.CancelledError:
+            reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream knows by itself
+            raise
+        finally:
+            attended.over()
+            await reply.close()
+
+    def _sent_at_once(self, x: Exchange, reply: Reply, attended: Attended, send: Send) -> bool:
+        if not isinstance(reply.body, bytes) or len(reply.body) > PIECE:
+            return False
+        attended.unwatch()
+        kind = {} if "content-type" in reply.headers else {"content-type": ANY_KIND}
+        return replied_at_once(x, send, reply.status, reply.body, {**reply.headers, **kind})
 
     async def _send(self, x: Exchange, reply: Reply, attended: Attended) -> None:
         headers = dict(reply.headers)  # the reply's own are looked at when it has ended
-        kind = headers.pop("content-type", "application/octet-stream")
-        if isinstance(reply.body, bytes):
-            attended.over()  # a server tells of the end of a reply as of a client that left
+        kind = headers.pop("content-type", ANY_KIND)
+        if isinstance(reply.body, bytes) and len(reply.body) <= PIECE:
+            attended.unwatch()
             await x.reply(reply.status, reply.body, kind, headers)
+            return
+        if isinstance(reply.body, bytes):
+            await self._send_pieces(x, reply, kind, headers)
             return
         await x.start(reply.status, kind, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         async for chunk in reply.body:
             await x.send_events([chunk])
-        attended.over()
+        attended.unwatch()
         await x.send_events([], last=True)
+
+    async def _send_pieces(self, x: Exchange, reply: Reply, kind: str, headers: dict[str, str]) -> None:
+        """A large reply, as fast as its client takes it: no server keeps it for one who does not."""
+        assert isinstance(reply.body, bytes)
+        await x.start(reply.status, kind, {**headers, "content-length": str(len(reply.body))})
+        for at in range(0, len(reply.body), PIECE):
+            await x.send_events([reply.body[at : at + PIECE]], last=at + PIECE >= len(reply.body))
 
     # -- management ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.gateway.cached import CacheStats
 from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.collector import Collector
 from emberline.gateway.logwriter import LogWriter
 from emberline.server.metrics import SECONDS, Family, Histogram
 
@@ -31,7 +32,9 @@ class GatewayMetrics:
         self._rescued: Counter[tuple[str]] = Counter()  # provider that answered in another's place
         self._first = Histogram("emberline:gateway_first_byte_seconds", "From arrival to the first content.", SECONDS)
         self._whole = Histogram("emberline:gateway_request_seconds", "From arrival to the end.", SECONDS)
+        self._findings: Counter[tuple[str, str, str]] = Counter()  # of guardrails
         self._models: set[str] = set()
+        self.spans: Collector | None = None  # where there is one
 
     def layer(self, inner: Handler) -> Handler:
         async def handle(call: Call) -> Reply:
@@ -57,6 +60,8 @@ class GatewayMetrics:
         self._micros[provider, model] += reply.micros or 0
         for tried in call.trail:
             self._attempts[tried.provider, tried.outcome] += 1
+        for finding in call.findings:
+            self._findings[finding.entry, finding.check, finding.action] += 1
         if reply.step and reply.status < 400:
             self._rescued[provider,] += 1
         self._first.observe(reply.first_byte)
@@ -77,6 +82,7 @@ class GatewayMetrics:
             ("cost_micro_dollars", "Cost, as far as prices are known.", ("provider", "model"), self._micros),
             ("attempts", "Tries at providers by outcome.", ("provider", "outcome"), self._attempts),
             ("rescued", "Requests answered by a fallback.", ("provider",), self._rescued),
+            ("findings", "What guardrails found.", ("entry", "check", "action"), self._findings),
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:gateway_{name}_total", help_, "counter", samples)
@@ -89,6 +95,13 @@ class GatewayMetrics:
         ):
             full = f"emberline:gateway_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {count}"])
+        if self.spans is not None:
+            for name, help_, count in (
+                ("spans_sent", "Spans that the collector took.", self.spans.sent),
+                ("spans_dropped", "Spans that it did not take.", self.spans.dropped),
+            ):
+                full = f"emberline:gateway_{name}_total"
+                yield Family(full, help_, "counter", [f"{full} {count}"])
         open_ = f"emberline:gateway_open_requests {self.open}"
         yield Family("emberline:gateway_open_requests", "Requests open now.", "gauge", [open_])
         states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers.items()]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from emberline import __version__
-from emberline.core.clock import SystemClock
+from emberline.core.clock import Clock, SystemClock
 from emberline.core.config import MASTER_KEY, GatewayConfig, secret
 from emberline.core.errors import EmberlineError
 from emberline.gateway.admin.admin import Admin
@@ -22,7 +22,9 @@ from emberline.gateway.balanced import balanced
 from emberline.gateway.book import Book, read_gateways
 from emberline.gateway.cache.opening import open_cache, semantic_by
 from emberline.gateway.cached import Cached
+from emberline.gateway.call import Layer
 from emberline.gateway.catalogue import CatalogueFiles
+from emberline.gateway.collector import Collector
 from emberline.gateway.gateway import Gateway
 from emberline.gateway.guardrails.guarded import Guarded
 from emberline.gateway.hedge import hedged
@@ -46,6 +48,7 @@ from emberline.gateway.secrets import Secrets
 from emberline.gateway.stack import stacked
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.told import told
+from emberline.gateway.traced import traced
 from emberline.gateway.upstream import Upstream
 from emberline.gateway.vault import Vault
 from emberline.gateway.watch import Watch
@@ -60,8 +63,7 @@ LOOK = 5.0  # seconds between two looks at the catalogue's files
 
 
 class WallClock:
-    def now(self) -> float:
-        return time.time()
+    now = staticmethod(time.time)
 
 
 async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None:
@@ -70,7 +72,8 @@ async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None
     port = listener.getsockname()[1]
     async with AsyncExitStack() as stack:
         app = await build(config, found, stack)
-        await listen(app, listener, lambda: log.info("gateway at http://%s:%d", config.host, port))
+        told = lambda: log.info("gateway at http://%s:%d", config.host, port)  # noqa: E731
+        await listen(app, listener, told, largest_message=config.max_body, proxied=False)  # nobody asks for addresses
 
 
 async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack) -> GatewayApp:
@@ -93,6 +96,7 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     metrics = GatewayMetrics(clock, attempts.breakers, journal, cached.stats)
     layers = (
         metrics.layer,
+        *await _traced(config, upstream, clock, metrics, stack),
         logged(journal, clock),
         told,
         permitted,
@@ -115,6 +119,15 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     queue = await stack.enter_async_context(Queue(store, gateway.answer, lambda: metrics.open, wall).running())
     runs = Runs(gateway, queue, clock)
     return GatewayApp(config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"))
+
+
+async def _traced(
+    config: GatewayConfig, upstream: Upstream, clock: Clock, metrics: GatewayMetrics, stack: AsyncExitStack
+) -> tuple[Layer, ...]:
+    if config.otlp is None:
+        return ()
+    metrics.spans = await stack.enter_async_context(Collector(upstream, config.otlp, config.otlp_headers, __version__))
+    return (traced(metrics.spans, clock, payloads=config.otlp_payloads),)
 
 
 def _beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:

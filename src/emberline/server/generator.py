@@ -21,6 +21,7 @@ from emberline.server.order import Order
 from emberline.server.past import Past
 from emberline.server.preparation import Preparation
 from emberline.server.prompts import Prompts
+from emberline.tokens.blockhash import last_full, root_hash
 
 Call = ChatCall | CompletionCall
 
@@ -52,6 +53,7 @@ class Generator:
     async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:
         order = await self._preparation.order(call, journey.id)
         errand = self._errand(order, journey)
+        chain = self._chain(order) if journey.chained else ""
         groups = Groups(order, self.prompts.tokenizer, self._metrics, journey.handoff)
         if journey.handoff.started and not journey.handoff.said:
             yield groups.opening()
@@ -62,6 +64,8 @@ class Generator:
                 if choice.stopped_early and not step.told:
                     choice.stopped_early = False
                     self.engine.abort_one(step.output.id, step.output.index)
+                if chain and not group.told:
+                    group.chain, chain = chain, ""
                 if group.deltas or group.output:
                     yield group
         yield groups.ending()
@@ -81,6 +85,12 @@ class Generator:
                     self._metrics.began(len(job.ids), output.cached_tokens)
                     self._metrics.ended(output.finish.value, output.timing, len(output.tokens))
                 yield output
+
+    def _chain(self, order: Order) -> str:
+        """Where its first prompt ends, as the engine will name its blocks."""
+        facts = self.engine.ready[self.served_name]
+        end = last_full(root_hash(facts.layout, order.caller.salt), order.jobs[0].ids, facts.block_size)
+        return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
     def _errand(self, order: Order, journey: Journey) -> Errand:
         tokenizer, handoff = self.prompts.tokenizer, journey.handoff

@@ -28,6 +28,7 @@ class Group:
     deltas: list[Delta]
     told: bool = False
     cached: int | None = None  # prompt tokens found in a cache so far, where that is news
+    chain: str = ""  # hash and number of the prompt's last full block, if somebody wants to know
     index: int = 0  # the choice they belong to
     output: Output | None = None  # what they came from; None: from no choice's
 

@@ -14,6 +14,7 @@ from emberline.server.exchange import Exchange
 
 SEED = "x-emberline-seed"
 TRACK = "x-emberline-track"
+CHAIN = "x-emberline-chain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Journey:
     seed: int | None = None  # for a call that has none of its own
     timeout: float = math.inf  # seconds that are left
     tracked: bool = False  # the stream tells which tokens its events came from
+    chained: bool = False  # the reply tells where the prompt ends, in blocks
     handoff: Handoff = field(default_factory=Handoff)
 
     @staticmethod
@@ -31,4 +33,5 @@ class Journey:
         seed = x.header(SEED)
         if seed and not (seed.isascii() and seed.isdigit() and int(seed) < 1 << 64):
             raise InvalidRequest(f"{SEED} is {seed[:40]!r}; it must be in [0, 2**64)")
-        return Journey(seed=int(seed) if seed else None, tracked=x.header(TRACK) == "1")
+        tracked, chained = x.header(TRACK) == "1", x.header(CHAIN) == "1"
+        return Journey(seed=int(seed) if seed else None, tracked=tracked, chained=chained)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from emberline.router.ask import Ask
 from emberline.router.call import Call
+from emberline.router.chains import Link
 from emberline.router.policy import Decision
 from emberline.router.upstream import Broken, Reply, Upstream
 from emberline.router.usage import Usage
@@ -30,6 +31,7 @@ class Leg:
     lost: str = ""  # why it was cut off
     outcome: Outcome = "left"  # unless somebody knows better
     usage: Usage = field(default_factory=Usage)
+    link: Link | None = None  # where its prompt ends, if the worker says so
     _timer: asyncio.Timeout | None = None  # while it waits for the reply to begin
     _reply: Reply | None = None
 

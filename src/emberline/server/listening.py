@@ -28,8 +28,12 @@ async def listen(
     listener: socket.socket,
     ready: Callable[[], None],
     leaving: Callable[[], Awaitable[None]] | None = None,
+    *,
+    largest_message: int = 0,
+    proxied: bool = True,
 ) -> None:
-    """`ready` is called when connections are taken, `leaving` before they no longer are."""
+    """`ready` is called when connections are taken, `leaving` before they no longer are. `largest_message`: bytes of
+    one over a WebSocket; 0: there are none. `proxied`: for whom a proxy in front speaks is looked up."""
     import uvicorn
 
     place = ":".join(map(str, listener.getsockname()[:2]))
@@ -51,7 +55,9 @@ async def listen(
         app,
         loop="none",
         http="httptools",
-        ws="none",
+        ws="websockets-sansio" if largest_message else "none",
+        ws_max_size=largest_message,
+        proxy_headers=proxied,
         lifespan="off",
         interface="asgi3",
         access_log=False,

@@ -14,8 +14,8 @@ class Page:
 
 
 def load_pages(home: str = "index.html") -> dict[str, Page]:
-    """URL path to content: `/` is the playground, or another page; the rest of web/ lies under /static/, and with it the
-    folder that the page is in."""
+    """URL path to content: `/` is the playground, or another page; the rest of web/ lies under /static/, and so do the
+    files of the folder that the page is in."""
     room = home.rpartition("/")[0]
     web = files("emberline").joinpath("web")
     pages = {}

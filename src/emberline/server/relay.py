@@ -16,9 +16,10 @@ from emberline.core.config import RouterConfig
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, Overloaded, WorkerLost
 from emberline.router.ask import Ask
 from emberline.router.call import Call
-from emberline.router.dialect import PRIVATE, Garbled
+from emberline.router.dialect import CHAIN, PRIVATE, Garbled
 from emberline.router.native import RESUME
 from emberline.router.policy import Decision, Why
+from emberline.router.track import read_link
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.router.usage import Usage
 from emberline.server.dispatch import Dispatch
@@ -34,7 +35,7 @@ PAUSE = 0.1  # seconds until workers are looked for again, at first
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
-                 "expect"})  # fmt: skip
+                 "expect", CHAIN})  # fmt: skip
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 
 
@@ -58,6 +59,8 @@ class Relay:
     def _trip(self, x: Exchange, ask: Ask, body: bytes) -> Trip:
         given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
         headers = {name: value for name, value in given if name not in HOP and not name.startswith(PRIVATE)}
+        if self._config.kv_events:
+            headers[CHAIN] = "1"
         call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
         seed, generates = secrets.randbits(64), x.path in GENERATING
@@ -175,6 +178,8 @@ class Relay:
             raise Garbled("a stream does not go on with a whole reply")
         self._dispatch.came(leg, 0)
         leg.usage = Usage.read(body[-2048:])
+        if CHAIN in reply.headers:
+            self._dispatch.told(leg, read_link(reply.headers[CHAIN]))
         await trip.x.reply(reply.status, body, *_head(reply.headers, trip, leg))
 
     async def _pieces(self, trip: Trip, reply: Reply, leg: Leg) -> None:
@@ -212,6 +217,8 @@ class Relay:
             self._metrics.migrations[trip.moving, "went on"] += 1
         if trip.prefill is not None:
             trip.prefill.leave()
+        if trip.track.link is not None:
+            self._dispatch.told(leg, trip.track.link)
         trip.progressed()
         leg.movable = trip.may_move and trip.track.movable
 

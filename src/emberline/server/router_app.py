@@ -190,7 +190,7 @@ class RouterApp:
         return seen
 
     async def _status(self, x: Exchange) -> None:
-        body = status(self._seen(), self.dispatch.metrics, self._clock.now())
+        body = status(self._seen(), self.dispatch.metrics, self._clock.now(), self.dispatch.kv)
         await x.json({**body, "open_requests": self.dispatch.num_open, "uptime_seconds": time.time() - self._began})
 
     async def _live(self, x: Exchange) -> None:
@@ -203,6 +203,6 @@ class RouterApp:
         await x.json(body, 200 if ready else 503)
 
     async def _scrape(self, x: Exchange) -> None:
-        families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes))
+        families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes), self.dispatch.kv)
         text = exposition([*families, self._replies.family()])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from emberline.cluster.membership import Health, Member
+from emberline.router.kvindex import KVIndex, State
 from emberline.router.policy import Decision, Why
 from emberline.router.worker import Worker
 from emberline.server.metrics import SECONDS, Family, Histogram
@@ -41,8 +42,10 @@ class RouterMetrics:
         if outcome == "answered":
             self._whole.observe(seconds)
 
-    def families(self, seen: Sequence[Seen], prefixes: int) -> Iterator[Family]:
+    def families(self, seen: Sequence[Seen], prefixes: int, kv: KVIndex | None = None) -> Iterator[Family]:
         yield from _gauges(seen)
+        if kv is not None:
+            yield from _followed(seen, kv)
         for name, help_, labels, counts in (
             ("requests", "Requests by worker and ending.", ("worker", "outcome"), self.outcomes),
             ("decisions", "Why workers were chosen.", ("why",), _single(self.decisions)),
@@ -66,12 +69,15 @@ class RouterMetrics:
         yield self._whole.family('at="router"')
 
 
-def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float) -> dict[str, Any]:
+def status(seen: Iterable[Seen], metrics: RouterMetrics, now: float, kv: KVIndex | None = None) -> dict[str, Any]:
     """For the status page, and for whoever drains a worker."""
     seen = list(seen)
     engines = {peer: worker.name for worker, _, _ in seen for peer in worker.peers.values()}
+    rows = [_row(worker, member, health, metrics, now, engines) for worker, member, health in seen]
+    if kv is not None:
+        rows = [row | kv.facts(worker.id) for row, (worker, _, _) in zip(rows, seen, strict=True)]
     return {
-        "workers": [_row(worker, member, health, metrics, now, engines) for worker, member, health in seen],
+        "workers": rows,
         "decisions": dict(metrics.decisions),
         "retries": dict(metrics.retries),
         "migrations": [{"reason": why, "outcome": how, "count": n} for (why, how), n in metrics.migrations.items()],
@@ -123,6 +129,19 @@ def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
     ):
         labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
         yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, values, strict=True))
+
+
+def _followed(seen: Sequence[Seen], kv: KVIndex) -> Iterator[Family]:
+    for name, help_, values in (
+        (
+            "kv_exact",
+            "1 while all that it says of its blocks is known.",
+            [kv.state(w.id) is State.EXACT for w, _, _ in seen],
+        ),
+        ("kv_blocks", "Blocks it is known to hold.", [kv.held(w.id) for w, _, _ in seen]),
+    ):
+        labels = [_labels(("worker",), (worker.name,)) for worker, _, _ in seen]
+        yield Family.of(f"emberline:worker_{name}", help_, "gauge", zip(labels, map(int, values), strict=True))
 
 
 def _single(counts: Counter[str]) -> dict[tuple[str, ...], int]:

@@ -8,6 +8,7 @@ import logging
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.router.upstream import Upstream
+from emberline.server.following import Following
 from emberline.server.listening import bind, listen
 from emberline.server.pages import load_pages
 from emberline.server.router_app import RouterApp
@@ -23,7 +24,10 @@ async def route(config: RouterConfig) -> None:
     async with Upstream() as upstream:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"))
         sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
-        tasks = [asyncio.create_task(work) for work in (app.tick(), sponsor.run())]
+        work = [app.tick(), sponsor.run()]
+        if (index := app.dispatch.kv) is not None:
+            work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())
+        tasks = [asyncio.create_task(each) for each in work]
         try:
             await listen(app, listener, lambda: log.info("router at http://%s:%d", config.host, port))
         finally:

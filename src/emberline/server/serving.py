@@ -52,7 +52,12 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
             if registrar is not None:
                 registrar.start()
 
-        await listen(assembled.app, listener, ready, registrar.leave if registrar else None)
+        async def leaving() -> None:
+            engine.ledger.close()
+            if registrar is not None:
+                await registrar.leave()
+
+        await listen(assembled.app, listener, ready, leaving)
     finally:
         if registrar is not None:
             await registrar.stop()

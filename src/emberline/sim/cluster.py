@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from emberline.cluster.card import Beat, Card, ModelCard
@@ -17,6 +17,7 @@ from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.router.ask import Ask
+from emberline.router.chains import Link
 from emberline.router.policy import Decision, Why
 from emberline.router.usage import Usage
 from emberline.router.worker import Load
@@ -65,6 +66,7 @@ class Open:
     account: ExitStack
     asked: float
     prompt: int
+    link: Link | None = None  # where it ends
     cached: int = 0
     reply: list[int] = field(default_factory=list)
     last: float = 0.0
@@ -88,10 +90,12 @@ class SimCluster:
         header: bool = False,
         store: Store | None = None,
         router: RouterConfig | None = None,
+        kv_events: bool = False,
     ) -> None:
-        """`header`: clients name their session."""
+        """`header`: clients name their session. `kv_events`: the router follows what the workers' caches hold."""
         self.clock = ManualClock()
-        self.dispatch = Dispatch(router or RouterConfig(lost_after=FAR, stuck_after=FAR), self.clock)
+        router = router or RouterConfig(lost_after=FAR, stuck_after=FAR)
+        self.dispatch = Dispatch(replace(router, kv_events=kv_events), self.clock)
         self.seen = Seen()
         self._chooser = chooser
         self._header = header
@@ -101,7 +105,9 @@ class SimCluster:
         self._workers: dict[str, SimWorker] = {}
         for i in range(shape.workers):
             name = f"worker-{i}"
-            self._workers[name] = SimWorker(name, config, shape.kv_tokens, shape.cost, store)
+            worker = self._workers[name] = SimWorker(name, config, shape.kv_tokens, shape.cost, store)
+            if kv_events:
+                worker.engine.kv.watch()
             model = ModelCard(MODEL, "sim", config.max_context, shape.max_running, shape.kv_tokens, config.block_size)
             self.dispatch.register(Card(name, name, f"http://{name}", (model,)))
             self.dispatch.beat(Beat(name, name))
@@ -137,8 +143,9 @@ class SimCluster:
         self.seen.known_tokens += self._oracle.cached(tokens)
         self._live[session.name] = len(tokens) + reply
         self.seen.working_set = max(self.seen.working_set, sum(self._live.values()))
-        self._open[name] = Open(session, leg, account, now, len(tokens))
         worker = self._workers[decision.worker.name]
+        link = worker.end_of(tokens) if self.dispatch.kv is not None else None
+        self._open[name] = Open(session, leg, account, now, len(tokens), link)
         params = SamplingParams(max_tokens=reply, ignore_eos=True, seed=0)
         worker.add(Submission(name, tokens, params, timeout=FAR), now)
         if not worker.stepping:
@@ -150,6 +157,10 @@ class SimCluster:
         self._at(ends, partial(self._stepped, worker, outputs))
 
     def _stepped(self, worker: SimWorker, outputs: list[Output]) -> None:
+        if (index := self.dispatch.kv) is not None:
+            id_ = self.dispatch.workers[worker.name].id
+            for batch in worker.batches(*index.position(id_)):
+                index.apply(id_, batch)
         for output in outputs:
             self._came(output)
         worker.stepping = False
@@ -158,6 +169,8 @@ class SimCluster:
 
     def _came(self, output: Output) -> None:
         turn, now = self._open[output.id], self.clock.time
+        if not turn.reply and turn.link is not None:
+            self.dispatch.told(turn.leg, turn.link)
         self.dispatch.came(turn.leg, len(output.tokens))
         (self.seen.between if turn.reply else self.seen.first).append(now - (turn.last or turn.asked))
         turn.cached += output.cached_tokens

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output
 from emberline.core.plan import Sampled, StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
+from emberline.engine.ledger import Ledger
 from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import TierStack
+from emberline.router.chains import Link
 from emberline.sim.costmodel import CostModel
+from emberline.tokens.blockhash import last_full, root_hash
 
 VOCABULARY = 100_000
 BUFFER = 8  # bytes that stand for a block; what is in them does not matter
@@ -53,6 +57,7 @@ class SimWorker:
             self._tiers = TierStack(host, [store.tier], clock=self.clock, threads=False)
         runner = SimRunner(kv_tokens // config.block_size, cost, self.clock)
         self.engine = Engine(config, runner, self.clock, self._tiers)
+        self._ledger = Ledger([name])
         self._until = 0.0  # when the link to the store is free again
 
     def add(self, submission: Submission, now: float) -> None:
@@ -67,6 +72,16 @@ class SimWorker:
         if self.clock.time == now and loading and self._store is not None:  # nothing to compute: it waits for blocks
             self.clock.time = max(now, self._until) + self._store.seconds
         return outputs, self.clock.time
+
+    def batches(self, incarnation: str, seq: int) -> list[BlockBatch]:
+        """What is new about its blocks, to who has come so far."""
+        if (news := self.engine.kv.news()) is not None:
+            self._ledger.take(self.name, *news)
+        return self._ledger.after(incarnation, seq)
+
+    def end_of(self, tokens: list[int]) -> Link | None:
+        end = last_full(root_hash(SimRunner.layout), tokens, self.engine.config.block_size)
+        return Link(*end) if end is not None else None
 
     @property
     def idle(self) -> bool:

@@ -21,3 +21,11 @@ def root_hash(layout: str, salt: str = "") -> bytes:
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The hash of one full block: its own tokens and, through `parent`, all that came before."""
     return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=SIZE).digest()
+
+
+def last_full(root: bytes, tokens: Sequence[int], size: int) -> tuple[bytes, int] | None:
+    """The hash of the last full block, and how many there are; None: there is none."""
+    digest = root
+    for at in range(0, len(tokens) - size + 1, size):
+        digest = block_hash(digest, tokens[at : at + size])
+    return (digest, len(tokens) // size) if len(tokens) >= size else None

@@ -233,6 +233,8 @@ def forget_prefixes(engine: Engine) -> None:
     old = engine.kv
     kv = KVManager(old.total, old.block_size, engine.runner.layout, prefix_cache=old.prefix_cache, clock=engine.clock)
     kv.queries, kv.hits = old.queries, old.hits  # counters only rise
+    if old.watched:
+        kv.watch()
     engine.kv = engine.scheduler.kv = kv
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
-
 import msgspec
 
 from emberline.gateway.call import Reply, Stream
@@ -24,7 +22,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     @staticmethod
     def of(reply: Reply, chunks: list[bytes], stream: bool) -> Entry:
         headers = {name: reply.headers[name] for name in KEPT if name in reply.headers}
-        usage = astuple(reply.usage) if reply.usage is not None else None
+        usage = msgspec.structs.astuple(reply.usage) if reply.usage is not None else None
         return Entry(reply.status, headers, reply.model, reply.provider, usage, stream, chunks)
 
     def encoded(self) -> bytes:

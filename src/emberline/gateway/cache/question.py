@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ class Question:
         if not text or len(text) > LONGEST:
             return None
         body[turns] = before
-        return Question(text, "rest:" + cache_key(replace(call, body=msgspec.json.encode(body))))
+        return Question(text, "rest:" + cache_key(call.moved(body=msgspec.json.encode(body))))
 
     @property
     def exact(self) -> tuple[list[str], int]:

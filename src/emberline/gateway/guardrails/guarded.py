@@ -3,12 +3,15 @@ blocks is answered with an error, and billed for what it had cost by then."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Awaitable, Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from emberline.core.clock import Clock
 from emberline.gateway.beside import Beside
+from emberline.gateway.cache.key import canonical
 from emberline.gateway.call import Call, Handler, Reply
 from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Check, Finding
@@ -16,7 +19,7 @@ from emberline.gateway.guardrails.judge import Judges, decided
 from emberline.gateway.guardrails.policy import Guardrails, Judge
 from emberline.gateway.guardrails.scanner import Scanner, redacted, worst
 from emberline.gateway.guardrails.stream import GuardedStream
-from emberline.gateway.guardrails.texts import conversation, request_texts, silence, texts_of
+from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
 from emberline.gateway.refusal import error_reply, last_words
 
 HEADER = "cf-aig-dlp"
@@ -32,11 +35,11 @@ class Guarded:
         self._judges = Judges(ask, clock)
 
     def layer(self, inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
+        def handle(call: Call) -> Awaitable[Reply]:
             rails = call.settings.guardrails
             if not rails or call.method != "POST":
-                return await inner(call)
-            return await Watch(call, rails, self._judges).run(inner)
+                return inner(call)
+            return Watch(call, rails, self._judges).run(inner)
 
         return handle
 
@@ -84,19 +87,33 @@ class Watch:
         return call.moved(steps=steps)
 
     def _scanned(self, scanner: Scanner, body: bytes) -> bytes:
-        """The same object, if nothing of it was redacted."""
+        """The same object, if nothing of it was redacted. What could be read in two ways is sent as it was read."""
         found = _decoded(body)
         if found is None:
+            return self._scanned_text(scanner, body)
+        changed = self._redacted(scanner, request_texts(found))
+        ambiguous = not canonical(body).startswith(b"json:")
+        return msgspec.json.encode(found) if changed or ambiguous else body
+
+    def _scanned_text(self, scanner: Scanner, body: bytes) -> bytes:
+        """Of what is no JSON. What is no text either is not looked into."""
+        try:
+            holder = [body.decode()]
+        except UnicodeDecodeError:
             return body
+        return holder[0].encode() if self._redacted(scanner, [Text(holder, 0, holder[0], ())]) else body
+
+    def _redacted(self, scanner: Scanner, texts: Iterable[Text]) -> bool:
+        """In place; False: there was nothing to redact."""
         changed = False
-        for text in list(request_texts(found)):
+        for text in list(texts):
             spans = scanner.find(text.text)
             for span in spans:
                 self.note(scanner.finding(span))
             made = redacted(text.text, spans)
             if made != text.text:
                 text.holder[text.key], changed = made, True
-        return msgspec.json.encode(found) if changed else body
+        return changed
 
     # -- the reply -----------------------------------------------------------------------------------------------------
 
@@ -109,28 +126,23 @@ class Watch:
                 hold = any(judge.blocks("reply") for judge in judges)
                 reply.body = GuardedStream(reply.body, scanner, self, judged=bool(judges), hold=hold)
             return
-        found = _decoded(reply.body)
-        if found is None:
-            return
-        said = "\n".join(text.text for text in texts_of(found) if text.grows)
-        self._redact(scanner, reply, found)
+        said = self._whole(scanner, reply, reply.body)
         stop = self._stopping() or await self.judge(said)
         self._tell()
         if stop is not None:
             self._refuse(reply, stop)
 
-    def _redact(self, scanner: Scanner, reply: Reply, found: Any) -> None:
-        changed = False
-        for text in list(texts_of(found)):
-            spans = scanner.find(text.text)
-            for span in spans:
-                self.note(scanner.finding(span))
-            made = redacted(text.text, spans)
-            if made != text.text:
-                text.holder[text.key], changed = made, True
-        if changed:
+    def _whole(self, scanner: Scanner, reply: Reply, body: bytes) -> str:
+        """What it said, before anything was redacted."""
+        found = _decoded(body)
+        if found is None:
+            reply.body = self._scanned_text(scanner, body)
+            return body.decode("utf-8", "ignore")
+        said = "\n".join(text.text for text in texts_of(found) if text.grows)
+        if self._redacted(scanner, texts_of(found)):
             silence(found)
             reply.body = msgspec.json.encode(found)
+        return said
 
     def _refuse(self, reply: Reply, stop: Finding) -> None:
         """What it cost stays: it was answered, only not shown."""
@@ -185,7 +197,7 @@ class Watch:
         if found:
             action = worst(found)
             told = {"findings": [_shown(each) for each in found[:LONGEST_HEADER]], "action": (action or "").upper()}
-            self._call.notes[HEADER] = msgspec.json.encode(told).decode()
+            self._call.notes[HEADER] = json.dumps(told)  # with nothing but ASCII, as headers want it
 
 
 def _shown(finding: Finding) -> dict[str, Any]:
@@ -207,7 +219,7 @@ def _said(call: Call) -> str:
 
 
 def _decoded(body: bytes) -> Any:
-    """None: it is no JSON, and not looked into."""
+    """None: it is no JSON."""
     try:
         return msgspec.json.decode(body) if body[:64].lstrip()[:1] in (b"{", b"[") else None
     except (msgspec.MsgspecError, UnicodeDecodeError):

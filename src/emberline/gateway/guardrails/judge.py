@@ -58,7 +58,8 @@ class Judges:
                 raise Broken(f"it answered {reply.status}")
             return understood(_content(reply.body))
         finally:
-            await beside.drop(reply)
+            await reply.close()
+            beside.count(None, reply.micros)  # its tokens are another model's
 
     def _put(self, judge: Judge, text: str, call: Call) -> Call:
         """The question, as a call of its own."""

@@ -16,6 +16,26 @@ Span: TypeAlias = tuple[int, int]
 Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # the text, and from where on
 
 LONGEST = 512  # characters of any span but a private key
+LEAST_DIGITS, MOST_DIGITS = 8, 15  # of a telephone number
+
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def _at_numbers(pattern: re.Pattern[str], text: str, start: int, before: str = "") -> Iterator[re.Match[str]]:
+    """Tried only where digits begin, or one of `before` before them: in most text there are few."""
+    for number in _NUMBER.finditer(text, start):
+        at = number.start()
+        found = pattern.match(text, at - 1) if at > start and text[at - 1] in before else None
+        if (found := found or pattern.match(text, at)) is not None:
+            yield found
+
+
+def _apart(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
+    for each in found:
+        if each.start() >= start:
+            start = each.end()
+            yield each
+
 
 # -- payment cards -----------------------------------------------------------------------------------------------------
 
@@ -33,7 +53,7 @@ _ISSUERS = re.compile(
 
 def _cards(text: str, start: int) -> Iterator[Span]:
     end = start
-    for found in _CARD.finditer(text, start):
+    for found in _at_numbers(_CARD, text, start):
         digits = re.sub(r"\D", "", found["n"])
         if found.start() >= end and _ISSUERS.fullmatch(digits) and luhn(digits):
             end = found.end("n")
@@ -49,17 +69,22 @@ def luhn(digits: str) -> bool:
 # -- bank accounts -----------------------------------------------------------------------------------------------------
 
 _IBAN = re.compile(r"(?<![\w])([A-Z]{2})\d{2}(?= ?[A-Z0-9])", re.IGNORECASE)
-_LENGTHS = {
-    each[:2]: int(each[2:])
-    for each in ["AD24", "AE23", "AL28", "AT20", "AZ28", "BA20", "BE16", "BG22", "BH22", "BR29", "BY28", "CH21", "CR22", "CY28", "CZ24", "DE22", "DK18", "DO28", "EE20", "EG29", "ES24", "FI18", "FO18", "FR27", "GB22", "GE22", "GI23", "GL18", "GR27", "GT28", "HR21", "HU28", "IE22", "IL23", "IQ23", "IS26", "IT27", "JO30", "KW30", "KZ20", "LB28", "LC32", "LI21", "LT20", "LU20", "LV21", "LY25", "MC27", "MD24", "ME22", "MK19", "MR27", "MT31", "MU30", "NL18", "NO15", "PK24", "PL28", "PS29", "PT25", "QA29", "RO24", "RS22", "SA24", "SC31", "SE24", "SI19", "SK24", "SM27", "ST25", "SV28", "TL23", "TN24", "TR26", "UA29", "VA22", "VG24", "XK20"]
-}
+_COUNTRIES = """
+AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28
+EE20 EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26
+IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MR27 MT31 MU30
+NL18 NO15 PK24 PL28 PS29 PT25 QA29 RO24 RS22 SA24 SC31 SE24 SI19 SK24 SM27 ST25 SV28 TL23
+TN24 TR26 UA29 VA22 VG24 XK20
+"""  # each with the length of its numbers
+_LENGTHS = {each[:2]: int(each[2:]) for each in _COUNTRIES.split()}
 
 
 def _ibans(text: str, start: int) -> Iterator[Span]:
     end = start
-    for found in _IBAN.finditer(text, start):
-        length = _LENGTHS.get(found[1].upper())
-        if length is None or found.start() < end:
+    for number in _NUMBER.finditer(text, start):
+        found = _IBAN.match(text, number.start() - 2) if number.start() - 2 >= end else None
+        length = _LENGTHS.get(found[1].upper()) if found is not None else None
+        if found is None or length is None:
             continue
         whole = re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?: ?[A-Za-z0-9]){{{length - 4}}}(?!\w)").match(text, found.start())
         if whole is not None and mod97(whole[0].replace(" ", "").upper()) == 1:
@@ -123,28 +148,34 @@ def _private_keys(text: str, start: int) -> Iterator[Span]:
 # -- people ------------------------------------------------------------------------------------------------------------
 
 _EMAIL = re.compile(
-    r"(?<![\w.%+-])[A-Za-z0-9_%+-](?:[A-Za-z0-9_.%+-]{0,62}[A-Za-z0-9_%+-])?@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}"
-    r"[A-Za-z]{2,24}(?![\w-])(?!\.\w)(?!@)"
+    r"(?<![\w.%+-])[A-Za-z0-9_%+-](?:[A-Za-z0-9_.%+-]{0,62}[A-Za-z0-9_%+-])?"
+    r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])(?!\.\w)(?!@)"
 )
 _PHONE = re.compile(
-    r"(?<![\w.+-])(?:\+[1-9](?:[ .-]?\(?\d{1,4}\)?){2,7}|(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d(?P<s>[ .-]))"
-    r"[2-9]\d\d[ .-]\d{4})(?![\w])(?![.-]\d)"
+    r"(?<![\w.+-])(?:\+[1-9]\d*+(?:[ .-]?+\(\d{1,4}\)|[ .-]\d++|(?<=\))\d++)*+"
+    r"|(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[ .-]\d{4})(?![\w])(?![.-]\d)"
 )
 _SSN = re.compile(r"(?<![\w-])(?!000|666|9)\d{3}(?P<s>[- ])(?!00)\d\d(?P=s)(?!0000)\d{4}(?![\w-])(?! \d)")
 
 
 def _emails(text: str, start: int) -> Iterator[Span]:
-    return (f.span() for f in _EMAIL.finditer(text, start) if ".." not in f[0] and f.end() - f.start() <= 254)
+    if "@" in text:
+        for found in _EMAIL.finditer(text, start):
+            if ".." not in found[0] and found.end() - found.start() <= 254:
+                yield found.span()
 
 
 def _phones(text: str, start: int) -> Iterator[Span]:
-    for found in _PHONE.finditer(text, start):
-        if not found[0].startswith("+") or 8 <= sum(c.isdecimal() for c in found[0]) <= 15:
-            yield found.span()
+    for found in _apart(_at_numbers(_PHONE, text, start, "+("), start):
+        number = found[0]
+        while number.startswith("+") and sum(map(str.isdecimal, number)) > MOST_DIGITS:
+            number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
+        if sum(map(str.isdecimal, number)) >= LEAST_DIGITS:
+            yield found.start(), found.start() + len(number)
 
 
 def _ssns(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _SSN.finditer(text, start))
+    return (found.span() for found in _apart(_at_numbers(_SSN, text, start), start))
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -155,11 +186,13 @@ _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?
 
 
 def _ipv4(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _IPV4.finditer(text, start))
+    return (found.span() for found in _apart(_at_numbers(_IPV4, text, start), start))
 
 
 def _ipv6(text: str, start: int) -> Iterator[Span]:
     """Not `a::b`, which is how programs name things: two groups at least one of which has a digit."""
+    if text.count(":", start) < 2:
+        return
     for found in _IPV6.finditer(text, start):
         if found[0].count(":") >= 2 and any(c.isdecimal() for c in found[0]) and _is_ipv6(found[0]):
             yield found.span()

@@ -49,6 +49,8 @@ class Scanner:
     def undecided(self, text: str, start: int) -> int:
         """From where on more text may make something of it, or unmake it."""
         text, end = plain(text), len(text)
+        if not self._rules:
+            return end
         begins = [max(start, end - LONGEST, len(text.rstrip(_WORD)))]
         if (numbers := _NUMBERS.search(text, max(start, end - _NUMBERS_SPAN))) is not None:
             begins.append(numbers.start())

@@ -12,12 +12,15 @@ from typing import Any, Protocol
 import msgspec
 
 from emberline.gateway.call import Stream
+from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.guardrails.scanner import Scanner, Span
 from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
 from emberline.gateway.guardrails.window import Piece, Window
 from emberline.gateway.splitter import Splitter, payload_of
 
+LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
+TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")
 _REPEATS = (".done", ".completed", ".incomplete", ".failed")  # events that say again what was said
 
 
@@ -72,7 +75,9 @@ class GuardedStream:
         self._voices: dict[Path, tuple[Path, Window]] = {}  # voice -> what it says just now
         self._stop: tuple[Window, Span] | None = None  # what is blocked
         self._said: list[str] = []
+        self._size = 0
         self._over = False
+        self._broken: Blocked | None = None  # told by breaking the connection, when all else has gone
 
     def __aiter__(self) -> GuardedStream:
         return self
@@ -89,8 +94,13 @@ class GuardedStream:
                 self._events.append(self._read(event))
                 if self._stop is not None:
                     break
+            self._size += len(chunk)
+            if self._hold and self._size > LARGEST_HELD:
+                return await self._refused(TOO_LARGE)
             if passed := await self._passed():
                 return passed
+        if self._broken is not None:
+            raise self._broken
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -156,7 +166,17 @@ class GuardedStream:
         before = b"" if self._hold else b"".join(self._gone())
         finding = self._scanner.finding(self._stop[1])
         await self.aclose()
-        return before + self._warden.last_words(finding)
+        try:
+            return before + self._warden.last_words(finding)
+        except Blocked as e:
+            self._broken = e
+            return before
+
+    async def _refused(self, finding: Finding) -> bytes:
+        """Nothing of it has gone, or all: there is only the last word."""
+        self._warden.note(finding)
+        await self.aclose()
+        return self._warden.last_words(finding)
 
     async def _last(self) -> bytes:
         for _, window in self._voices.values():
@@ -164,7 +184,6 @@ class GuardedStream:
         if self._stop is not None:
             return await self._blocked()
         if self._judged and (finding := await self._warden.judge("".join(self._said))) is not None:
-            await self.aclose()
-            return self._warden.last_words(finding)
+            return await self._refused(finding)
         self._over = True
         return b"".join(self._gone()) + self._splitter.rest

@@ -68,10 +68,6 @@ class Window:
         self._go(until)
         return spans
 
-    def begins_at(self, position: int) -> Piece | None:
-        """The piece that has this position of the text."""
-        return next((piece for piece in self._pieces if piece.start <= position < piece.end), None)
-
     def _cut(self, start: int, end: int, label: str) -> None:
         for piece in self._pieces:
             if piece.start < end and start < piece.end:

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from emberline.gateway.errors import LimitExceeded
 from emberline.gateway.limits.rule import Amount, Claim
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """What one claim got."""
 
     claim: Claim
@@ -23,8 +23,7 @@ class Grant:
     resets: int  # milliseconds until all of the limit is there again
 
 
-@dataclass(slots=True)
-class Reservation:
+class Reservation(msgspec.Struct):
     name: str
     grants: tuple[Grant, ...]
     expires: int  # by the counter's clock, milliseconds: then it has come back

@@ -10,11 +10,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+import msgspec
+
 from emberline.gateway.limits.window import Window
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     slot: int
     amount: int
     expires: int

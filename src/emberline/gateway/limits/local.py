@@ -11,6 +11,7 @@ from emberline.gateway.limits.bucket import Bucket
 from emberline.gateway.limits.rule import Amount, Claim
 
 SWEPT = 2  # buckets looked at for every reservation, so that those of one-time users do not pile up
+FEW = 256  # buckets that may
 
 
 class LocalLimiter:
@@ -20,7 +21,8 @@ class LocalLimiter:
 
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
         ms, name = round(now * 1000), str(next(self._names))
-        self._sweep(ms)
+        if len(self._buckets) > FEW:
+            self._sweep(ms)
         rolled = [(claim, self._bucket(claim, ms)) for claim in claims]
         amounts = [bucket.grant(claim.rule.limit, claim.amount) for claim, bucket in rolled]
         refused = [pair for pair, amount in zip(rolled, amounts, strict=True) if amount is None]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -71,17 +70,19 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def holds(self, facts: Mapping[str, str], named: tuple[str, ...] = ()) -> bool:
         if self.named and self.name not in named:
             return False
-        return all(facts.get(dimension, "") in values for dimension, values in self.only.items())
+        return not self.only or all(facts.get(dimension, "") in values for dimension, values in self.only.items())
 
     def claim(self, facts: Mapping[str, str], amount: int) -> Claim:
+        return Claim(self, facts.get("gateway", ""), self.bucket(facts), amount)
+
+    def bucket(self, facts: Mapping[str, str]) -> str:
+        """The name of what this caller shares with those of the same values."""
         values = msgspec.json.encode([facts.get(dimension, "") for dimension in self.split])
         digest = hashlib.sha256(values).hexdigest()[:32] if self.split else "all"
-        bucket = f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
-        return Claim(self, facts.get("gateway", ""), bucket, amount)
+        return f"{self.name}:{self.amount}:{self.per}:{self.technique}:{digest}"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True):
     """What one call asks of one rule."""
 
     rule: Rule

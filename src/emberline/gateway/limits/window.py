@@ -9,9 +9,10 @@ Times are whole milliseconds since the epoch. Days, weeks (from Monday) and mont
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, TypeAlias
+
+import msgspec
 
 Technique = Literal["fixed", "sliding"]
 Period: TypeAlias = int | Literal["minute", "hour", "day", "week", "month"]
@@ -23,8 +24,7 @@ MONDAY = 4 * DAY  # the first one: the epoch was a Thursday
 SLIDING_MONTH = 30 * DAY
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     length: int  # of a slot; 0: a month of the calendar
     live: int  # slots that count, the current one among them
     offset: int  # where a slot begins

@@ -41,6 +41,7 @@ class Provider:
     prefix: ClassVar[str] = ""  # of an endpoint that is in none of its dialects
     paths: ClassVar[Mapping[Dialect, str]] = {}  # what it speaks -> the endpoint, which may have {model} in it
     needs_key: ClassVar[bool] = True
+    own_errors: ClassVar[bool] = False  # not in the shape of the dialect that it speaks
     counts_streams: ClassVar[bool] = True  # knows stream_options.include_usage
     takes_thoughts: ClassVar[bool] = False  # of others, in a conversation's history
     max_tokens_name: ClassVar[str] = (
@@ -108,7 +109,7 @@ class Provider:
 
 
 def decoded(out: Outgoing, incoming: Incoming) -> Incoming:
-    if out.decoder is None or incoming.status >= 400:
+    if out.decoder is None or incoming.status >= 300:
         return incoming
     from emberline.gateway.providers.decoder import Decoded
 

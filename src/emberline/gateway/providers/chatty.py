@@ -43,6 +43,8 @@ class Chatty(Provider):
         for field in LIMITS:
             if field in said and field != self.max_tokens_name:
                 said.setdefault(self.max_tokens_name, said.pop(field))
+        if not self.counts_streams:
+            said.pop("stream_options", None)  # the usage is told anyway
         for field, own in self.renames.items():
             if field in said:
                 said[own] = said.pop(field)

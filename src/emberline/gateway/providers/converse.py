@@ -37,7 +37,7 @@ def _message(message: Json, tell: Tell) -> Json:
 
 def _blocks(content: str | list[Json], tell: Tell) -> list[Json]:
     if isinstance(content, str):
-        return [{"text": content}]
+        return [{"text": content}] if content else []
     made = []
     for block in content:
         if (fit := _block(block, tell)) is not None:

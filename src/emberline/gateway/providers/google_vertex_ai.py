@@ -3,6 +3,7 @@ user's, or a token that somebody else got."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
@@ -37,7 +38,7 @@ class VertexAI(Gemini):
         self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
     ) -> None:
         super().__init__(base_url, headers, public=public)
-        self._tokens = GoogleTokens(self._base_url)
+        self._tokens = GoogleTokens(self._base_url, public=public)
 
     def speaks(self, dialect: Dialect, model: str = "") -> bool:
         return dialect == "raw" or dialect == ("anthropic" if "claude" in model else "gemini")
@@ -91,9 +92,11 @@ class VertexAI(Gemini):
         account = Account.read(out.headers.get("authorization", "").removeprefix("Bearer "))
         if account is None:
             return await upstream.send(out, seconds)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
         token = await self._tokens.token(account, upstream, seconds, now)
         headers = {**out.headers, "authorization": f"Bearer {token}"}
-        incoming = await upstream.send(msgspec.structs.replace(out, headers=headers), seconds)
+        incoming = await upstream.send(msgspec.structs.replace(out, headers=headers), until - loop.time())
         if incoming.status == 401:
             self._tokens.forget(account)
         return incoming

@@ -15,6 +15,7 @@ _REASONS = re.compile(r"grok-(3-mini|[4-9]|code)")
 class Grok(Chatty):
     slug = "grok"
     base_url = "https://api.x.ai/v1"
+    own_errors = True
     paths: ClassVar[Mapping[Dialect, str]] = {
         "openai-chat": "chat/completions",
         "openai-responses": "responses",

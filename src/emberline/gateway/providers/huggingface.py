@@ -8,6 +8,7 @@ from emberline.gateway.providers.chatty import Chatty
 class HuggingFace(Chatty):
     slug = "huggingface"
     base_url = "https://router.huggingface.co/v1"
+    own_errors = True
 
     def model_in(self, endpoint: str) -> str:
         return "" if self.dialect_of(endpoint) != "raw" else endpoint.removeprefix("models/")

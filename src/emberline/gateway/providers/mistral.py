@@ -17,7 +17,6 @@ from emberline.gateway.splitter import Splitter, payload_of
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
-
 _SIGNS = (b'"developer"', b'"tool_call', *(f'"{name}"'.encode() for name in _FOREIGN))  # of messages to be looked at
 
 
@@ -28,7 +27,7 @@ class Mistral(Chatty):
     counts_streams = False
     renames: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
     refuses = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
-                         "stream_options", "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
+                         "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip
 
     def request(self, call: Call, key: str | None) -> Outgoing:
         out = super().request(call, key)

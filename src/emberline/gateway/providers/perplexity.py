@@ -16,7 +16,6 @@ class Perplexity(Chatty):
     slug = "perplexity-ai"
     base_url = "https://api.perplexity.ai"
     counts_streams = False
-    refuses = frozenset({"stream_options", "logit_bias", "user", "store", "service_tier", "seed"})
 
     def request(self, call: Call, key: str | None) -> Outgoing:
         out = super().request(call, key)

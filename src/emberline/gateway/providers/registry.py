@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Dialect
 from emberline.gateway.errors import ProviderNotFound
 from emberline.gateway.providers.anthropic import Anthropic
 from emberline.gateway.providers.aws_bedrock import Bedrock
@@ -61,6 +63,17 @@ class Registry:
     def _make(self, slug: str, given: ProviderSettings, known: type[Provider] | None) -> Provider:
         public = given.public and given.base_url is not None and not self._private
         if known is not None:
-            return known(given.base_url, given.headers, public=public)
+            made = known(given.base_url, given.headers, public=public)
+            if given.speaks is not None:
+                made.native = _some(made, given.speaks)
+            return made
         speaks = USUAL if given.speaks is None else given.speaks
         return Compatible(slug, given.base_url or "", speaks=speaks, headers=given.headers, public=public)
+
+
+def _some(provider: Provider, speaks: tuple[str, ...]) -> dict[Dialect, str]:
+    if unknown := set(speaks) - set(provider.native):
+        raise InvalidRequest(
+            f"{provider.slug} does not speak {min(unknown)}", hint=f"it speaks {', '.join(provider.native)}"
+        )
+    return {dialect: path for dialect, path in provider.native.items() if dialect in speaks}

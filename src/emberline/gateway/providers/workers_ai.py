@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
+from emberline.gateway.paths import DEFAULT
 from emberline.gateway.providers.base import Outgoing, Provider
 
 
@@ -15,6 +17,7 @@ class WorkersAI(Provider):
     slug = "workers-ai"
     base_url = "https://api.cloudflare.com/client/v4/accounts/{account}/ai"
     prefix = "v1/"
+    own_errors = True
     paths: ClassVar[Mapping[Dialect, str]] = {
         "openai-chat": "v1/chat/completions",
         "openai-responses": "v1/responses",
@@ -34,4 +37,9 @@ class WorkersAI(Provider):
         out = super().request(call, key)
         if "{account}" not in out.url:
             return out
+        if call.account == DEFAULT:
+            raise InvalidRequest(
+                "workers-ai does not know which account of Cloudflare's is meant",
+                hint="name it in the path, or in the provider's base_url: .../client/v4/accounts/ACCOUNT/ai",
+            )
         return Outgoing(out.method, out.url.replace("{account}", call.account, 1), out.headers, out.body, out.public)

@@ -20,7 +20,7 @@ Test: TypeAlias = Callable[[Facts], bool]
 _Compare: TypeAlias = Callable[[Any], bool]
 
 
-def test_of(condition: Mapping[str, Any]) -> Test:
+def compiled(condition: Mapping[str, Any]) -> Test:
     """Of a condition that was checked. All of its fields must hold."""
     tests = [_field(name, value) for name, value in condition.items()]
     return tests[0] if len(tests) == 1 else lambda facts: all(test(facts) for test in tests)
@@ -29,13 +29,13 @@ def test_of(condition: Mapping[str, Any]) -> Test:
 def _field(name: str, value: Any) -> Test:
     match name:
         case "$and":
-            inner = [test_of(each) for each in value]
+            inner = [compiled(each) for each in value]
             return lambda facts: all(test(facts) for test in inner)
         case "$or":
-            inner = [test_of(each) for each in value]
+            inner = [compiled(each) for each in value]
             return lambda facts: any(test(facts) for test in inner)
         case "$not":
-            denied = test_of(value)
+            denied = compiled(value)
             return lambda facts: not denied(facts)
     asked = value if isinstance(value, Mapping) else {"$eq": value}
     compares = [_compare(operator, wanted) for operator, wanted in asked.items()]

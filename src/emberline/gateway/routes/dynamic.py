@@ -5,14 +5,14 @@ tried at the next."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, ModelNotFound
 from emberline.gateway.beside import Beside
-from emberline.gateway.call import DYNAMIC, Call, Handler, Reply, Step
+from emberline.gateway.call import DYNAMIC, POOL, Call, Handler, Reply, Step
 from emberline.gateway.errors import Broken, Forbidden, LimitExceeded, ProviderNotFound, UpstreamFailed
 from emberline.gateway.graph import Graph, ModelElement, RateLimit
 from emberline.gateway.limited import GRACE, facts_of
@@ -39,9 +39,10 @@ class Dynamic:
         self._plans: dict[tuple[str, str], tuple[Settings, dict[str, Plan]]] = {}
 
     def layer(self, inner: Handler) -> Handler:
-        async def handle(call: Call) -> Reply:
-            if call.provider != DYNAMIC:
-                return await inner(call)
+        def handle(call: Call) -> Awaitable[Reply]:
+            return inner(call) if call.provider != DYNAMIC else walked(call)
+
+        async def walked(call: Call) -> Reply:
             plan = self._plan(call.settings, call.model)
             affine = call.options.session_id if not call.options.no_session_affinity else None
             return await _Errand(self, call, Walk.begin(plan, CallFacts(call), affine or call.id), inner).run()
@@ -117,7 +118,8 @@ class _Errand:
         call = at_model(self._call, element, self._asked, last=not self._walk.rescued)
         self._asked += 1
         try:
-            if not (permits(call, DYNAMIC, self._walk.plan.name) or permits(call, call.provider, call.model)):
+            call.cleared = permits(call, DYNAMIC, self._walk.plan.name)
+            if not call.cleared and call.provider != POOL and not permits(call, call.provider, call.model):
                 raise Forbidden(f"{call.provider}/{call.model} is not allowed here"[:300])
             reply = await self._inner(call)
         except (UpstreamFailed, LimitExceeded, Forbidden, ProviderNotFound) as e:

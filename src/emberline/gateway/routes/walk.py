@@ -19,7 +19,7 @@ from emberline.gateway.graph import (
     Start,
     To,
 )
-from emberline.gateway.routes.condition import Facts, Test, test_of
+from emberline.gateway.routes.condition import Facts, Test, compiled
 
 Asking = RateLimit | ModelElement
 
@@ -36,7 +36,7 @@ class Plan:
     @staticmethod
     def of(name: str, graph: Graph) -> Plan:
         conditionals = [each for each in graph.elements if isinstance(each, Conditional)]
-        tests = {each.id: test_of(each.properties.condition) for each in conditionals}
+        tests = {each.id: compiled(each.properties.condition) for each in conditionals}
         return Plan(name, graph.start, graph.by_id(), tests)
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from emberline.api import sse
 from emberline.gateway.call import Reply, Stream
-from emberline.gateway.dialects.problems import read_error
+from emberline.gateway.dialects.problems import problem_of, read_error
 from emberline.gateway.run.question import Kind, Question
 from emberline.gateway.splitter import Splitter, payload_of
 
@@ -38,9 +38,12 @@ def answered(asked: Question, reply: Reply) -> Reply:
     """The same reply in other words."""
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
-        reply.body = sse.dumps(told(asked, reply))
+        said = told(asked, reply)
+        reply.body = sse.dumps(said)
         if is_busy(reply):
             reply.status = 429
+        elif not said["success"] and reply.status < 400:
+            reply.status = 502
     elif asked.kind == "chat/completions":
         reply.body = RunStream(reply.body)
     return reply
@@ -53,7 +56,10 @@ def told(asked: Question, reply: Reply) -> Json:
     if reply.status >= 400:
         return failed(_CODES.get(reply.status, _FAILED), read_error(reply.body).message)
     wants_json = isinstance(asked.body.get("response_format"), dict)
-    return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
+    try:
+        return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
+    except (LookupError, TypeError, AttributeError) as e:
+        return failed(_FAILED, f"the model's reply is not what it should be: {e!r}")
 
 
 def result(kind: Kind, said: Json, wants_json: bool = False) -> Json:
@@ -109,7 +115,7 @@ class RunStream:
             return sse.DONE if payload else b""
         said = msgspec.json.decode(payload)
         if said.get("error"):
-            return sse.data(failed(_FAILED, str(said["error"].get("message") or said["error"])))
+            return sse.data(failed(_FAILED, problem_of(said).message))
         made = b"".join(self._choice(choice) for choice in said.get("choices") or ())
         return made + (sse.data({"response": "", "usage": said["usage"]}) if said.get("usage") else b"")
 

@@ -7,7 +7,6 @@ or 1. What most rows do not have is NULL, so that the indexes over it hold only 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +17,7 @@ from emberline.gateway.record import Record
 from emberline.gateway.store.rollup import COUNTERS, SUMS
 from emberline.gateway.usage import Usage
 
-_USAGE = {field.name: field.name for field in fields(Usage)} | {"input": "tokens_in", "output": "tokens_out"}
+_USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
 _SPARSE = ("user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "stream", "estimated", "custom_cost")
 _PLAIN = tuple(name for name in Record.__struct_fields__ if name not in ("id", "usage", "metadata", *_SPARSE))

@@ -7,6 +7,7 @@ import { Session } from "./session.js";
 import { say, withIcon } from "./parts.js";
 import { audit } from "./audit.js";
 import { budgets } from "./budgets.js";
+import { gateways } from "./gateways.js";
 import { keys } from "./keys.js";
 import { logs } from "./logs.js";
 import { overview } from "./overview.js";
@@ -17,7 +18,8 @@ import { routes } from "./routes.js";
 
 const $ = (id) => document.getElementById(id);
 
-/** name -> [title, room(session, where) -> node]; where: { rest: parts of the path, query, signal, live(state) } */
+/** name -> [title, room(session, where) -> node]; where: what follows in the address, the
+    signal that it is left, and how to tell the frame that the gateway is alive or knows the key no more. */
 const ROOMS = {
   overview: ["Overview", overview],
   logs: ["Logs", logs],
@@ -25,6 +27,7 @@ const ROOMS = {
   keys: ["Keys", keys],
   budgets: ["Budgets", budgets],
   routes: ["Routes", routes],
+  gateways: ["Gateways", gateways],
   providers: ["Providers", providers],
   prices: ["Prices", prices],
   audit: ["Changes", audit],
@@ -39,6 +42,11 @@ class App {
     window.addEventListener("hashchange", () => this.go());
     $("sign-in").addEventListener("submit", (event) => this.knock(event));
     $("sign-out").addEventListener("click", () => this.leave());
+    $("skip").addEventListener("click", (event) => {
+      event.preventDefault(); // what follows # says the room
+      $("main").focus();
+    });
+    $("dialog").addEventListener("close", () => $("dialog").replaceChildren()); // there may be a secret in it
     $("gateway").addEventListener("change", () => {
       this.session.gateway = $("gateway").value;
       this.session.keep();
@@ -61,25 +69,29 @@ class App {
   /** Whoever may list the gateways is an admin of the account. */
   async enter(session) {
     $("refused").hidden = true;
-    let found;
     try {
-      found = await session.api.all("gateways");
+      await this.look(session);
     } catch (error) {
       return this.leave(error.message);
     }
     this.session = session;
-    const names = found.map(({ id }) => id);
-    if (!names.includes(session.gateway)) session.gateway = "";
-    $("gateway").replaceChildren(element("option", { value: "" }, "all gateways"), ...names.map((name) => element("option", { value: name }, name)));
-    $("gateway").value = session.gateway;
-    this.gateways = names;
-    session.keep();
     document.body.dataset.signed = "in";
     this.go();
   }
 
+  /** Which gateways there are to choose from. */
+  async look(session) {
+    this.gateways = (await session.api.all("gateways")).map(({ id }) => id);
+    if (!this.gateways.includes(session.gateway)) session.gateway = "";
+    const choices = this.gateways.map((name) => element("option", { value: name }, name));
+    $("gateway").replaceChildren(element("option", { value: "" }, "all gateways"), ...choices);
+    $("gateway").value = session.gateway;
+    session.keep();
+  }
+
   leave(why = "") {
     this.leaving.abort();
+    $("dialog").close();
     this.session = null;
     Session.forget();
     document.body.dataset.signed = "out";
@@ -93,16 +105,27 @@ class App {
   async go() {
     if (!this.session) return;
     this.leaving.abort();
+    $("dialog").close();
     const leaving = (this.leaving = new AbortController());
     const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
     const [name, ...rest] = path.split("/").map(decodeURIComponent);
     const [title, room] = ROOMS[name] ?? ROOMS.overview;
     document.title = `${title} · Emberline gateway`;
     for (const each of $("rooms").children) {
-      each.ariaCurrent = each.dataset.room === (ROOMS[name] ? name : "overview") ? "page" : null;
+      const isHere = each.dataset.room === (ROOMS[name] ? name : "overview");
+      each.ariaCurrent = isHere ? "page" : null;
+      if (isHere) each.scrollIntoView({ block: "nearest", inline: "nearest" });
     }
     this.live("unknown", "");
-    const where = { rest, query: new URLSearchParams(query), signal: leaving.signal, gateways: this.gateways, live: (...state) => this.live(...state) };
+    const where = {
+      rest,
+      query: new URLSearchParams(query),
+      signal: leaving.signal,
+      gateways: this.gateways,
+      live: (...state) => this.live(...state),
+      changed: () => this.look(this.session), // there is a gateway more, or less
+      expelled: (error) => this.leave(error.message),
+    };
     await this.guarded(leaving, async () => {
       const node = await room(this.session, where);
       if (!leaving.signal.aborted) $("main").replaceChildren(node);

@@ -39,4 +39,6 @@ const short = {
 export const moment = known((ms) => (Date.now() - ms < DAY / 2 ? time.format(ms) : full.format(ms)));
 export const exactly = known((ms) => full.format(ms));
 export const day = known((ms) => date.format(ms));
+/** When a cell began. */
+export const begun = (ms, unit) => (unit === "day" ? short.day : full).format(ms);
 export const tick = (ms, unit) => short[unit].format(ms);

@@ -113,5 +113,5 @@ const local = (ms) => new Date(ms - 60_000 * new Date(ms).getTimezoneOffset()).t
 function reveal(name, secret) {
   const shown = element("div", { className: "secret" }, element("code", { id: "secret" }, secret), copyButton(() => secret, "Copy the secret"));
   const told = element("p", {}, "Copy it now: only its hash is kept, and nobody can show it again.");
-  ask(`The secret of ${name}`, told, shown, element("p", { className: "actions" }, button("I have it", done, "primary")));
+  ask(`The secret of ${name}`, told, shown, element("div", { className: "buttons" }, button("I have it", done, "primary")));
 }

@@ -5,7 +5,7 @@ import { link } from "./parts.js";
 import { records } from "./records.js";
 
 const PERIOD = 2000; // ms
-const LOOKED = 100; // records
+const LOOKED = 50; // records
 const SHOWN = 15;
 const AT_WORK = 10_000; // ms since the last request
 
@@ -33,6 +33,7 @@ async function follow(session, where, alert, rows) {
         shown = key;
       } catch (error) {
         if (where.signal.aborted) return;
+        if (error.status === 401) return where.expelled(error);
         where.live("offline", error.message);
       }
     }

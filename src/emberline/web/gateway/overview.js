@@ -40,6 +40,7 @@ class Overview {
     this.dimension = DIMENSIONS[where.query.get("by")] ? where.query.get("by") : "model";
     this.charts = charts();
     this.tabled = element("div", { id: "breakdown" });
+    this.coarse = element("span", { className: "coarse" });
     this.live = live(session, where);
     const ranges = Object.keys(RANGES).map((name) => this.choice({ range: name, by: this.dimension }, name, name === this.range));
     const kinds = Object.entries(DIMENSIONS).map(([name, [title]]) => this.choice({ range: this.range, by: name }, title, name === this.dimension));
@@ -49,7 +50,7 @@ class Overview {
       head("Overview", "", element("nav", { className: "tabs", ariaLabel: "Time" }, ...ranges)),
       this.live.alert,
       element("div", { className: "timecharts", id: "charts" }, ...Object.values(this.charts).map(({ node }) => node)),
-      element("section", { className: "card" }, element("nav", { className: "tabs", ariaLabel: "Broken down by" }, ...kinds), this.tabled),
+      element("section", { className: "card" }, this.coarse, element("nav", { className: "tabs", ariaLabel: "Broken down by" }, ...kinds), this.tabled),
       this.live.node,
     );
   }
@@ -83,7 +84,8 @@ class Overview {
       ask({ unit: coarse, dimension: this.dimension, over_time: false, limit: MOST_ROWS }),
     ]);
     this.draw(filled(over.items, times, size), unit, whole.items[0] ?? ZERO);
-    this.tabled.replaceChildren(this.breakdown(apart.items, coarse));
+    this.coarse.textContent = coarse === unit ? "" : `by whole ${coarse}s`;
+    this.tabled.replaceChildren(this.breakdown(apart.items));
   }
 
   draw(cells, unit, all) {
@@ -97,13 +99,13 @@ class Overview {
     errors.draw(cells, unit, percent(ratio(all.errors, all.requests)), `${count(all.errors)} failed`);
   }
 
-  breakdown(items, unit) {
+  breakdown(items) {
     const [title, , filter] = DIMENSIONS[this.dimension];
     const most = Math.max(1, ...items.map(({ requests }) => requests));
     const bar = ({ requests }) => {
       const node = element("span", { className: "share" });
       node.style.setProperty("--share", requests / most);
-      return element("span", {}, count(requests), node);
+      return element("span", { className: "amount" }, element("span", {}, count(requests)), node);
     };
     const name = ({ value }) => (value ? link(`#/logs?${asked(this.dimension, filter, value)}`, value) : NONE);
     const timed = items.some((item) => "duration_p50" in item);
@@ -117,7 +119,7 @@ class Overview {
       ...(timed ? [["p50", (c) => millis(c.duration_p50), "number"], ["p99", (c) => millis(c.duration_p99), "number"]] : []),
     ];
     const none = this.dimension === "error" ? "Nothing has failed." : "No requests in this time.";
-    return table(`${title}, by whole ${unit}s`, columns, items.map((item) => ({ ...item, id: item.value })).sort((a, b) => b.requests - a.requests), { none });
+    return table(title, columns, items.map((item) => ({ ...item, id: item.value })).sort((a, b) => b.requests - a.requests), { none });
   }
 }
 

@@ -11,7 +11,7 @@ export const empty = (text) => element("p", { className: "empty" }, text);
 
 export function head(title, about, ...actions) {
   const text = element("div", {}, element("h2", {}, title), about ? element("p", {}, about) : null);
-  return element("header", { className: "head" }, text, ...actions);
+  return element("header", { className: "head" }, text, element("div", { className: "tools" }, ...actions.filter(Boolean)));
 }
 
 /** `columns`: [title, cell(row) -> node or text, class]. */

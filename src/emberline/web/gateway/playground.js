@@ -35,6 +35,7 @@ class Playground {
 
   async open() {
     this.suggest();
+    this.gateway.control.addEventListener("change", () => this.suggest());
     const clear = button("New conversation", () => {
       this.running?.abort();
       this.messages = [];
@@ -59,21 +60,24 @@ class Playground {
   async suggest() {
     const gateway = this.gateway.control.value;
     const headers = { ...this.session.api.headers, "cf-aig-gateway-id": gateway };
+    if (this.session.account !== "default") return; // the list is of that account only
     const served = answered("v1/models", { headers, signal: this.where.signal }, this.where.signal).then((reply) => reply.json());
     const [models, routes] = await Promise.all([served.catch(() => ({ data: [] })), this.session.api.all("routes", this.where.signal).catch(() => [])]);
     const names = [...models.data.map(({ id }) => id), ...routes.filter(({ deployed }) => deployed !== null).map(({ name }) => `dynamic/${name}`)];
     this.names.replaceChildren(...names.map((name) => element("option", { value: name })));
-    this.model.control.value ||= names[0] ?? "";
+    if (document.activeElement !== this.model.control) this.model.control.value ||= names[0] ?? ""; // who writes is left alone
   }
 
   async say() {
     const text = this.prompt.value.trim();
     if (!text || this.running || !this.model.control.reportValidity()) return;
     this.prompt.value = "";
-    this.messages.push({ role: "user", content: text });
+    const messages = this.messages; // a new conversation has its own
+    messages.push({ role: "user", content: text });
     this.talk.append(turn("user", text).node);
     const reply = turn("assistant", "");
     this.talk.append(reply.node);
+    this.prompt.scrollIntoView({ block: "nearest" });
     this.running = new AbortController();
     this.stop.hidden = false;
     this.send.disabled = true;
@@ -87,7 +91,7 @@ class Playground {
       this.stop.hidden = true;
       this.send.disabled = false;
     }
-    this.messages.push({ role: "assistant", content: reply.text.textContent });
+    messages.push({ role: "assistant", content: reply.said.data });
   }
 
   async answer(reply) {
@@ -97,17 +101,18 @@ class Playground {
     const response = await answered(url, { method: "POST", body: JSON.stringify(this.body()), headers: this.headers(), signal }, signal);
     let first = null;
     let usage = null;
+    let ended = false;
     for await (const data of events(response.body, signal)) {
-      if (data === "[DONE]") break;
+      if ((ended ||= data === "[DONE]")) continue; // to the very end: who leaves before it is logged as having left
       const chunk = JSON.parse(data);
       if (chunk.error) throw new Error(chunk.error.message);
       const piece = chunk.choices?.[0]?.delta?.content;
       usage = chunk.usage ?? usage;
       if (!piece) continue;
       first ??= performance.now() - began;
-      reply.text.append(piece);
-      reply.node.scrollIntoView({ block: "nearest" });
+      reply.said.appendData(piece);
     }
+    if (!ended) throw new Error("The answer was cut off.");
     this.tell(reply, response.headers, first, performance.now() - began, usage);
   }
 
@@ -154,12 +159,12 @@ class Playground {
 }
 
 function turn(role, content) {
-  const text = element("p", {}, content);
+  const said = document.createTextNode(content);
   const foot = element("div", { className: "foot" });
-  const node = element("li", { className: `said ${role}` }, element("b", {}, role), text, foot);
+  const node = element("li", { className: `said ${role}` }, element("b", {}, role), element("p", {}, said), foot);
   const fail = (message) => {
     node.classList.add("error");
     foot.append(element("span", { className: "failed", role: "alert" }, message));
   };
-  return { node, text, foot, fail };
+  return { node, said, foot, fail };
 }

@@ -55,7 +55,7 @@ class Prices {
   edit(old) {
     const shown = (kind) => (old?.value[kind] == null ? "" : old.value[kind] / MILLION);
     const fields = [
-      field({ name: "id", label: "Model", value: old?.id ?? "", required: true, wide: true, pattern: "[^/]+/.+", placeholder: "openai/gpt-5", readOnly: Boolean(old) }),
+      field({ name: "id", label: "Model", value: old?.id ?? "", required: true, wide: true, pattern: ".+/.+", placeholder: "openai/gpt-5", readOnly: Boolean(old) }),
       ...KINDS.map(([kind, label], i) => field({ name: kind, label, kind: "number", min: 0, step: "any", value: shown(kind), required: i < 2 })),
     ];
     const wanted = form(fields, "Save", async ({ id, ...given }) => {

@@ -2,7 +2,7 @@
     Colours come from the style sheet, so themes need no redraw. */
 
 import { element, svg } from "../dom.js";
-import { NONE, exactly, tick } from "./figures.js";
+import { NONE, begun, tick } from "./figures.js";
 
 const WIDTH = 600;
 const HEIGHT = 120;
@@ -62,7 +62,7 @@ export class TimeChart {
 
   drawBars() {
     const width = WIDTH / this.cells.length;
-    const gap = Math.min(2, width / 5);
+    const gap = Math.min(2, Math.max(0, (width - 3) / 4)); // many columns stand close
     const base = this.cells.map(() => 0);
     this.series.forEach(({ value }, s) => {
       const columns = this.cells.map((cell, i) => {
@@ -74,18 +74,17 @@ export class TimeChart {
     });
   }
 
-  /** What is not known is a gap; a value alone is a short line. */
+  /** What is not known is a gap; a value alone is a line as long as its time. */
   drawLines() {
     const width = WIDTH / this.cells.length;
     this.series.forEach(({ value }, s) => {
-      let open = false;
-      const steps = this.cells.map((cell, i) => {
-        const found = value(cell);
-        if (found === null || found === undefined) return (open = false), "";
-        const at = `${((i + 0.5) * width).toFixed(1)} ${this.y(found)}`;
-        const text = open ? `L${at}` : `M${at}h0.1`;
-        open = true;
-        return text;
+      const found = this.cells.map((cell) => value(cell) ?? null);
+      const steps = found.map((height, i) => {
+        if (height === null) return "";
+        const before = i > 0 && found[i - 1] !== null;
+        const alone = !before && (i + 1 === found.length || found[i + 1] === null);
+        const y = this.y(height);
+        return alone ? `M${(i * width).toFixed(1)} ${y}h${width.toFixed(1)}` : `${before ? "L" : "M"}${((i + 0.5) * width).toFixed(1)} ${y}`;
       });
       this.paths[s].setAttribute("d", steps.join(""));
     });
@@ -102,11 +101,11 @@ export class TimeChart {
     this.at = index;
     const cell = index === null ? null : this.cells[index];
     this.series.forEach(({ value }, i) => (this.values[i].value.textContent = cell ? this.format(value(cell)) : ""));
-    this.told.textContent = cell ? exactly(cell.start) : "";
+    this.told.textContent = cell ? begun(cell.start, this.unit) : "";
     const at = cell ? ((index + 0.5) * WIDTH) / this.cells.length : 0;
     this.cursor.setAttribute("d", cell ? `M${at} 0V${HEIGHT}` : "");
     const spoken = cell ? this.series.map(({ label, value }) => `${label} ${this.format(value(cell))}`).join(", ") : this.total.textContent;
-    this.plot.setAttribute("aria-label", `${this.title}${cell ? ` at ${exactly(cell.start)}` : ""}: ${spoken}`);
+    this.plot.setAttribute("aria-label", `${this.title}${cell ? ` at ${begun(cell.start, this.unit)}` : ""}: ${spoken}`);
   }
 }
 

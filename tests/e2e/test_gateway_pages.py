@@ -1,0 +1,454 @@
+"""The gateway's dashboard in a real browser, on a real gateway with fake providers behind it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import Chromium, executable
+from gateway_records import DAY, made
+from gateways import Gateways
+
+from emberline.gateway.record import Record
+from emberline.gateway.usage import Usage
+
+ROOT = Path(__file__).parents[2]
+SHOTS = ROOT / "tests" / ".artifacts"
+PICTURE = ROOT / "docs" / "gateway.png"  # to renew it, delete it and run this file
+KEY = "a-key-of-the-tests"
+ADMIN = {"authorization": f"Bearer {KEY}"}
+HOSTILE = "<img src=x onerror=window.hacked=1>"
+ROOMS = ("overview", "logs", "playground", "keys", "budgets", "routes", "gateways", "providers", "prices", "audit")
+PRICE = {"input": 1_000_000_000, "output": 2_000_000_000}  # a tenth of a cent for a token, so that sums are seen
+
+
+def places(urls: dict[str, str]) -> dict[str, Any]:
+    return {"oai": {"base_url": urls["fake"]}, "spare": {"base_url": urls["spare"]}}
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    made = Gateways(
+        tmp_path_factory.mktemp("pages"),
+        ("fake", "spare"),
+        places,
+        default_provider="oai",
+        authentication=True,
+        prices={"oai/priced": PRICE},
+        fallbacks=[{"model": "500", "to": ["spare/rescuer"]}],
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    if executable() is None:
+        assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
+        pytest.skip("no chromium here; scripts/test installs it where it may")
+    with Chromium(tmp_path_factory.mktemp("profile"), width=1360, height=960) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def gateway(gateways: Gateways) -> Gateways:
+    gateways.reset()
+    return gateways
+
+
+@pytest.fixture
+def page(browser: Chromium, gateway: Gateways) -> Iterator[Chromium]:
+    """Signed in. Nothing is hacked afterwards, and the console is quiet but for what the network panel says."""
+    browser.complaints.clear()
+    forget(browser, gateway)
+    browser.open(gateway.url)
+    sign_in(browser, KEY)
+    browser.wait("document.body.dataset.signed === 'in' && document.querySelector('#charts')")
+    yield browser
+    assert browser.js("window.hacked") is None
+    assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
+
+
+def forget(browser: Chromium, gateway: Gateways) -> None:
+    browser.open(f"{gateway.url}/static/ember.svg")  # of the same origin, and without a script that could remember
+    browser.js("localStorage.clear(); sessionStorage.clear()")
+
+
+def sign_in(page: Chromium, token: str) -> None:
+    page.type("[name=token]", token)
+    page.press("Enter")
+
+
+def go(page: Chromium, room: str, until: str) -> None:
+    page.js(f"location.hash = {json.dumps('#/' + room)}")
+    page.wait(f"document.querySelector({json.dumps(until)})")
+
+
+def fill(page: Chromium, **values: str) -> None:
+    for name, text in values.items():
+        page.type(f"dialog [name={name}]", text)
+
+
+def press(page: Chromium, text: str, within: str = "main") -> None:
+    """The button that says so."""
+    buttons = json.dumps(f"{within} button")
+    found = f"[...document.querySelectorAll({buttons})].find(b => b.textContent === {json.dumps(text)})"
+    page.wait(found)
+    page.js(f"{found}.click()")
+
+
+def total(page: Chromium, title: str) -> str:
+    """The figure of a chart."""
+    charts = "[...document.querySelectorAll('.timechart')]"
+    found = f"{charts}.find(chart => chart.querySelector('.name').textContent === '{title}')"
+    return str(page.js(f"{found}.querySelector('.total').textContent"))
+
+
+def manage(gateway: Gateways, path: str, method: str = "GET", body: Any = None) -> Any:
+    data = b"" if body is None else json.dumps(body).encode()
+    status, _, told = gateway.post(f"/admin/accounts/default/{path}", data, ADMIN, method)
+    assert status in (200, 201), told
+    return json.loads(told)
+
+
+def chat(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> tuple[int, dict[str, str]]:
+    headers = more.pop("headers", ADMIN)
+    body = {"model": model, "messages": [{"role": "user", "content": text}], **more}
+    status, told, _ = gateway.post("/v1/chat/completions", body, headers)
+    return status, told
+
+
+def ask(gateway: Gateways, model: str, text: str = "hello", **more: Any) -> int:
+    """Until it is in the log."""
+    status, told = chat(gateway, model, text, **more)
+    if status != 401:
+        gateway.record(told["cf-aig-log-id"])
+    return status
+
+
+def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> None:
+    with urllib.request.urlopen(gateway.url) as reply:
+        policy = reply.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
+    forget(browser, gateway)
+    browser.open(f"{gateway.url}/#/keys")
+    sign_in(browser, "egt_somebody-elses")
+    browser.wait("!document.querySelector('#refused').hidden")
+    assert "not known" in browser.text("#refused") and browser.js("document.body.dataset.signed") == "out"
+    user = manage(gateway, "keys", "POST", {"name": "a user's"})["secret"]
+    sign_in(browser, user)
+    browser.wait("document.querySelector('#refused').textContent.includes('may not manage')")
+    assert browser.js("sessionStorage.length") == 0
+
+    sign_in(browser, KEY)
+    browser.wait("document.querySelector('#keys-found')")
+    everywhere = browser.js("JSON.stringify({...localStorage}) + document.cookie + location.href")
+    assert KEY not in everywhere and browser.js(f"JSON.stringify({{...sessionStorage}}).includes('{KEY}')")
+    browser.open(f"{gateway.url}/?again#/keys")
+    browser.wait("document.querySelector('#keys-found')")
+    browser.click("#sign-out")
+    browser.wait("document.body.dataset.signed === 'out'")
+    assert browser.js("sessionStorage.length") == 0 and browser.text("#main") == ""
+
+
+def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
+    def counted() -> dict[str, int]:
+        found: list[dict[str, int]] = manage(gateway, "rollups?over_time=false")["items"]
+        return found[0] if found else {}
+
+    before = counted()
+    assert [ask(gateway, "priced") for _ in range(4)] == [200] * 4
+    assert ask(gateway, "500") == 200 and gateway.newest().provider == "spare"
+    assert ask(gateway, "bad-json") == 502
+    expected = {"requests": 6, "errors": 1, "micros": 4 * (11 * 1000 + 8 * 2000), "tokens_out": 5 * 8}
+    after = counted()
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
+
+    go(page, "overview?range=1h&by=model", "[data-id='oai/priced']")
+    page.until(lambda: total(page, "Requests") == str(after["requests"]), "requests")
+    assert total(page, "Cost") == f"${after['micros'] / 1e6:.2f}"
+    assert total(page, "Tokens") == str(after["tokens_in"] + after["tokens_out"])
+    assert total(page, "Latency").endswith((" ms", " s")) and total(page, "Errors").endswith("%")
+    assert page.js("document.querySelector('.timechart .column').getAttribute('d').length") > 10
+    assert "$0.11" in page.text("[data-id='oai/priced']")
+    page.wait("!document.querySelector('#rescued').hidden")
+    assert "spare/rescuer" in page.text("#rescued")
+    page.wait("document.querySelector('#live tbody tr')")
+    ask(gateway, "a-late-one")
+    page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
+    page.js("document.querySelector('.timechart svg').focus()")
+    page.press("ArrowLeft")
+    page.wait("document.querySelector('.timechart .told').textContent")
+    SHOTS.mkdir(exist_ok=True)
+    page.screenshot(SHOTS / "gateway.png")
+
+
+def test_the_explorer_finds_opens_and_judges(page: Chromium, gateway: Gateways) -> None:
+    marked = {**ADMIN, "cf-aig-metadata": json.dumps({"team": "blue"})}
+    assert ask(gateway, "priced", f"say {HOSTILE}", headers=marked, stream=True) == 200
+    id = gateway.newest().id
+    told = [chat(gateway, f"many-{i:02}") for i in range(55)]
+    gateway.record(told[-1][1]["cf-aig-log-id"])
+    go(page, "logs", "#records tbody tr")
+    assert page.js("document.querySelectorAll('#records tbody tr').length") == 50
+    press(page, "Older")
+    page.wait("document.querySelector('#records').textContent.includes('many-04')")
+    press(page, "Newer")
+    page.wait("document.querySelector('#records').textContent.includes('many-54')")
+
+    page.js("document.querySelector('#filters details').open = true")
+    page.type("#filters [name=metadata]", "team=blue")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('#records tbody tr').length === 1")
+    assert page.js("location.hash") == "#/logs?metadata=team%3Dblue"
+    page.click("#records tbody tr td:nth-child(3)")
+    page.wait(f"document.querySelector('#record[data-id=\"{id}\"]')")
+    assert HOSTILE in page.text("#conversation") and "word0 word1" in page.text("#conversation")
+    assert HOSTILE in page.text("#request pre") and '"stream": true' in page.text("#request pre")
+    assert "[DONE]" in page.text("#response pre") and "blue" in page.text("#record")
+    assert page.js("document.querySelector('#record img')") is None
+    page.click("#feedback [aria-label='Good answer']")
+    page.until(lambda: gateway.record(id).feedback == 1, "feedback is kept")
+    page.wait("document.querySelector('#feedback [aria-pressed=true]')")
+    page.type("#feedback [name=score]", "101")
+    page.press("Enter")
+    assert gateway.record(id).score is None
+    page.type("#feedback [name=score]", "90")
+    page.press("Enter")
+    page.until(lambda: gateway.record(id).score == 90, "the score is kept")
+    page.screenshot(SHOTS / "gateway-record.png")
+
+
+def test_a_key_is_made_shown_once_and_disabled(page: Chromium, gateway: Gateways) -> None:
+    go(page, "keys", "#new-key")
+    page.click("#new-key")
+    fill(page, name=HOSTILE, user="ada", allowed_models="small-*")
+    page.js("document.querySelector('#key-form').requestSubmit()")
+    secret = page.wait("document.querySelector('#secret')?.textContent")
+    key = {"authorization": f"Bearer {secret}"}
+    assert ask(gateway, "small-1", headers=key) == 200 and ask(gateway, "large", headers=key) == 403
+    press(page, "I have it", "dialog")
+    page.wait("!document.querySelector('dialog').open")
+    assert HOSTILE in page.text("#keys-found")
+    go(page, "audit", "#changes")
+    go(page, "keys", "#new-key")
+    assert secret not in page.js("document.documentElement.innerHTML")
+
+    made = next(each for each in manage(gateway, "keys")["items"] if each["name"] == HOSTILE)
+    row = f"[data-id='{made['id']}']"
+    page.click(f"{row} button")
+    page.wait(f"document.querySelector({json.dumps(row)}).textContent.includes('disabled')")
+    page.until(lambda: ask(gateway, "small-1", headers=key) == 401, "it works no more")
+    press(page, "Change", row)
+    fill(page, limits="per-user")
+    page.js("document.querySelector('dialog form').requestSubmit()")
+    page.wait("!document.querySelector('dialog').open")
+    assert manage(gateway, f"keys/{made['id']}")["limits"] == ["per-user"]
+    press(page, "Revoke", row)
+    press(page, "Revoke", "dialog")
+    page.wait(f"!document.querySelector({json.dumps(row)})")
+
+
+def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) -> None:
+    go(page, "budgets", "#new-budget")
+    page.click("#new-budget")
+    fill(page, name="team", limit="-1", split="metadata.team")
+    page.js("document.querySelector('#budget-form').requestSubmit()")
+    assert page.js("document.querySelector('dialog').open"), "less than nothing is refused"
+    fill(page, limit="12.5", split="nonsense")
+    page.js("document.querySelector('#budget-form').requestSubmit()")
+    page.wait("document.querySelector('dialog .complaint').textContent.includes('nothing to split')")
+    fill(page, split="metadata.team")
+    page.js("document.querySelector('#budget-form').requestSubmit()")
+    page.wait("document.querySelector('[data-id=team]')")
+    assert "$12.50" in page.text("[data-id=team]")
+    rule = manage(gateway, "budgets/team")["value"]["rule"]
+    assert rule["limit"] == 12_500_000 and rule["split"] == ["metadata.team"] and rule["per"] == "day"
+    press(page, "Turn off", "[data-id=team]")
+    page.until(lambda: not manage(gateway, "budgets/team")["value"]["enabled"], "it is off")
+
+    go(page, "prices", "#new-price")
+    page.click("#new-price")
+    fill(page, id="oai/org/own", input="1.25", output="10")
+    page.js("document.querySelector('#price-form').requestSubmit()")
+    page.wait("document.querySelector('[data-id=\"oai/org/own\"]')")
+    assert manage(gateway, "prices/oai/org/own")["value"]["input"] == 1_250_000
+
+    go(page, "providers", "#store-key")
+    page.click("#store-key")
+    fill(page, provider="openai", secret="sk-very-secret")
+    page.js("document.querySelector('#provider-key-form').requestSubmit()")
+    page.wait("document.querySelector('#provider-keys').textContent.includes('openai')")
+    assert "sk-very-secret" not in page.js("document.documentElement.innerHTML")
+    assert [each["provider"] for each in manage(gateway, "provider-keys")["items"]] == ["openai"]
+
+
+def test_a_gateway_is_made_and_chosen(page: Chromium, gateway: Gateways) -> None:
+    go(page, "gateways", "#new-gateway")
+    assert "the file" in page.text("[data-id=default]")
+    page.click("#new-gateway")
+    fill(page, name="team-b", settings='{"providers": {"oai": {"key": "sk-x"}}}')
+    page.js("document.querySelector('#gateway-form').requestSubmit()")
+    page.wait("document.querySelector('dialog .complaint').textContent.includes('secret')")
+    fill(page, settings='{"cache_ttl": 60}')
+    page.js("document.querySelector('#gateway-form').requestSubmit()")
+    page.wait("document.querySelector('[data-id=team-b]')")
+    assert manage(gateway, "gateways/team-b")["value"]["cache_ttl"] == 60
+    page.wait("[...document.querySelector('#gateway').options].some(each => each.value === 'team-b')")
+    choose = "const s = document.querySelector('#gateway'); s.value = 'team-b'; s.dispatchEvent(new Event('change'))"
+    page.js(f"{{ {choose} }}")
+    go(page, "logs", "#records .empty")  # it has answered nothing yet
+    go(page, "gateways", "#new-gateway")
+    press(page, "Delete", "[data-id=team-b]")
+    press(page, "Delete", "dialog")
+    page.wait("document.querySelector('#gateway').value === ''")
+
+
+def test_a_route_is_checked_deployed_and_rolled_back(page: Chromium, gateway: Gateways) -> None:
+    go(page, "routes", "#new-route")
+    page.click("#new-route")
+    fill(page, name="support")
+    page.press("Enter")
+    page.wait("document.querySelector('#graph .box.model')")
+    elements = json.loads(page.js("document.querySelector('#elements').value"))
+    page.type("#elements", "[")
+    page.wait("document.querySelector('#told').textContent.includes('JSON')")
+    wrong = [{**elements[0], "outputs": {"next": {"elementId": HOSTILE}}}, *elements[1:]]
+    page.type("#elements", json.dumps(wrong))
+    page.wait("document.querySelector('#graph .box.missing')")
+    press(page, "Check")
+    page.wait("document.querySelector('#told').textContent.includes('not there')")
+    press(page, "Save and deploy")
+    assert manage(gateway, "routes")["items"] == []
+
+    def written(first: str) -> str:
+        elements[1]["properties"] = {"provider": "oai", "model": first}
+        elements[2]["properties"] = {"provider": "spare", "model": "rescuer"}
+        return json.dumps(elements)
+
+    def answers() -> str:
+        return gateway.newest().provider if ask(gateway, "dynamic/support") == 200 else ""
+
+    page.type("#elements", written("priced"))
+    press(page, "Check")
+    page.wait("document.querySelector('#told').dataset.good === 'true'")
+    press(page, "Save and deploy")
+    page.wait("document.querySelector('.head').textContent.includes('version 1 deployed')")
+    page.until(lambda: answers() == "oai", "it is in force")
+    page.type("#elements", written("bad-json"))
+    press(page, "Save a version")
+    page.wait("document.querySelectorAll('#versions tbody tr').length === 2")
+    press(page, "Deploy", "#versions tbody tr")
+    page.wait("document.querySelector('.head').textContent.includes('version 2 deployed')")
+    page.until(lambda: answers() == "spare", "the other version is in force")
+    page.screenshot(SHOTS / "gateway-route.png")
+    press(page, "Roll back")
+    page.wait("document.querySelector('.head').textContent.includes('version 1 deployed')")
+    page.until(lambda: answers() == "oai", "the first is in force again")
+
+
+def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.pace = 0.05
+    go(page, "playground", "#prompt")
+    page.js("document.querySelector('[name=most]').value = 30")
+    page.type("#model", "priced")
+    page.type("#prompt", HOSTILE)
+    page.press("Enter")
+    page.wait("document.querySelector('#talk .assistant p')?.textContent.includes('word3')")
+    assert "word29" not in page.text("#talk"), "it is shown as it comes"
+    page.wait("document.querySelector('#talk .assistant .foot')?.textContent.includes('$0.071')")
+    assert page.text("#talk .assistant p").strip().endswith("word29") and HOSTILE in page.text("#talk .user")
+    assert "oai/priced" in page.text("#talk .assistant .foot")
+    assert gateway.newest().ended == "complete" and fake.gone == 0
+
+    page.type("#prompt", "more")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('#talk .assistant p')[1]?.textContent.includes('word2')")
+    assert [m["role"] for m in fake.asked[-1].json["messages"]] == ["user", "assistant", "user"]
+    page.click("#stop")
+    page.wait("document.querySelectorAll('#talk .assistant')[1].textContent.includes('stopped')")
+    page.until(lambda: fake.gone == 1, "the provider was left")
+    fake.pace = 0.0
+    page.type("#model", "cut@3")
+    page.type("#prompt", "and again")
+    page.press("Enter")
+    page.wait("document.querySelector('#talk .failed')")
+
+
+def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways) -> None:
+    ask(gateway, "a-model-with-a-name-that-is-far-too-long-for-the-width-of-a-telephone-" + "x" * 60)
+    page.resize(390, 844, 2)
+    page.prefer("dark")
+    for room in ROOMS:
+        page.js("document.querySelector('#main').replaceChildren()")
+        go(page, room, "#main h2")
+        assert page.js("document.documentElement.scrollWidth") == 390, room
+        wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
+        assert page.js(wide), room
+        assert page.js(f"document.querySelector('#rooms [data-room={room}]').ariaCurrent") == "page"
+    go(page, "overview", "#charts")
+    page.screenshot(SHOTS / "gateway-phone.png")
+    page.resize(1360, 960)
+    page.prefer("light")
+
+
+def month(records: int) -> list[Record]:
+    """Made up, with days and nights."""
+    chance, now = random.Random(7), round(time.time() * 1e3)
+    models = [("openai", "gpt-5-mini"), ("anthropic", "claude-sonnet-4-5"), ("emberline", "smollm2"), ("groq", "llama")]
+    found = []
+    while len(found) < records:
+        at = now - round(chance.random() * 28 * DAY)
+        if chance.random() > 0.3 + 0.7 * math.sin(at / DAY * math.pi) ** 2:
+            continue
+        provider, model = chance.choices(models, (5, 3, 4, 2))[0]
+        failed = chance.random() < 0.02
+        cached = not failed and chance.random() < 0.25
+        fields = {"status": 502, "success": False, "ended": "error", "error": "upstream_failed"} if failed else {}
+        found.append(
+            made(
+                at,
+                **fields,
+                account="default",
+                gateway="default",
+                provider=provider,
+                model=model,
+                cached=cached,
+                user=chance.choice(["ada", "lin", "tove"]),
+                usage=Usage(input=chance.randint(50, 4000), output=chance.randint(10, 900)),
+                micros=0 if cached or failed or provider == "emberline" else chance.randint(100, 9000),
+                duration_ms=round(chance.lognormvariate(6.5, 0.6)),
+                first_byte_ms=round(chance.lognormvariate(5.5, 0.5)),
+            )
+        )
+    return sorted(found, key=lambda record: record.id)
+
+
+def test_a_month_is_read_from_rollups_alone(page: Chromium, gateway: Gateways) -> None:
+    assert ask(gateway, "priced") == 200
+    before = manage(gateway, "rollups?over_time=false")["items"][0]["requests"]
+    gateway.append(month(3000))
+    go(page, "overview?range=7d&by=model", "[data-id='openai/gpt-5-mini']")
+    page.until(lambda: total(page, "Latency").endswith(" ms"), "percentiles are shown")
+    go(page, "overview?range=30d&by=model", "[href='#/overview?range=30d&by=model'][aria-current]")
+    page.until(lambda: total(page, "Requests") == f"{3000 + before:,}", "a month is counted")
+    columns = page.js("document.querySelector('.timechart .column').getAttribute('d')").count("M")
+    assert 28 <= columns <= 30, "a column for each day"
+    assert page.js("document.querySelectorAll('#breakdown tbody tr').length") >= 4
+    asked = page.js("performance.getEntriesByType('resource').map(e => e.name).filter(n => n.includes('/admin/'))")
+    kinds = {path.partition("?")[0].rpartition("/")[2] for path in asked}
+    assert kinds == {"gateways", "rollups", "logs"} and all("limit=50" in path for path in asked if "/logs" in path)
+    page.wait("document.querySelector('#live tbody tr')")
+    page.screenshot(SHOTS / "gateway-month.png")
+    if not PICTURE.exists():
+        shutil.copyfile(SHOTS / "gateway-month.png", PICTURE)

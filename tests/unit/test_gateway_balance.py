@@ -1,0 +1,290 @@
+"""Pools: who is asked first, what is learnt of it, and races between two."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from gateway_calls import Pieces, call
+
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest, ModelNotFound
+from emberline.gateway.balance import ENOUGH, EXPLORED, Balance
+from emberline.gateway.balanced import balanced
+from emberline.gateway.call import Attempted, Call, Reply
+from emberline.gateway.costs import Price
+from emberline.gateway.errors import Forbidden, UpstreamFailed
+from emberline.gateway.estimate import estimated_input
+from emberline.gateway.hedge import hedged
+from emberline.gateway.identity import Identity
+from emberline.gateway.pool import Member, Pool
+from emberline.gateway.settings import Settings
+from emberline.gateway.usage import Usage
+
+A, B, C = (Member(provider=name, model="m", weight=weight) for name, weight in (("a", 6), ("b", 3), ("c", 1)))
+ABC = (A, B, C)
+
+
+def first(balance: Balance, choose: Any, costs: Any = (None, None, None), seed: Any = 1, now: float = 0.0) -> str:
+    pool = Pool(members=ABC, choose=choose)
+    chance = random.Random(seed).random
+    return balance.order(pool, ABC, costs, chance, stream=True, now=now)[0].provider
+
+
+def test_each_as_often_as_it_weighs() -> None:
+    counts = Counter(first(Balance(), "weighted", seed=i) for i in range(3000))
+    assert abs(counts["a"] - 1800) < 120 and abs(counts["b"] - 900) < 120 and abs(counts["c"] - 300) < 120
+
+
+def test_who_weighs_nothing_is_asked_last() -> None:
+    pool = Pool(members=(Member(provider="z", model="m", weight=0), A))
+    for seed in range(50):
+        order = Balance().order(pool, pool.members, (None, None), random.Random(seed).random, stream=True, now=0)
+        assert [member.provider for member in order] == ["a", "z"]
+
+
+def test_the_cheapest_and_what_has_no_price_last() -> None:
+    balance = Balance()
+    assert {first(balance, "cheapest", (30, 20, None), i) for i in range(50)} == {"b"}
+    order = balance.order(Pool(members=ABC, choose="cheapest"), ABC, (None, 20, 10), random.random, stream=True, now=0)
+    assert [member.provider for member in order] == ["c", "b", "a"]
+
+
+def test_the_fastest_is_asked_and_the_others_now_and_then() -> None:
+    balance = Balance()
+    for seconds, member in ((0.5, A), (0.1, B), (0.3, C)):
+        for _ in range(5):
+            balance.answered(member.place, seconds, stream=True)
+    counts = Counter(first(balance, "fastest", seed=i) for i in range(4000))
+    elsewhere = 4000 - counts["b"]
+    assert 0.4 * EXPLORED < elsewhere / 4000 < EXPLORED and counts["a"] > counts["c"] > 0
+    for _ in range(30):
+        balance.answered(B.place, 2.0, stream=True)
+    assert Counter(first(balance, "fastest", seed=i) for i in range(200)).most_common(1)[0][0] == "c"
+
+
+def test_who_was_never_asked_is_tried() -> None:
+    balance = Balance()
+    balance.answered(A.place, 0.01, stream=True)
+    balance.answered(B.place, 0.01, stream=False)  # of whole replies: another thing
+    assert "a" not in {first(balance, "fastest", seed=i) for i in range(2, 20)}
+
+
+def test_who_fails_rests_longer_each_time_and_comes_back() -> None:
+    balance = Balance()
+    balance.failed(B.place, 503, 100.0)
+    costs = (30, 20, 40)
+    assert first(balance, "cheapest", costs, now=100.5) == "a"
+    assert first(balance, "cheapest", costs, now=101.0) == "b"
+    balance.failed(B.place, 0, 101.0)
+    assert first(balance, "cheapest", costs, now=102.5) == "a"
+    balance.answered(B.place, 0.1, stream=True)
+    assert first(balance, "cheapest", costs, now=102.5) == "b"
+    balance.failed(B.place, 400, 103.0)
+    assert first(balance, "cheapest", costs, now=103.0) == "b", "that was the request's own fault"
+    for _ in range(50):
+        balance.failed(B.place, 429, 200.0)
+    assert first(balance, "cheapest", costs, now=231.0) == "b", "nobody rests for ever"
+
+
+def test_how_long_it_nearly_always_takes() -> None:
+    balance = Balance()
+    for i in range(ENOUGH - 1):
+        balance.answered(A.place, i / 100, stream=True)
+    assert balance.slow(A, True) is None, "too little is known"
+    for i in range(ENOUGH - 1, 100):
+        balance.answered(A.place, i / 100, stream=True)
+    assert balance.slow(A, True) == pytest.approx(0.94)
+    assert balance.slow(A, False) is None
+
+
+@pytest.mark.parametrize(
+    "members",
+    [[], [{"provider": "a", "model": "m"}] * 2, [{"provider": "a", "model": "m", "weight": 0}], [{"provider": "a"}]],
+)
+def test_what_is_no_pool(members: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        Settings.read({"pools": {"p": {"members": members}}})
+
+
+# -- the layer ---------------------------------------------------------------------------------------------------------
+
+POOL = {"p": {"choose": "cheapest", "hedge": True, "members": [
+    {"provider": "a", "model": "x"}, {"provider": "b", "model": "y", "key": "second"}]}}  # fmt: skip
+
+
+class Costs:
+    def at_most(self, call: Call) -> int | None:
+        return {"a": 5, "b": 3}[call.provider]
+
+
+def pooled(**more: Any) -> Call:
+    return call({"model": "p"}, provider="pool", model=more.pop("model", "p"), settings={"pools": POOL}, **more)
+
+
+def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
+    balance, seen = Balance(), []
+
+    async def inner(call: Call) -> Reply:
+        seen.append(call)
+        call.trail.append(Attempted("b", "y", 0, 0, 503, "upstream_refused", 0.1, "second"))
+        call.trail.append(Attempted("a", "x", 1, 0, 200, "answered", 0.2))
+        return Reply(200, {}, b"{}")
+
+    layer = balanced(balance, Costs(), ManualClock())(inner)
+    asyncio.run(layer(pooled(headers={"authorization": "Bearer of-another"})))
+    one = seen[0]
+    assert (one.provider, one.model, one.options.byok_alias, one.headers) == ("b", "y", "second", {})
+    assert [(s.provider, s.model, s.options and s.options.byok_alias) for s in one.steps] == [
+        ("b", "y", "second"),
+        ("a", "x", None),
+    ]
+    assert one.hedge is None, "nothing is known yet"
+    asyncio.run(layer(pooled()))
+    assert seen[1].provider == "a", "the other one failed"
+
+
+def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
+    async def inner(call: Call) -> Reply:
+        assert [step.provider for step in call.steps] == ["a"]
+        return Reply(200, {}, b"{}")
+
+    layer = balanced(Balance(), Costs(), ManualClock())(inner)
+    asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("a",)))))
+    with pytest.raises(Forbidden):
+        asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("z",)))))
+    with pytest.raises(ModelNotFound):
+        asyncio.run(layer(pooled(model="q")))
+    seen = []
+
+    async def every(call: Call) -> Reply:
+        seen.append({step.provider for step in call.steps})
+        return Reply(200, {}, b"{}")
+
+    asked = pooled(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).moved(cleared=True)
+    asyncio.run(balanced(Balance(), Costs(), ManualClock())(every)(asked))
+    assert seen == [{"a", "b"}], "a route led there"
+
+
+# -- hedging -----------------------------------------------------------------------------------------------------------
+
+
+class Prices:
+    def price(self, settings: Settings, provider: str, model: str) -> Price | None:
+        return Price(input=1_000_000, output=2_000_000)  # 1 micro-dollar a token of input
+
+    def max_output(self, provider: str, model: str) -> int | None:
+        return None
+
+
+class Racers:
+    """Each provider waits for its event, then answers or fails."""
+
+    def __init__(self, **does: Any) -> None:
+        self.does = does
+        self.go = {name: asyncio.Event() for name in does}
+        self.begun: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def __call__(self, call: Call) -> Reply:
+        self.begun.append(call.provider)
+        try:
+            await self.go[call.provider].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(call.provider)
+            raise
+        does = self.does[call.provider]
+        if isinstance(does, Exception):
+            raise does
+        reply = Reply(200, {}, does, provider=call.provider, step=call.step)
+        reply.usage, reply.micros = Usage(input=10, output=5), 20
+        return reply
+
+
+def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[Reply, Racers, Call]:
+    """`go`: who may answer, in this order."""
+
+    async def run() -> tuple[Reply, Racers, Call]:
+        racers = Racers(**does)
+        asked = pooled()
+        steps = balanced(Balance(), Costs(), ManualClock())
+
+        async def with_hedge(call: Call) -> Reply:
+            return await hedged(Prices(), ManualClock())(racers)(call.moved(hedge=hedge))
+
+        task = asyncio.ensure_future(steps(with_hedge)(asked))
+        for name in go:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
+            racers.go[name].set()
+        reply = await asyncio.wait_for(task, 5)
+        await reply.close()
+        return reply, racers, asked
+
+    return asyncio.run(run())
+
+
+INPUT = estimated_input(pooled().body)
+
+
+def test_the_second_wins_and_the_first_is_hung_up_on_and_paid() -> None:
+    reply, racers, asked = race({"b": b"1", "a": b"2"}, ["a"])
+    assert (reply.body, reply.step, racers.begun, racers.cancelled) == (b"2", 1, ["b", "a"], ["b"])
+    assert (reply.micros, reply.usage, reply.estimated) == (20 + INPUT, Usage(input=10 + INPUT, output=5), True)
+    assert [(tried.provider, tried.outcome, tried.key) for tried in asked.trail] == [("b", "outrun", "second")]
+
+
+def test_the_first_wins_after_all() -> None:
+    reply, racers, _ = race({"b": b"1", "a": b"2"}, ["b"])
+    assert (reply.body, reply.step, racers.cancelled, reply.micros) == (b"1", 0, ["a"], 20 + INPUT)
+
+
+def test_in_time_nobody_else_is_asked() -> None:
+    reply, racers, _ = race({"b": b"1", "a": b"2"}, ["b"], hedge=5.0)
+    assert (reply.body, racers.begun, reply.micros, reply.estimated) == (b"1", ["b"], 20, False)
+
+
+def test_one_fails_and_the_other_answers() -> None:
+    assert race({"b": UpstreamFailed("no"), "a": b"2"}, ["b", "a"])[0].body == b"2"
+    assert race({"b": b"1", "a": UpstreamFailed("no")}, ["a", "b"])[0].body == b"1"
+    with pytest.raises(UpstreamFailed, match="first"):
+        race({"b": UpstreamFailed("first"), "a": UpstreamFailed("second")}, ["a", "b"])
+
+
+def test_both_at_once_one_is_closed_and_paid() -> None:
+    streams = {"b": Pieces(b"1"), "a": Pieces(b"2")}
+
+    async def run() -> Reply:
+        racers = Racers(**streams)
+        asked = pooled()
+        layer = hedged(Prices(), ManualClock())(racers)
+        steps = balanced(Balance(), Costs(), ManualClock())
+        task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(asked))
+        await asyncio.sleep(0.01)
+        for go in racers.go.values():
+            go.set()
+        return await task
+
+    reply = asyncio.run(run())
+    assert reply.body is streams["b"] and streams["a"].closed and not streams["b"].closed
+    asyncio.run(reply.close())
+    assert reply.micros == 40
+
+
+def test_when_the_client_leaves_both_are_left() -> None:
+    async def run() -> list[str]:
+        racers = Racers(b=b"1", a=b"2")
+        layer = hedged(Prices(), ManualClock())(racers)
+        steps = balanced(Balance(), Costs(), ManualClock())
+        task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(pooled()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return racers.cancelled
+
+    assert sorted(asyncio.run(run())) == ["a", "b"]

@@ -1,0 +1,61 @@
+"""A stream that breaks: what was good is passed on first, whatever came with it, and the end is never a clean one."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from emberline.core.clock import ManualClock
+from emberline.gateway.errors import Broken
+from emberline.gateway.meter import Meter
+from emberline.gateway.passage import Passage
+
+PIECE = b'data: {"candidates":[{"content":{"parts":[{"text":"%b"}],"role":"model"}}]}\n\n'
+
+
+class Said:
+    """An Incoming that has said all there is."""
+
+    def __init__(self, *reads: bytes) -> None:
+        self.left = list(reads)
+        self.closed = False
+
+    async def read(self, seconds: float) -> bytes:
+        return self.left.pop(0) if self.left else b""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def passed(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
+    """What came through, how it ended, and what was raised."""
+    call = SimpleNamespace(
+        dialect=dialect, deadline=100.0, settings=SimpleNamespace(timeouts=SimpleNamespace(between_events=5.0))
+    )
+    passage = Passage(cast("Any", call), cast("Any", Said(*reads)), Meter(cast("Any", dialect)), None, ManualClock())
+    ended: list[str] = []
+    await passage.begin(50.0, lambda _, how, code: ended.append(how))
+    got = b""
+    try:
+        async for chunk in passage:
+            got += chunk
+    except Broken as e:
+        return got, ended[0], e.code
+    return got, ended[0], ""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_good_events_before_a_malformed_one_are_passed_on(together: bool) -> None:
+    one, two, bad = PIECE % b"one", PIECE % b"two", b"data: {nonsense\n\n"
+    reads = [one, two + bad] if together else [one, two, bad]
+    assert asyncio.run(passed("gemini", *reads)) == (one + two, "cut", "upstream_broken")
+
+
+def test_a_malformed_one_after_the_ending_harms_nobody() -> None:
+    chat = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+    last = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    got, how, code = asyncio.run(passed("openai-chat", chat, last + b"data: {nonsense\n\n"))
+    assert (got, how, code) == (chat + last, "complete", "")

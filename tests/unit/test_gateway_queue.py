@@ -1,0 +1,153 @@
+"""Batches: each request asked once, however many processes work on them; bounded; out of others' way; not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from emberline.api import sse
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest, NotFound, Overloaded
+from emberline.gateway.call import Reply
+from emberline.gateway.gateway import Request
+from emberline.gateway.identity import ANONYMOUS, Identity
+from emberline.gateway.run import queue as queues
+from emberline.gateway.run.queue import Queue
+from emberline.gateway.store.sqlite import SQLiteStore
+
+WHO = Identity("k1", "a key", "virtual", allowed_models=("m*",), metadata={"team": "red"})
+REQUESTS = [{"prompt": str(i)} for i in range(12)]
+
+
+class Model:
+    """Answers with what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.who: list[Identity] = []
+        self.busy = 0  # times that it has no room
+        self.pause = 0.0
+
+    async def __call__(self, request: Request, identity: Identity) -> Reply:
+        text = msgspec.json.decode(request.body)["messages"][0]["content"]
+        await asyncio.sleep(self.pause)
+        if self.busy:
+            self.busy -= 1
+            return Reply(429, {}, b"{}", error="upstream_refused")
+        self.asked.append(text)
+        self.who.append(identity)
+        assert request.headers["cf-aig-gateway-id"] == "g" and request.path == "/accounts/a/ai/v1/chat/completions"
+        usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+        return Reply(200, {}, sse.dumps({"choices": [{"message": {"content": text}}], "usage": usage}))
+
+
+def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitable[None]]) -> None:
+    async def run() -> None:
+        store = await SQLiteStore.open(home)
+        try:
+            async with asyncio.timeout(20):
+                await play(store, Model(), ManualClock(1e9))
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+async def done(queue: Queue, id: str) -> dict[str, Any]:
+    while "responses" not in (found := await queue.look("a", id, WHO)):
+        await asyncio.sleep(0.01)
+    return found
+
+
+def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "LOOK", 0.01)
+
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        model.pause = 0.005
+        one, two = (Queue(store, model, lambda: 0, wall) for _ in range(2))
+        ids = []
+        for _ in range(3):
+            wall.advance(0.002)
+            ids.append((await one.add("a", "g", "m", WHO, REQUESTS)).id)
+        assert ids == sorted(ids), "the oldest comes first"
+        async with one.running(), two.running():
+            found = [await done(two, id) for id in ids]
+        assert sorted(model.asked, key=int) == sorted([r["prompt"] for r in REQUESTS] * 3, key=int)
+        assert all(each["usage"]["total_tokens"] == 36 for each in found)
+        assert [row["result"]["response"] for row in found[0]["responses"]] == [str(i) for i in range(12)]
+        assert all(who == WHO for who in model.who), "as the one who asked"
+
+    played(tmp_path, play)
+
+
+def test_a_process_that_died(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        model.pause = 3600
+        dead, alive = (Queue(store, model, lambda: 0, wall) for _ in range(2))
+        batch = await dead.add("a", "g", "m", WHO, REQUESTS)
+        claimed = asyncio.create_task(dead._step())
+        while (await alive.look("a", batch.id, WHO))["status"] != "running":
+            await asyncio.sleep(0.01)
+        assert not await alive._step(), "it is the other's"
+        wall.advance(queues.LEASE + 1)
+        model.pause = 0
+        assert await alive._step() and len((await done(alive, batch.id))["responses"]) == 12
+        claimed.cancel()  # too late to change anything
+        await asyncio.gather(claimed, return_exceptions=True)
+        assert len((await done(alive, batch.id))["responses"]) == 12
+
+    played(tmp_path, play)
+
+
+def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "MOST_WAITING", 2)
+
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        queue = Queue(store, model, lambda: 0, wall)
+        for _ in range(2):
+            batch = await queue.add("a", "g", "m", WHO, REQUESTS)
+        with pytest.raises(Overloaded):
+            await queue.add("a", "g", "m", WHO, REQUESTS)
+        await queue.add("b", "g", "m", WHO, REQUESTS)
+        for wrong in ([], "x", [1], [{"prompt": "x", "stream": True}], [{}], [{"prompt": "x"}] * 10_001):
+            with pytest.raises(InvalidRequest):
+                await queue.add("c", "g", "m", WHO, wrong)
+        for account, who in (("b", WHO), ("a", ANONYMOUS)):
+            with pytest.raises(NotFound):
+                await queue.look(account, batch.id, who)
+
+    played(tmp_path, play)
+
+
+def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "PAUSES", (0.0,))
+    others = [9, 9, 0]
+
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        queue = Queue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
+        model.busy = 3
+        batch = await queue.add("a", "g", "m", WHO, REQUESTS)
+        assert await queue._step()
+        assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
+
+    played(tmp_path, play)
+
+
+def test_answers_are_kept_for_a_day(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        queue = Queue(store, model, lambda: 0, wall)
+        batch = await queue.add("a", "g", "m", WHO, REQUESTS)
+        assert await queue._step() and not await queue._step()
+        await done(queue, batch.id)
+        wall.advance(queues.KEPT + 1)
+        assert not await queue._step()
+        with pytest.raises(NotFound):
+            await queue.look("a", batch.id, WHO)
+        assert await store.documents("batch_part", "") == []
+
+    played(tmp_path, play)

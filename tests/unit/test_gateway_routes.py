@@ -1,0 +1,367 @@
+"""Dynamic routes: what may be deployed, what conditions mean, which way a call goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from gateway_calls import call
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest, ModelNotFound
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.errors import Forbidden, LimitExceeded, Refused, TimedOut
+from emberline.gateway.graph import Graph, ModelElement
+from emberline.gateway.identity import Identity
+from emberline.gateway.limited import limited
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.routes.condition import compiled
+from emberline.gateway.routes.dynamic import Dynamic
+from emberline.gateway.routes.facts import CallFacts
+from emberline.gateway.routes.pattern import Pattern
+from emberline.gateway.routes.walk import Plan, Walk
+from emberline.gateway.settings import Settings
+from emberline.gateway.usage import Usage
+
+# -- patterns ----------------------------------------------------------------------------------------------------------
+
+atoms = st.sampled_from(["a", "b", ".", "[ab]", "[^a]", r"\d", r"\.", r"\w", "c"])
+patterns = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda p: f"({p[0]}|{p[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{0,2}", "{1,}", "*?"])).map(
+            lambda p: f"(?:{p[0]}){p[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(patterns, st.text("abc.1 \n", max_size=10), st.booleans(), st.booleans(), st.booleans())
+def test_a_pattern_means_what_it_means_elsewhere(text: str, on: str, start: bool, end: bool, any_case: bool) -> None:
+    pattern = ("(?i)" if any_case else "") + ("^" if start else "") + text
+    found = re.search(pattern + (r"\Z" if end else ""), on) is not None
+    assert Pattern.read(pattern + ("$" if end else "")).found_in(on) == found
+
+
+def test_a_pattern_takes_its_time_and_not_more() -> None:
+    for catastrophic in ("(a+)+$", "(a|a)*b", "(a*)*b", "a*a*a*a*a*a*b", "(?:a?){30}a{30}b"):
+        assert not Pattern.read(catastrophic).found_in("a" * 5000 + "!")
+
+
+@pytest.mark.parametrize(
+    "text", [r"(a)\1", "(?=a)", "(?<!a)b", r"\bword", "a**", "*a", "(a", "a)", "[a", "a{2", "a{3,2}", "a{500}", "a^b",
+             "^a|b", "((((a{9}){9}){9}){9})", "((){99}){99}", "x" * 600, "\\"]
+)  # fmt: skip
+def test_a_pattern_that_cannot_be_used(text: str) -> None:
+    with pytest.raises(ValueError):
+        Pattern.read(text)
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+BODY = {
+    "model": "dynamic/r",
+    "n": 3,
+    "messages": [{"role": "user", "content": "Hello there"}],
+    "tags": ["a", 1],
+    "on": True,
+}
+HEADERS = {"x-plan": "free", "authorization": "Bearer secret", "cf-aig-metadata": '{"team": "core", "age": 7}'}
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ({"metadata.team": "core"}, True),
+        ({"metadata.team": {"$eq": "other"}}, False),
+        ({"metadata.none": {"$ne": "core"}}, True),
+        ({"metadata.none": {"$eq": None}}, True),
+        ({"metadata.age": {"$gt": 6, "$lt": 8}}, True),
+        ({"metadata.age": {"$gte": 8}}, False),
+        ({"metadata.age": {"$lte": 7}}, True),
+        ({"metadata.age": {"$gt": "6"}}, False),
+        ({"metadata.none": {"$lt": 1}}, False),
+        ({"body.n": {"$in": [1, 3]}}, True),
+        ({"body.n": {"$nin": [1, 3]}}, False),
+        ({"body.on": {"$eq": 1}}, False),
+        ({"body.on": True}, True),
+        ({"body.messages.0.content": {"$regex": "^hello"}}, False),
+        ({"body.messages.-1.content": {"$regex": "(?i)^hello"}}, True),
+        ({"body.messages.5.content": {"$exists": True}}, False),
+        ({"body.messages.0.content.x": {"$exists": False}}, True),
+        ({"body.messages.0.content": {"$contains": "there"}}, True),
+        ({"body.tags": {"$contains": 1}}, True),
+        ({"body.tags": {"$contains": True}}, False),
+        ({"headers.X-Plan": "free"}, True),
+        ({"headers.authorization": {"$exists": True}}, False),  # nobody's business
+        ({"user": "ada"}, True),
+        ({"$and": [{"user": "ada"}, {"body.n": 3}]}, True),
+        ({"$or": [{"user": "bob"}, {"body.n": 4}]}, False),
+        ({"$not": {"user": "bob"}}, True),
+        ({"user": "ada", "body.n": 4}, False),
+    ],
+)
+def test_conditions(condition: dict[str, Any], holds: bool) -> None:
+    graph({"c": {"type": "conditional", "properties": {"condition": condition}}})
+    who = Identity("k", "k", "virtual", user="ada", metadata={"team": "core"})
+    asked = call(BODY, headers={**HEADERS, "cf-aig-metadata": '{"team": "forged", "age": 7}'}, identity=who)
+    assert compiled(condition)(CallFacts(asked)) is holds
+
+
+def graph(elements: Mapping[str, Any]) -> Graph:
+    """Around elements whose outputs are left out: each leads to model `m`, and then to the end."""
+    outputs = {
+        "conditional": {"true": {"elementId": "m"}, "false": {"elementId": "m"}},
+        "rate_limit": {"success": {"elementId": "m"}},
+    }
+    rows = [{"id": id, "outputs": outputs.get(e["type"], {}), **e} for id, e in elements.items()]
+    rows += [
+        {"id": "s", "type": "start", "outputs": {"next": {"elementId": next(iter(elements))}}},
+        {
+            "id": "m",
+            "type": "model",
+            "properties": {"provider": "p", "model": "m"},
+            "outputs": {"success": {"elementId": "e"}},
+        },
+        {"id": "e", "type": "end"},
+    ]
+    return Graph.read({"elements": rows})
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        {"type": "conditional", "properties": {"condition": {"body.x": {"$regex": "(a"}}}},
+        {"type": "conditional", "properties": {"condition": {"body.x": {"$regex": 1}}}},
+        {"type": "conditional", "properties": {"condition": {"body.x": {"$gt": [1]}}}},
+        {"type": "conditional", "properties": {"condition": {"body.x": {"$exists": 1}}}},
+        {"type": "conditional", "properties": {"condition": {"secrets.x": 1}}},
+        {"type": "rate_limit", "properties": {"limitType": "count", "limit": 1, "interval": 60, "key": "body.user"}},
+        {"type": "rate_limit", "properties": {"limitType": "count", "limit": 1.5, "interval": 60}},
+        {"type": "percentage", "outputs": {"60%": {"elementId": "m"}, "50%": {"elementId": "m"}}},
+        {"type": "percentage", "outputs": {"60%": {"elementId": "m"}}},
+        {"type": "percentage", "outputs": {"60%": {"elementId": "x"}, "else": {"elementId": "m"}}},
+        {"type": "percentage", "outputs": {"60%": {"elementId": "s"}, "else": {"elementId": "m"}}},
+        {"type": "other"},
+    ],
+)
+def test_what_cannot_be_deployed(element: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as told:
+        graph({"x": element})
+    assert told.value.param == "elements"
+
+
+# -- walks -------------------------------------------------------------------------------------------------------------
+
+
+def to(**outputs: str) -> dict[str, Any]:
+    return {name: {"elementId": id} for name, id in outputs.items()}
+
+
+def model(id: str, **outputs: str) -> dict[str, Any]:
+    properties = {"provider": "openai", "model": id, "timeout": 1500, "retries": 3}
+    return {"id": id, "type": "model", "properties": properties, "outputs": to(**outputs)}
+
+
+END = {"id": "e", "type": "end"}
+CHAIN = [
+    {"id": "s", "type": "start", "outputs": to(next="c")},
+    {
+        "id": "c",
+        "type": "conditional",
+        "properties": {"condition": {"metadata.plan": "free"}},
+        "outputs": to(true="small", false="rl"),
+    },
+    {
+        "id": "rl",
+        "type": "rate_limit",
+        "properties": {"limitType": "count", "key": "metadata.user", "limit": 2, "interval": 60},
+        "outputs": to(success="large", fallback="small"),
+    },
+    model("large", success="e", fallback="small"),
+    model("small", success="e"),
+    END,
+]
+
+
+def test_shares_are_what_they_say_and_the_same_seed_goes_the_same_way() -> None:
+    rows = [
+        {"id": "s", "type": "start", "outputs": to(next="p")},
+        {
+            "id": "p",
+            "type": "percentage",
+            "outputs": {"10%": {"elementId": "a"}, "50%": {"elementId": "b"}, "else": {"elementId": "c"}},
+        },
+        model("a", success="e"),
+        model("b", success="e"),
+        model("c", success="e"),
+        END,
+    ]
+    plan = Plan.of("r", Graph.read({"elements": rows}))
+
+    def way(seed: str) -> str:
+        found = Walk.begin(plan, CallFacts(call()), seed).next()
+        assert isinstance(found, ModelElement)
+        return found.id
+
+    ways = [way(str(i)) for i in range(2000)]
+    counts = {id: ways.count(id) for id in "abc"}
+    assert 140 < counts["a"] < 260 and 900 < counts["b"] < 1100 and 700 < counts["c"] < 900
+    assert all(way(str(i)) == ways[i] for i in range(100))
+
+
+class Models:
+    """Plays what each model does, and remembers how it was asked."""
+
+    def __init__(self, **script: Any) -> None:
+        self.script = script
+        self.asked: list[Call] = []
+
+    async def __call__(self, call: Call) -> Reply:
+        self.asked.append(call)
+        does = self.script.get(call.model, 200)
+        if isinstance(does, Exception):
+            raise does
+        reply = Reply(does, {}, b"{}", model=call.model, provider=call.provider, step=call.step)
+        reply.usage, reply.micros = Usage(input=10, output=5), 100
+        return reply
+
+    @property
+    def names(self) -> list[str]:
+        return [call.model for call in self.asked]
+
+
+class Costs:
+    def at_most(self, call: Call) -> int | None:
+        return {"large": 600, "small": 1}.get(call.model)
+
+
+def walked(models: Models, elements: list[Any] = CHAIN, dynamic: Dynamic | None = None, **more: Any) -> Reply:
+    settings = {"routes": {"r": {"elements": elements}}}
+    asked = call({"model": "dynamic/r"}, provider="dynamic", model="r", settings=settings, **more)
+    layer = dynamic or Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
+
+    async def go() -> Reply:
+        reply = await layer.layer(models)(asked)
+        await reply.close()
+        return reply
+
+    return asyncio.run(go())
+
+
+def meta(**values: str) -> dict[str, str]:
+    return {
+        "cf-aig-metadata": json.dumps(values),
+        "authorization": "Bearer of-another",
+        "content-type": "application/json",
+    }
+
+
+def test_each_model_is_asked_as_if_it_had_been_named() -> None:
+    models = Models()
+    reply = walked(models, headers=meta(plan="free"))
+    assert (reply.model, reply.step, models.names) == ("small", 0, ["small"])
+    asked = models.asked[0]
+    assert (asked.provider, asked.options.request_timeout, asked.options.max_attempts) == ("openai", 1.5, 4)
+    assert "authorization" not in asked.headers and asked.headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("error", [TimedOut("late"), Forbidden("no"), LimitExceeded("much", rule="r")])
+def test_who_cannot_is_followed_by_the_next(error: Exception) -> None:
+    models = Models(large=error)
+    reply = walked(models)
+    assert (reply.model, reply.step, models.names) == ("small", 1, ["large", "small"])
+    assert [asked.last for asked in models.asked] == [False, True]
+    with pytest.raises(type(error)):
+        walked(Models(large=error, small=error))
+
+
+def test_what_the_client_did_wrong_is_not_carried_on() -> None:
+    wrong = Refused("bad", kind="request", status=400, headers={}, body=b"")
+    models = Models(large=wrong)
+    with pytest.raises(Refused):
+        walked(models)
+    assert models.names == ["large"]
+    blocked = Models(large=400)
+    assert walked(blocked).status == 400 and blocked.names == ["large"]
+
+
+def test_a_limit_in_a_route_counts_each_value_and_leads_elsewhere() -> None:
+    dynamic = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
+    ways = [walked(Models(), dynamic=dynamic, headers=meta(user=user)).model for user in "aaabab"]
+    assert ways == ["large", "large", "small", "large", "small", "large"]
+
+
+def test_a_limit_without_a_way_on_ends_the_route() -> None:
+    quota = {"limitType": "cost", "limit": 0.001, "interval": 60}
+    rows = [{"id": "s", "type": "start", "outputs": to(next="q")},
+            {"id": "q", "type": "rate_limit", "properties": quota, "outputs": to(success="large")},
+            model("large", success="e"), END]  # fmt: skip
+    dynamic = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock(1e9))
+    for _ in range(10):  # each may cost 600 of 1000 micro-dollars, and costs 100: alone they all fit
+        walked(Models(), rows, dynamic)
+    with pytest.raises(LimitExceeded) as told:
+        walked(Models(), rows, dynamic)
+    assert told.value.code == "budget_exceeded"
+
+
+def test_of_two_that_answered_the_last_is_sent_and_both_are_paid() -> None:
+    rows = [
+        {"id": "s", "type": "start", "outputs": to(next="large")},
+        model("large", success="small"),
+        model("small", success="e"),
+        END,
+    ]
+    reply = walked(Models(), rows)
+    assert (reply.model, reply.micros, reply.usage) == ("small", 200, Usage(input=20, output=10))
+
+
+def test_a_key_reaches_by_a_route_only_what_it_may() -> None:
+    small = Identity("k", "k", "virtual", allowed_models=("small",))
+    models = Models()
+    assert walked(models, identity=small).model == "small" and models.names == ["small"]
+    route = Identity("k", "k", "virtual", allowed_models=("dynamic/r",))
+    assert walked(Models(), identity=route).model == "large"
+    with pytest.raises(Forbidden):
+        walked(Models(), identity=Identity("k", "k", "virtual", allowed_models=("other",)))
+
+
+def test_a_call_that_was_carried_on_counts_once() -> None:
+    clock, wall, limiter = ManualClock(), ManualClock(1e9), LocalLimiter()
+    dynamic = Dynamic(limiter, Costs(), clock, wall)
+    rule = {"name": "two", "limit": 2, "per": "minute"}
+
+    class Nothing:
+        def model(self, provider: str, name: str) -> None: ...
+        def price(self, settings: Settings, provider: str, model: str) -> None: ...
+        def max_output(self, provider: str, model: str) -> None: ...
+
+    async def ask() -> Reply:
+        routes = {"r": {"elements": CHAIN}}
+        asked = call(
+            provider="dynamic", model="r", settings={"routes": routes, "limits": [rule]}, headers=meta(user="x")
+        )
+        handler = dynamic.layer(limited(limiter, Nothing(), Nothing(), clock, wall)(Models(large=TimedOut("late"))))
+        reply = await handler(asked)
+        await reply.close()
+        return reply
+
+    assert [asyncio.run(ask()).model for _ in range(2)] == ["small", "small"]
+    with pytest.raises(LimitExceeded):
+        asyncio.run(ask())
+
+
+def test_there_is_no_such_route() -> None:
+    layer = Dynamic(LocalLimiter(), Costs(), ManualClock(), ManualClock()).layer(Models())
+    with pytest.raises(ModelNotFound):
+        asyncio.run(layer(call(provider="dynamic", model="x")))

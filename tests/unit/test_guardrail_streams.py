@@ -1,0 +1,289 @@
+"""Replies that come in pieces: nothing that is found leaves, however it was cut, and the rest passes as it came."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from typing import Any
+
+import pytest
+from gateway_calls import Pieces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.api import sse
+from emberline.gateway.guardrails.finding import Finding
+from emberline.gateway.guardrails.patterns import FINDERS
+from emberline.gateway.guardrails.policy import PatternRule
+from emberline.gateway.guardrails.scanner import Scanner, redacted
+from emberline.gateway.guardrails.stream import GuardedStream
+from emberline.gateway.guardrails.texts import Text
+from emberline.gateway.guardrails.window import Window
+
+CARD = "4111 1111 1111 1111"
+PEM = "-----BEGIN PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq8\nZk3v9Qw8Lp2Xr7Tn\n-----END PRIVATE KEY-----"
+ALL = tuple(FINDERS)
+SECRETS = [
+    CARD,
+    "378282246310005",
+    "DE89 3704 0044 0532 0130 00",
+    "sk-Zk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4",
+    PEM,
+    "a.b@example.co.uk",
+    "+1 (415) 555 2671",
+    "(415) 555-2671",
+    "10.0.0.1",
+    "2001:db8::1",
+    "123-45-6789",
+    "123 45 6789",
+]
+NOISE = [
+    " ",
+    "  ",
+    "\n",
+    ".",
+    ",",
+    "-",
+    "1",
+    "12 ",
+    "4111 ",
+    "DE89",
+    " DE89 ",
+    "word ",
+    "is ",
+    "@",
+    "x",
+    ":",
+    "(",
+    "\\n",
+    "-----",
+    "-----BEGIN ",
+    "+1 ",
+    "中文",
+    "é",
+    "::",
+    "sk-",
+    "\\",
+]
+
+words = st.lists(st.sampled_from(SECRETS + NOISE * 2), max_size=14).map("".join)
+
+
+class Warden:
+    def __init__(self) -> None:
+        self.found: list[Finding] = []
+        self.said: list[str] = []
+        self.stop: Finding | None = None
+
+    def note(self, finding: Finding) -> None:
+        self.found.append(finding)
+
+    async def judge(self, said: str) -> Finding | None:
+        self.said.append(said)
+        return self.stop
+
+    def last_words(self, finding: Finding) -> bytes:
+        return b"data: blocked %b\n\n" % finding.entry.encode()
+
+
+def scanner(action: Any = "redact", find: Any = ALL) -> Scanner:
+    return Scanner([PatternRule(name="rule", find=find, action=action)], "RESPONSE")
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    at = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in itertools.pairwise(at)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(words, st.lists(st.integers(0, 400), max_size=40))
+def test_cut_anywhere_it_is_the_same_as_whole(text: str, places: list[int]) -> None:
+    same_as_whole(text, places)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_cut_at_each_place(secret: str) -> None:
+    for text in (f"It is {secret}, see?", f"no {secret}\nthen", f"12 {secret} 34"):
+        for place in range(len(text) + 1):
+            same_as_whole(text, [place])
+            same_as_whole(text, [place, place + 1, place + 5])
+
+
+def same_as_whole(text: str, places: list[int]) -> None:
+    whole = scanner()
+    wanted = redacted(text, whole.find(text))
+    window = Window(whole)
+    holders: list[dict[str, str]] = []
+    pieces = []
+    gone = 0
+    for part in cut(text, places):
+        holders.append({"text": part})
+        pieces.append(window.add(Text(holders[-1], "text", part, ())))
+        window.look()
+        assert window.decided >= gone, "what has gone does not come back"
+        gone = window.decided
+    window.look(last=True)
+    assert window.decided == len(text)
+    for piece in pieces:
+        piece.edit()
+    assert "".join(holder["text"] for holder in holders) == wanted
+
+
+def chat(text: str, index: int = 0, field: str = "content") -> bytes:
+    return sse.data({"id": "c", "choices": [{"index": index, "delta": {field: text}, "finish_reason": None}]})
+
+
+def message(text: str, index: int = 0, kind: str = "text") -> bytes:
+    delta = {"type": "text_delta", "text": text} if kind == "text" else {"type": "input_json_delta", kind: text}
+    return sse.event("content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta})
+
+
+def response(text: str) -> bytes:
+    event = {"type": "response.output_text.delta", "item_id": "i", "output_index": 0, "content_index": 0, "delta": text}
+    return sse.event("response.output_text.delta", event)
+
+
+def response_done(text: str) -> bytes:
+    event = {"type": "response.output_text.done", "item_id": "i", "output_index": 0, "content_index": 0, "text": text}
+    return sse.event("response.output_text.done", event)
+
+
+def gemini(text: str) -> bytes:
+    return sse.data({"candidates": [{"content": {"parts": [{"text": text}], "role": "model"}, "index": 0}]})
+
+
+def tool(arguments: str) -> bytes:
+    call = {"index": 0, "function": {"arguments": arguments}}
+    return sse.data({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+
+
+EVENTS: dict[str, Any] = {
+    "openai-chat": chat,
+    "anthropic": message,
+    "openai-responses": response,
+    "gemini": gemini,
+    "thinking": lambda text: chat(text, field="reasoning_content"),
+    "tool of openai": tool,
+    "tool of anthropic": lambda text: message(text, 1, "partial_json"),
+}
+
+
+def run(chunks: list[bytes], action: Any = "redact", warden: Warden | None = None, **more: Any) -> list[bytes]:
+    stream = Pieces(*chunks)
+    guarded = GuardedStream(stream, scanner(action), warden or Warden(), **more)
+
+    async def read() -> list[bytes]:
+        return [chunk async for chunk in guarded]
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("dialect", EVENTS)
+def test_one_character_an_event(dialect: str) -> None:
+    event = EVENTS[dialect]
+    text = f"My card is {CARD}, my mail a@example.com."
+    sent = b"".join(run([event(c) for c in text]))
+    wanted = "My card is [payment_card], my mail [email]."
+    events = [json.loads(line[6:]) for line in sent.split(b"\n") if line.startswith(b"data: ")]
+    assert "".join(said(each) for each in events) == wanted
+    assert len(events) == len(text), "events stay, only what they say goes"
+
+
+def said(value: Any) -> str:
+    if isinstance(value, dict):
+        keys = ("content", "reasoning_content", "text", "arguments", "partial_json", "delta", "choices", "parts")
+        inner = [value[key] for key in (*keys, "candidates", "tool_calls", "function") if key in value]
+        return "".join(map(said, inner))
+    return "".join(map(said, value)) if isinstance(value, list) else value if isinstance(value, str) else ""
+
+
+@pytest.mark.parametrize("dialect", EVENTS)
+def test_what_is_not_found_passes_as_it_came(dialect: str) -> None:
+    event = EVENTS[dialect]
+    pieces = [
+        "Hel",
+        "lo, ",
+        "call 4111 1111 ",
+        "1111 1112",
+        " or ",
+        "a@b",
+        " now",
+        ".\n",
+        "中文没有空格",
+        "也一样",
+        "done",
+    ]
+    chunks = [event(piece) for piece in pieces] + [b": ping\n\n", sse.DONE]
+    sent = run(chunks)
+    assert b"".join(sent) == b"".join(chunks)
+    assert len(sent) > 4, "and not only at the end"
+
+
+@pytest.mark.parametrize("dialect", EVENTS)
+def test_blocked_before_the_first_of_its_events(dialect: str) -> None:
+    event = EVENTS[dialect]
+    warden = Warden()
+    chunks = [event(piece) for piece in ("It is ", "your ", "card: 41", "11 1111 11", "11 1111", ", and ", "more")]
+    assert b"".join(run([*chunks, sse.DONE], "block", warden)) == chunks[0] + chunks[1] + (
+        b"data: blocked payment_card\n\n"
+    )
+    assert [finding.entry for finding in warden.found] == ["payment_card"]
+
+
+def test_a_block_closes_the_provider() -> None:
+    stream = Pieces(chat(f"{CARD} "), chat("x"))
+    guarded = GuardedStream(stream, scanner("block"), Warden())
+    assert asyncio.run(anext(guarded)) == b"data: blocked payment_card\n\n"
+    assert stream.closed
+
+
+def test_flagged_passes_and_is_told() -> None:
+    warden = Warden()
+    chunks = [chat("mail a@exam"), chat("ple.com"), sse.DONE]
+    assert b"".join(run(chunks, "flag", warden)) == b"".join(chunks)
+    assert list(map(str, warden.found)) == ["response:email:flag"]
+
+
+def test_several_answers_do_not_mix() -> None:
+    """Two choices, each with half a card at the same time: neither is one, or both are."""
+    halves = [chat("4111 1111 ", 0), chat("4111 1111 ", 1), chat("1111 1111.", 0), chat("1111 1112.", 1)]
+    events = [json.loads(part[6:]) for part in b"".join(run(halves)).strip().split(b"\n\n")]
+    texts = {0: "", 1: ""}
+    for event in events:
+        texts[event["choices"][0]["index"]] += event["choices"][0]["delta"]["content"]
+    assert texts == {0: "[payment_card].", 1: "4111 1111 1111 1112."}
+
+
+def test_what_was_thought_does_not_hold_back_what_is_said() -> None:
+    chunks = [chat("It was 2024", field="reasoning_content"), chat("Hello "), chat("there ")]
+    sent = run(chunks)
+    assert sent == [chunks[0] + chunks[1], chunks[2]]
+
+
+def test_what_is_said_again_at_the_end_is_redacted_too() -> None:
+    text = f"It is {CARD}."
+    sent = b"".join(run([response(text[:10]), response(text[10:]), response_done(text)])).decode()
+    assert "1111" not in sent and sent.count("[payment_card]") == 2
+
+
+def test_probabilities_of_what_was_redacted_go_too() -> None:
+    choice = {"index": 0, "delta": {"content": f"{CARD} "}, "logprobs": {"content": [{"token": "4111"}]}}
+    assert b"4111" not in b"".join(run([sse.data({"choices": [choice]})]))
+
+
+def test_what_is_too_large_to_be_kept_for_a_judge_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.gateway.guardrails.stream.LARGEST_HELD", 200)
+    warden = Warden()
+    assert run([chat("Hello ")] * 9, "flag", warden, judged=True, hold=True) == [b"data: blocked unchecked\n\n"]
+    assert not warden.said
+
+
+@pytest.mark.parametrize("stop", [None, Finding("judge", "S1", "RESPONSE", "block")])
+def test_a_judge_that_may_block_hears_all_before_anything_goes(stop: Finding | None) -> None:
+    warden = Warden()
+    warden.stop = stop
+    chunks = [chat("Hello "), chat("there."), sse.DONE]
+    sent = run(chunks, "flag", warden, judged=True, hold=True)
+    assert warden.said == ["Hello there."]
+    assert sent == ([b"".join(chunks)] if stop is None else [b"data: blocked S1\n\n"])

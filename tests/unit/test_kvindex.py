@@ -1,0 +1,250 @@
+"""What the router believes of workers' caches: all of it is true, or it does not claim to know."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from emberline.core.blockbatch import BlockBatch
+from emberline.core.params import SamplingParams
+from emberline.core.request import Priority, Request
+from emberline.engine import ledger as ledgers
+from emberline.engine.ledger import Ledger
+from emberline.kv.manager import KVManager
+from emberline.router.chains import Chains, Link
+from emberline.router.dialect import Garbled
+from emberline.router.kvindex import KVIndex, State
+from emberline.router.prefixmap import Point
+from emberline.router.track import Track
+from emberline.tokens.blockhash import block_hash, last_full, root_hash
+
+SIZE = 4  # tokens of a block
+
+
+class Cache:
+    """A worker's engine, as far as its blocks go: requests come and go at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.kv = KVManager(24, SIZE, "t")
+        self.kv.watch()
+        self.open: list[Request] = []
+        self.count = 0
+
+    def step(self) -> None:
+        if self.open and self.rng.random() < 0.5:
+            request = self.open.pop(self.rng.randrange(len(self.open)))
+            request.computed = request.known
+            self.kv.commit(request)
+            self.kv.free(request)
+            return
+        self.count += 1
+        tokens = [self.rng.randrange(2)] * self.rng.randrange(SIZE, 5 * SIZE)
+        request = asked(str(self.count), [*tokens, *(self.rng.randrange(2) for _ in range(2 * SIZE))])
+        if self.kv.admit(request):
+            self.open.append(request)
+            request.computed = self.rng.randrange(request.computed, request.known)
+            self.kv.commit(request)
+
+
+def asked(name: str, tokens: list[int]) -> Request:
+    return Request(
+        id=name,
+        parent=name,
+        index=0,
+        prompt_len=len(tokens),
+        tokens=tokens,
+        params=SamplingParams(),
+        seed=0,
+        limit=10_000,
+        priority=Priority.INTERACTIVE,
+        salt="",
+        arrival=0.0,
+        deadline=1e9,
+    )
+
+
+class Line:
+    """Between a ledger and an index: it loses, repeats and reorders what is said, and sometimes breaks off."""
+
+    def __init__(self, ledger: Ledger, index: KVIndex, rng: random.Random, faults: float) -> None:
+        self.ledger, self.index, self.rng, self.faults = ledger, index, rng, faults
+        self.at = ("", 0)
+        self.sent: list[BlockBatch] = []
+
+    def deliver(self) -> None:
+        if self.rng.random() < self.faults:
+            self.index.cut("w")
+            self.at = self.index.position("w")
+        batches = self.ledger.after(*self.at) or [self.ledger.sign()]
+        if batches[-1].changes or batches[-1].parts:
+            self.at = batches[-1].incarnation, batches[-1].seq
+        self.sent = [*self.sent, *batches][-64:]
+        for batch in batches:
+            if self.rng.random() >= self.faults:
+                self.index.apply("w", batch)
+        if self.rng.random() < self.faults:
+            for batch in self.rng.choices(self.sent, k=4):
+                self.index.apply("w", batch)
+
+    def mend(self) -> None:
+        """What a router does when something is missing: it asks again."""
+        self.at = self.index.position("w")
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("faults", [0.0, 0.1, 0.4])
+def test_what_is_exact_is_what_the_cache_holds(seed: int, faults: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledgers, "PIECE", 3)
+    monkeypatch.setattr(ledgers, "KEPT", 24)
+    rng = random.Random(seed)
+    cache, ledger, index = Cache(rng), Ledger(["m"]), KVIndex(1 << 20, 64)
+    line, exact = Line(ledger, index, rng, faults), 0
+    truth: dict[tuple[str, int], dict[bytes, bytes]] = {}  # after each batch
+    for _ in range(120):
+        if rng.random() < 0.02:
+            cache = Cache(rng)
+            ledger.restart()
+        for _ in range(rng.randrange(1, 4)):
+            cache.step()
+            if (news := cache.kv.news()) is not None:
+                ledger.take("m", *news)
+                truth[ledger.incarnation, ledger.seq] = cache.kv.holdings()
+        line.deliver()
+        if index.state("w") is State.EXACT:
+            exact += 1
+            assert index.holdings("w") == truth[index.position("w")]
+            assert faults or index.holdings("w") == cache.kv.holdings()
+        elif rng.random() < 0.5:
+            line.mend()
+    assert exact > (115 if not faults else 5)
+    line.faults = 0.0
+    for _ in range(3):
+        line.mend()
+        line.deliver()
+    assert index.state("w") is State.EXACT and index.holdings("w") == cache.kv.holdings()
+
+
+def test_nobody_listens_nothing_is_kept() -> None:
+    cache = Cache(random.Random(1))
+    cache.kv = KVManager(24, SIZE, "t")
+    for _ in range(50):
+        cache.step()
+    assert cache.kv.news() is None
+    cache.kv.watch()
+    whole, stored, removed = cache.kv.news() or (False, [], [])
+    assert whole and dict(stored) == cache.kv.holdings() and not removed
+    assert cache.kv.news() is None
+
+
+def test_blocks_of_several_caches_count_until_the_last_has_lost_them() -> None:
+    ledger = Ledger(["a", "b"])
+    ledger.take("a", True, [(b"1", b"")], [])
+    assert not ledger.complete and ledger.after("", 0) == []
+    ledger.take("b", True, [(b"1", b""), (b"2", b"1")], [])
+    (snapshot,) = ledger.after("", 0)
+    assert dict(snapshot.stored) == {b"1": b"", b"2": b"1"}
+    ledger.take("a", False, [], [b"1"])
+    assert ledger.after(snapshot.incarnation, snapshot.seq) == []
+    ledger.take("b", True, [(b"3", b"")], [])  # it has slept
+    (batch,) = ledger.after(snapshot.incarnation, snapshot.seq)
+    assert (batch.stored, sorted(batch.removed), batch.seq) == ([(b"3", b"")], [b"1", b"2"], 1)
+
+
+def test_a_new_incarnation_has_nothing_of_the_old_one() -> None:
+    index = followed(b"a")
+    assert index.apply("w", BlockBatch("second", 0)) is State.DEGRADED and index.holdings("w") == {}
+    index.apply("w", BlockBatch("second", 0, parts=1))
+    assert index.state("w") is State.EXACT and index.holdings("w") == {}
+    assert index.apply("w", BlockBatch("first", 9, [(b"z", b"")], parts=1)) is State.EXACT
+    assert index.holdings("w") == {}
+
+
+def test_a_sign_of_life_tells_what_was_missed() -> None:
+    index = followed(b"a")
+    assert index.apply("w", BlockBatch("first", 0)) is State.EXACT
+    assert index.apply("w", BlockBatch("first", 1)) is State.DEGRADED
+    assert index.apply("w", BlockBatch("first", 1, [(b"b", b"a")])) is State.EXACT
+    assert index.apply("w", BlockBatch("first", 0, [(b"a", b"")], parts=1)) is State.EXACT  # old news
+    assert index.holdings("w") == {b"a": b"", b"b": b"a"}
+
+
+def test_who_holds_too_much_is_not_followed() -> None:
+    index = KVIndex(2, 64)
+    index.apply("w", BlockBatch("i", 0, [(b"1", b""), (b"2", b"1")], parts=1))
+    index.apply("v", BlockBatch("i", 0, [(b"1", b"")], parts=1))
+    assert index.state("w") is State.EXACT and index.state("v") is State.FALLBACK and len(index) == 2
+    index.forget("w")
+    index.forget("v")
+    assert index.state("w") is State.FALLBACK and len(index) == 0
+
+
+# -- what it is for ----------------------------------------------------------------------------------------------------
+
+POINTS = (Point(b"system", 400), Point(b"turn", 1000))
+
+
+def followed(*held: bytes) -> KVIndex:
+    index = KVIndex(1 << 20, 64)
+    index.apply(
+        "w", BlockBatch("first", 0, [(digest, held[i - 1] if i else b"") for i, digest in enumerate(held)], parts=1)
+    )
+    return index
+
+
+def test_what_was_read_is_known_where_it_is_held_and_nowhere_else() -> None:
+    index = followed(*(bytes([i]) for i in range(10)))
+    assert index.known(POINTS, {"w": 1000, "x": 400}) == {"w": 1000, "x": 400}  # nobody has read it yet
+    index.told(POINTS, Link(bytes([9]), 10))
+    index.read("w", POINTS, Link(bytes([9]), 10))
+    assert index.chains.get(POINTS[0]) == Link(bytes([3]), 4)
+    assert index.known(POINTS, {}) == {"w": 1000}
+    index.apply("w", BlockBatch("first", 1, [], [bytes([9])]))
+    assert index.known(POINTS, {"w": 1000}) == {"w": 400}
+    index.apply("w", BlockBatch("first", 2, [], [bytes([i]) for i in range(9)]))
+    assert index.known(POINTS, {"w": 1000, "x": 400}) == {"x": 400}
+    index.cut("w")
+    assert index.known(POINTS, {"w": 1000}) == {"w": 1000}  # it is not known better any more
+
+
+def test_a_beginning_ends_where_prompts_part() -> None:
+    parents = {b"2": b"1", b"3": b"2", b"x4": b"3", b"x5": b"x4", b"y4": b"3", b"y5": b"y4", b"y6": b"y5"}
+    chains = Chains(64)
+    system, one, other = Point(b"s", 800), Point(b"one", 1000), Point(b"other", 1000)
+    chains.spread([system, one], 1000, Link(b"x5", 5), parents.get)
+    assert chains.get(system) == Link(b"x4", 4)  # a guess, too far
+    chains.spread([system, other], 1000, Link(b"y6", 6), parents.get)
+    assert chains.get(system) == Link(b"3", 3)
+    assert chains.get(one) == Link(b"x5", 5) and chains.get(other) == Link(b"y6", 6)
+    chains.spread([system, one], 1000, Link(b"x5", 5), parents.get)
+    assert chains.get(system) == Link(b"3", 3)
+
+
+def test_chains_are_bounded_and_say_nothing_of_blocks_they_cannot_follow() -> None:
+    chains = Chains(2)
+    chains.spread([Point(b"s", 500), Point(b"t", 1000)], 1000, Link(b"4", 4), lambda digest: None)
+    assert len(chains) == 0
+    for i in range(4):
+        chains.told(Point(bytes([i]), 1000), Link(b"4", 4))
+    assert len(chains) == 2 and chains.get(Point(bytes([3]), 1000)) is not None
+
+
+def test_the_end_of_a_prompt_has_one_name() -> None:
+    root, tokens = root_hash("t"), list(range(10))
+    assert last_full(root, tokens, 4) == (block_hash(block_hash(root, tokens[:4]), tokens[4:8]), 2)
+    assert last_full(root, tokens[:3], 4) is None
+    link = Link(b"\x01" * 16, 12)
+    assert Link.read(str(link)) == link
+    for wrong in ("", "zz 1", "00 0", "00 x", "00"):
+        with pytest.raises(ValueError):
+            Link.read(wrong)
+
+
+def test_a_tracked_stream_tells_where_its_prompt_ends() -> None:
+    track = Track()
+    link = Link(b"\x01" * 16, 12)
+    assert track.push(f": cached 3\n\n: chain {link}\n\n: said 0 1 9\n\n".encode() + b"data: x\n\n") == b"data: x\n\n"
+    assert track.link == link and track.cached == 3
+    with pytest.raises(Garbled):
+        Track().push(b": chain nothing\n\n: said 0 1 9\n\ndata: x\n\n")

@@ -1,0 +1,73 @@
+"""scripts/serve, with an `emberline` that only says how it was called."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve"
+STUB = """#!/usr/bin/env bash
+echo "$*" >>"$(dirname "$0")/called"
+trap 'echo "$1 stopped" >>"$(dirname "$0")/called"; exit 0' TERM
+if [ -e "$(dirname "$0")/$1-fails" ]; then exit 7; fi
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    for name, text in (("scripts/setup", "#!/bin/sh\n"), (".venv/bin/emberline", STUB)):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(SCRIPT, tmp_path / "scripts/serve")
+    return tmp_path
+
+
+def called(here: Path, lines: int) -> list[str]:
+    file, deadline = here / ".venv/bin/called", time.monotonic() + 20
+    while not file.exists() or len(file.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline, file.read_text() if file.exists() else "nothing was called"
+        time.sleep(0.02)
+    return sorted(file.read_text().splitlines())
+
+
+def started(here: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([here / "scripts/serve", *arguments], stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_with_a_gateway_both_run_and_both_stop(here: Path, how: signal.Signals) -> None:
+    process = started(here, "smollm2", "--port", "8123", "--gateway=9000")
+    both = ["gateway --port 9000 --engine http://127.0.0.1:8123", "serve smollm2 --port 8123"]
+    assert called(here, 2) == both
+    process.send_signal(how)
+    process.communicate(timeout=20)
+    assert called(here, 4) == sorted([*both, "gateway stopped", "serve stopped"])
+
+
+def test_without_one_there_is_only_the_engine(here: Path) -> None:
+    process = started(here, "--port", "8123")
+    assert called(here, 1) == ["serve --port 8123"]
+    process.terminate()
+    process.communicate(timeout=20)
+    assert called(here, 2) == ["serve --port 8123", "serve stopped"]
+
+
+def test_when_one_fails_the_other_is_stopped(here: Path) -> None:
+    (here / ".venv/bin/serve-fails").touch()
+    process = started(here, "--gateway")
+    process.communicate(timeout=20)
+    assert process.returncode == 7
+    assert "gateway --port 8080 --engine http://127.0.0.1:8000" in called(here, 2)
+
+
+def test_an_engine_with_a_key_wants_a_file(here: Path) -> None:
+    process = started(here, "--gateway", "--api-key", "secret")
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 2 and b"gateway.toml" in said and not (here / ".venv/bin/called").exists()
