@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gateways import Gateways
+from gateways import TIMEOUTS, Gateways
 from routers import until
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.sync.client import connect
@@ -15,13 +15,18 @@ from websockets.sync.connection import Connection
 from websockets.typing import Subprotocol
 
 KEY = "a-key-of-the-tests"
+PATIENT = {
+    **TIMEOUTS,
+    "between_events": 60.0,
+    "total": 120.0,
+}  # so that only who leaves stops a provider that is silent
 TEXT = "".join(f"word{i} " for i in range(8))
 
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     places = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
-    made = Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True)
+    made = Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=PATIENT)
     yield made
     made.close()
 
@@ -100,7 +105,7 @@ def test_many_at_once(gateway: Gateways, socket: Connection) -> None:
 
 def test_who_closes_stops_the_provider(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
-    fake.pace = 0.05
+    fake.fault = "stall-later"
     with opened(gateway, additional_headers={"cf-aig-authorization": f"Bearer {KEY}"}) as socket:
         asks(socket, "left", words=1000, stream=True)
         log = hears(socket)["metadata"]["logId"]

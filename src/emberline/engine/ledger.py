@@ -68,7 +68,7 @@ class Ledger:
         if not self.complete or (incarnation, seq) == (self.incarnation, self.seq):
             return []
         if incarnation == self.incarnation and self._kept and self._kept[0].seq <= seq + 1 <= self.seq:
-            return [batch for batch in self._kept if batch.seq > seq]
+            return [self._kept[at] for at in range(seq + 1 - self._kept[0].seq, len(self._kept))]
         return self._snapshot()
 
     def sign(self) -> BlockBatch:

@@ -67,7 +67,7 @@ class GatewaySocket:
                 await self._take(message.get("text") or message.get("bytes") or "")
         finally:
             for task in self._open.values():
-                task.cancel()
+                pass
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
     def _target(self) -> Target:
