@@ -22,11 +22,11 @@ from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine, State
-from emberline.server.catalog import Catalog, Served
-from emberline.server.engine_app import EngineApp
-from emberline.server.generator import Generator
 from emberline.server.metrics import Metrics
-from emberline.server.prompts import Prompts
+from emberline.server.worker.catalog import Catalog, Served
+from emberline.server.worker.engine_app import EngineApp
+from emberline.server.worker.generator import Generator
+from emberline.server.worker.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 

@@ -57,7 +57,7 @@ def main() -> int:
         return engine()
     from emberline.cli.__main__ import main as cli
     from emberline.engine.stream import AsyncEngine
-    from emberline.server import serving
+    from emberline.server.worker import serving
 
     serving.AsyncEngine = partial(AsyncEngine, command=(sys.executable, __file__))  # type: ignore[assignment, misc]
     return cli()

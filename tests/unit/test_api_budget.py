@@ -32,10 +32,10 @@ from emberline.engine.fake import FakeRunner
 from emberline.engine.grammar import GrammarCompiler
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine
-from emberline.server.generator import Generator
-from emberline.server.journey import Journey
 from emberline.server.metrics import Metrics, exposition
-from emberline.server.prompts import Prompts
+from emberline.server.worker.generator import Generator
+from emberline.server.worker.journey import Journey
+from emberline.server.worker.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 

@@ -18,7 +18,7 @@ from emberline.api.openai import chat
 from emberline.api.responses import request as responses
 from emberline.api.toolstyle import HERMES
 from emberline.core.errors import InvalidRequest
-from emberline.server.prompts import Prompts
+from emberline.server.worker.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 

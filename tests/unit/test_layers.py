@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": {"core"},
     "gateway": {"core", "api"},
     "server": {"core", "tokens", "hub", "api", "router", "cluster", "gateway", "engine", "models.config"},
-    "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "server.dispatch", "server.leg"},
+    "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "server.routing.dispatch", "server.routing.leg"},
     "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "gateway", "unweight", "sim"},
     "chaos": {"core", "cluster", "router.policy", "bench.processes"},
     "cli": {

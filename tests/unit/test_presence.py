@@ -16,7 +16,7 @@ from emberline.cluster.registrar import PAUSE, SOON, Registrar
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import Facts, Paired
 from emberline.engine.stream import AsyncEngine, State
-from emberline.server.presence import PAIRING, Presence
+from emberline.server.worker.presence import PAIRING, Presence
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
 

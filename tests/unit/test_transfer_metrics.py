@@ -5,7 +5,7 @@ from __future__ import annotations
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import Inbox, Progress, encode
 from emberline.server.metrics import Metrics, exposition
-from emberline.server.transfer_metrics import families
+from emberline.server.worker.transfer_metrics import families
 
 TOLD = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, pull_failures={"peer_lost": 2, "bad_transfer": 1}, hit_tokens=64,

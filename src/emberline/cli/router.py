@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     )
     import uvloop
 
-    from emberline.server.routing import route
+    from emberline.server.routing.routing import route
 
     config = RouterConfig(
         host=args.host,

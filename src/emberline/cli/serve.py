@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    from emberline.server.serving import serve
+    from emberline.server.worker.serving import serve
 
     began = time.monotonic() - (time.time() - _process_start())
     config = ServerConfig(

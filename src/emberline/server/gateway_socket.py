@@ -54,7 +54,8 @@ class GatewaySocket:
         self._unnamed = 0
 
     async def run(self) -> None:
-        assert (await self._receive())["type"] == "websocket.connect"
+        opening = await self._receive()
+        assert opening["type"] == "websocket.connect"
         try:
             self._headers, chosen = _said(self._scope)
             await self._gateway.entered(self._target(), self._headers)
@@ -67,7 +68,7 @@ class GatewaySocket:
                 await self._take(message.get("text") or message.get("bytes") or "")
         finally:
             for task in self._open.values():
-                pass
+                task.cancel()
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
     def _target(self) -> Target:

@@ -21,8 +21,8 @@ from emberline.router.chains import Link
 from emberline.router.policy import Decision, Why
 from emberline.router.usage import Usage
 from emberline.router.worker import Load
-from emberline.server.dispatch import Dispatch
-from emberline.server.leg import Leg
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.leg import Leg
 from emberline.sim.agents import MODEL, Session
 from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import Oracle

@@ -20,13 +20,13 @@ from emberline.core.config import RouterConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
-from emberline.server.dispatch import Dispatch
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from emberline.server.keys import admit, authorize
 from emberline.server.metrics import Replies, exposition
 from emberline.server.pages import Page
-from emberline.server.relay import Relay
-from emberline.server.router_metrics import Seen, status
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.relay import Relay
+from emberline.server.routing.router_metrics import Seen, status
 
 log = logging.getLogger("emberline.router")
 

@@ -16,13 +16,13 @@ from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
-from emberline.server.catalog import Catalog, Served
-from emberline.server.embeddings import Embeddings
-from emberline.server.engine_app import EngineApp
-from emberline.server.generator import Generator
 from emberline.server.metrics import Metrics
 from emberline.server.pages import load_pages
-from emberline.server.prompts import Prompts
+from emberline.server.worker.catalog import Catalog, Served
+from emberline.server.worker.embeddings import Embeddings
+from emberline.server.worker.engine_app import EngineApp
+from emberline.server.worker.generator import Generator
+from emberline.server.worker.prompts import Prompts
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 

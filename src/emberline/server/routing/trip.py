@@ -16,7 +16,7 @@ from emberline.router.track import Track
 from emberline.router.vllm import VLLM
 from emberline.router.worker import Worker
 from emberline.server.exchange import Exchange
-from emberline.server.prefill import Prefill
+from emberline.server.routing.prefill import Prefill
 
 CRASHES = 2  # workers that may break under one request before its first byte: it may be what breaks them
 

@@ -15,7 +15,7 @@ from emberline.router.call import Call
 from emberline.router.kvindex import KVIndex, State
 from emberline.router.upstream import Broken, Unreached, Upstream
 from emberline.router.worker import Worker
-from emberline.server.dispatch import Dispatch
+from emberline.server.routing.dispatch import Dispatch
 
 log = logging.getLogger("emberline.router")
 

@@ -9,9 +9,9 @@ from emberline.api.deltas import Delta, Progress, PromptDelta, Started, Usage
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff, Said
 from emberline.core.plan import TokenLogprob
-from emberline.server.choice import Choice, token_info
 from emberline.server.metrics import Metrics
-from emberline.server.order import Job, Order
+from emberline.server.worker.choice import Choice, token_info
+from emberline.server.worker.order import Job, Order
 from emberline.tokens.tokenizer import Tokenizer
 
 

@@ -20,7 +20,7 @@ from emberline.server.listening import bind, listen
 
 if TYPE_CHECKING:
     from emberline.cluster.registrar import Registrar
-    from emberline.server.engine_app import EngineApp
+    from emberline.server.worker.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
 
@@ -38,7 +38,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
     assembled = registrar = None
     try:
-        from emberline.server.assembly import assemble, read_parts
+        from emberline.server.worker.assembly import assemble, read_parts
 
         parts = await asyncio.to_thread(read_parts, config, directories)
         await starting
@@ -69,7 +69,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
 
 def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
     from emberline.cluster.registrar import Registrar
-    from emberline.server.presence import Presence
+    from emberline.server.worker.presence import Presence
 
     url = worker.url or f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     us = Presence(_name(worker, port), uuid.uuid4().hex, url, worker.role, app.engine, app.served)

@@ -17,8 +17,8 @@ from emberline.api.splitter import Splitter
 from emberline.api.toolstyle import ToolStyle
 from emberline.core.params import Grammar, SamplingParams
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.server.order import Budget, Job, Order
-from emberline.server.prompts import Prompts
+from emberline.server.worker.order import Budget, Job, Order
+from emberline.server.worker.prompts import Prompts
 
 
 class Preparation:

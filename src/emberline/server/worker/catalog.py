@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from emberline.core.errors import InvalidRequest, ModelNotFound
 from emberline.engine.grammar_guard import GrammarGuard
-from emberline.server.generator import Generator
 from emberline.server.metrics import Metrics
+from emberline.server.worker.generator import Generator
 
 
 @dataclass(frozen=True, slots=True)

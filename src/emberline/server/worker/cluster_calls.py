@@ -17,10 +17,10 @@ from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, In
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff
 from emberline.core.request import FinishReason
-from emberline.server.calls import Calls
 from emberline.server.exchange import Exchange
-from emberline.server.journey import CHAIN, Journey
-from emberline.server.protocol import PROTOCOLS
+from emberline.server.worker.calls import Calls
+from emberline.server.worker.journey import CHAIN, Journey
+from emberline.server.worker.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
 

@@ -15,8 +15,8 @@ from emberline.router.call import Call
 from emberline.router.dialect import Dialect, Garbled, Word
 from emberline.router.policy import Decision
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
-from emberline.server.dispatch import Dispatch
-from emberline.server.leg import Leg
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.leg import Leg
 
 log = logging.getLogger("emberline.router")
 

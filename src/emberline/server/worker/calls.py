@@ -10,11 +10,11 @@ from dataclasses import replace
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Renderer
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
-from emberline.server.catalog import Catalog, Served
 from emberline.server.exchange import Exchange
-from emberline.server.groups import Group
-from emberline.server.journey import CHAIN, Journey
-from emberline.server.protocol import PROTOCOLS
+from emberline.server.worker.catalog import Catalog, Served
+from emberline.server.worker.groups import Group
+from emberline.server.worker.journey import CHAIN, Journey
+from emberline.server.worker.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
 

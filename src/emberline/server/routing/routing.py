@@ -8,11 +8,11 @@ import logging
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.router.upstream import Upstream
-from emberline.server.following import Following
 from emberline.server.listening import bind, listen
 from emberline.server.pages import load_pages
-from emberline.server.router_app import RouterApp
-from emberline.server.sponsor import Sponsor
+from emberline.server.routing.following import Following
+from emberline.server.routing.router_app import RouterApp
+from emberline.server.routing.sponsor import Sponsor
 
 log = logging.getLogger("emberline.router")
 

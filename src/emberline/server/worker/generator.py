@@ -12,15 +12,15 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine
-from emberline.server.choice import output_error
-from emberline.server.errand import Errand
-from emberline.server.groups import Group, Groups
-from emberline.server.journey import Journey
 from emberline.server.metrics import Metrics
-from emberline.server.order import Order
-from emberline.server.past import Past
-from emberline.server.preparation import Preparation
-from emberline.server.prompts import Prompts
+from emberline.server.worker.choice import output_error
+from emberline.server.worker.errand import Errand
+from emberline.server.worker.groups import Group, Groups
+from emberline.server.worker.journey import Journey
+from emberline.server.worker.order import Order
+from emberline.server.worker.past import Past
+from emberline.server.worker.preparation import Preparation
+from emberline.server.worker.prompts import Prompts
 from emberline.tokens.blockhash import last_full, root_hash
 
 Call = ChatCall | CompletionCall

@@ -17,7 +17,7 @@ from emberline.core.config import Foreign
 from emberline.core.errors import EmberlineError
 from emberline.router.call import Call
 from emberline.router.upstream import Broken, Unreached, Upstream
-from emberline.server.dispatch import Dispatch
+from emberline.server.routing.dispatch import Dispatch
 
 log = logging.getLogger("emberline.router")
 

@@ -13,10 +13,10 @@ from emberline.core.events import Output, Timing
 from emberline.core.params import SamplingParams
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.stream import AsyncEngine
-from emberline.server.choice import Choice, output_error
-from emberline.server.groups import Step
-from emberline.server.order import Budget, Job, Order
-from emberline.server.past import Past
+from emberline.server.worker.choice import Choice, output_error
+from emberline.server.worker.groups import Step
+from emberline.server.worker.order import Budget, Job, Order
+from emberline.server.worker.past import Past
 
 AT_ONCE = 256  # groups gone through again before others have their turn
 

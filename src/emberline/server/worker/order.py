@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from emberline.api.call import Caller
 from emberline.api.splitter import Splitter
 from emberline.core.params import SamplingParams
-from emberline.server.choice import Choice
+from emberline.server.worker.choice import Choice
 
 
 @dataclass(frozen=True, slots=True)

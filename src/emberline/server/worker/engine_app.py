@@ -17,18 +17,18 @@ from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
-from emberline.server.block_events import BlockEvents
-from emberline.server.calls import Calls
-from emberline.server.catalog import Catalog, Served
-from emberline.server.cluster_calls import ClusterCalls
-from emberline.server.embeddings import Embeddings
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.journey import Journey
 from emberline.server.keys import admit, authorize
 from emberline.server.metrics import Family, Replies, exposition
 from emberline.server.pages import Page
-from emberline.server.protocol import PROTOCOLS
-from emberline.server.transfer_metrics import families as transfer_families
+from emberline.server.worker.block_events import BlockEvents
+from emberline.server.worker.calls import Calls
+from emberline.server.worker.catalog import Catalog, Served
+from emberline.server.worker.cluster_calls import ClusterCalls
+from emberline.server.worker.embeddings import Embeddings
+from emberline.server.worker.journey import Journey
+from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.transfer_metrics import families as transfer_families
 
 log = logging.getLogger("emberline.server")
 

@@ -22,11 +22,11 @@ from emberline.router.policy import Decision, Why
 from emberline.router.track import read_link
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.router.usage import Usage
-from emberline.server.dispatch import Dispatch
 from emberline.server.exchange import Exchange
-from emberline.server.leg import Leg
-from emberline.server.prefill import Prefill
-from emberline.server.trip import Setback, Trip
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.leg import Leg
+from emberline.server.routing.prefill import Prefill
+from emberline.server.routing.trip import Setback, Trip
 
 log = logging.getLogger("emberline.router")
 

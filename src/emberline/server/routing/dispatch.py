@@ -26,8 +26,8 @@ from emberline.router.policy import Decision, Rules, choose
 from emberline.router.prefixmap import PrefixMap
 from emberline.router.split import split
 from emberline.router.worker import Worker
-from emberline.server.leg import Leg
-from emberline.server.router_metrics import RouterMetrics
+from emberline.server.routing.leg import Leg
+from emberline.server.routing.router_metrics import RouterMetrics
 
 log = logging.getLogger("emberline.router")
 
