@@ -1,0 +1,111 @@
+"""Case: a request whose answer is known. Cases: where they come from; each is answered once by a server that nothing
+happens to."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from emberline.chaos.answer import Answer
+
+WORDS = """ember line river stone cloud table green silent winter orange seven letter window copper music paper garden
+night engine bridge yellow market number forest mirror summer candle harbor"""
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "kind": {"enum": ["red", "green", "blue"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+TOOL = {"name": "paint", "description": "Paints a wall.", "parameters": SCHEMA}
+LONG, SHORT = 22.0, 2.0  # tokens of a prompt, in blocks
+OUTPUT = (20, 60)  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    path: str
+    body: dict[str, Any]
+    long: bool  # worth a prefill worker
+    right: Answer
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    def marked(self, name: str) -> bytes:
+        """As it is sent; the mark stands in front, where wires see it, and changes nothing."""
+        mark = {"metadata": {"user_id": name}} if self.path == "/v1/messages" else {"user": name}
+        return json.dumps({**mark, **self.body}).encode()
+
+
+class Cases:
+    def __init__(self, url: str, model: str, dice: random.Random) -> None:
+        self._url = url  # of the server that answers them first
+        self._model = model
+        self._dice = dice
+        self._letters = 4.0  # of a token
+        self._count = 0
+        self.known: list[Case] = []
+
+    async def measure(self, session: aiohttp.ClientSession) -> None:
+        """How long texts must be for prompts of a length."""
+        text = self._text(2000)
+        async with session.post(f"{self._url}/tokenize", json={"model": self._model, "prompt": text}) as reply:
+            self._letters = len(text) / int((await reply.json())["count"])
+
+    async def new(self, session: aiohttp.ClientSession, *, long: bool, stream: bool) -> Case:
+        while True:
+            path, body = self._drawn(long, stream)
+            async with session.post(self._url + path, json=body) as reply:
+                raw = await reply.read()
+            right = Answer.of_stream(path, raw) if stream and reply.status == 200 else Answer.of_body(reply.status, raw)
+            if right.whole and not right.flaw:
+                self.known.append(Case(path, body, long, right))
+                return self.known[-1]
+            if reply.status not in (400, 404):  # what this model cannot do is not asked again
+                raise RuntimeError(f"the reference server says {reply.status}: {raw[:300]!r}")
+
+    def old(self) -> Case:
+        return self._dice.choice(self.known)
+
+    def _drawn(self, long: bool, stream: bool) -> tuple[str, dict[str, Any]]:
+        dice = self._dice
+        self._count += 1
+        tokens = 16 * (LONG if long else SHORT) * dice.uniform(0.8, 1.2)
+        text = f"{self._count}. {self._text(int(tokens * self._letters))}"
+        path = dice.choice(("/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/messages"))
+        body: dict[str, Any] = {"model": self._model, "max_tokens": dice.randint(*OUTPUT), "stream": stream}
+        body |= dice.choice(({"temperature": 0.0}, {"temperature": 0.9, "seed": dice.getrandbits(32)}))
+        if path == "/v1/messages":
+            body.pop("seed", None)
+            return path, body | {"temperature": 0.0, "messages": [{"role": "user", "content": text}]}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        body["ignore_eos"] = True
+        if dice.random() < 0.25:
+            body |= {"frequency_penalty": 0.4, "presence_penalty": 0.2}
+        if path == "/v1/completions":
+            return path, body | {"prompt": text} | ({"logprobs": 1} if dice.random() < 0.2 else {})
+        return path, body | {"messages": [{"role": "user", "content": text}]} | self._shaped()
+
+    def _shaped(self) -> dict[str, Any]:
+        """A grammar or a tool, sometimes."""
+        kind = self._dice.random()
+        if kind < 0.25:
+            shape = {"type": "json_schema", "json_schema": {"name": "wall", "schema": SCHEMA, "strict": True}}
+            return {"response_format": shape, "ignore_eos": False}
+        if kind < 0.4:
+            required = {"type": "function", "function": {"name": "paint"}}
+            return {"tools": [{"type": "function", "function": TOOL}], "tool_choice": required, "ignore_eos": False}
+        return {}
+
+    def _text(self, letters: int) -> str:
+        known, words = WORDS.split(), list[str]()
+        while letters > 0:
+            words.append(self._dice.choice(known))
+            letters -= len(words[-1]) + 1
+        return " ".join(words)

@@ -1,0 +1,169 @@
+"""The parts of `emberline chaos` that decide: a judge that lets something pass would make everything look well."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from emberline.chaos.answer import Answer
+from emberline.chaos.case import Case
+from emberline.chaos.client import Verdict, judged
+from emberline.chaos.sight import Sights, Stage
+from emberline.chaos.wire import Line, Wire
+
+PACKAGE = Path(__file__).parents[2] / "src" / "emberline"
+PATH = "/v1/completions"
+
+
+def chunk(text: str, finish: str | None = None) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"choices": [{"text": text, "finish_reason": finish}]}).encode()
+
+
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}\n\n'
+DONE = b"data: [DONE]\n\n"
+ERROR = b'data: {"error": {"code": "worker_lost", "message": "gone", "type": "server_error"}}\n\n'
+GOOD = [chunk("one"), chunk(" two"), chunk(" three"), chunk("", "length"), USAGE, DONE]
+
+
+def verdict(*events: bytes) -> Verdict:
+    right = Answer.of_stream(PATH, b"".join(GOOD))
+    case = Case(PATH, {"stream": True}, True, right)
+    return judged(case, 200, b"".join(events))[0]
+
+
+def test_a_stream_that_is_right() -> None:
+    assert verdict(*GOOD) is Verdict.ANSWERED
+    assert verdict(chunk("on"), chunk("e two three"), *GOOD[3:]) is Verdict.ANSWERED  # cut elsewhere, the same text
+    assert verdict(*GOOD[:2], ERROR, DONE) is Verdict.ERROR
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [GOOD[0], *GOOD[2:]],  # lost
+        [GOOD[0], *GOOD],  # repeated
+        [GOOD[0], chunk(" zwei"), *GOOD[2:]],  # changed
+        [*GOOD[:2], GOOD[3], USAGE, DONE],  # cut short, and called whole
+        [*GOOD[:4], GOOD[3], USAGE, DONE],  # two endings
+        [*GOOD, DONE],
+        [*GOOD, chunk("more")],
+        GOOD[:5],  # none
+        GOOD[:2],
+        [*GOOD[:3], chunk("", "stop"), USAGE, DONE],
+        [*GOOD[:4], DONE],  # nothing counted
+        [chunk("two"), ERROR, DONE],  # wrong before the error
+        [*GOOD[:2], ERROR],
+        [b": said 0 5 10\n\n", *GOOD],
+        [GOOD[0], b"data: {\n\n", *GOOD[1:]],
+    ],
+)
+def test_a_stream_that_is_wrong(events: list[bytes]) -> None:
+    assert verdict(*events) is Verdict.WRONG
+
+
+def test_plain_replies() -> None:
+    whole = {"choices": [{"text": "one two three", "finish_reason": "length"}],
+             "usage": {"prompt_tokens": 3, "completion_tokens": 4}}  # fmt: skip
+    case = Case(PATH, {}, True, Answer.of_body(200, json.dumps(whole).encode()))
+    assert judged(case, 200, json.dumps(whole).encode())[0] is Verdict.ANSWERED
+    assert judged(case, 503, b'{"error": {"code": "engine_unavailable", "message": "later"}}')[0] is Verdict.ERROR
+    for status, body in ((200, json.dumps(whole)[:-9]), (502, "Bad Gateway"), (500, '{"error": {"message": ""}}')):
+        assert judged(case, status, body.encode())[0] is Verdict.WRONG
+
+
+def test_stages_are_seen_on_the_wire() -> None:
+    async def seen() -> None:
+        sights = Sights()
+        sight, other = sights.new(), sights.new()
+        to_p, to_d = sights.ear("p"), sights.ear("d")
+        p, d = Line(None, None), Line(None, None)  # type: ignore[arg-type]
+        assert (sight.stage, sight.prefill) == (Stage.QUEUED, None)
+        to_p(p, True, b'POST /cluster/prefill HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
+        assert (sight.stage, sight.prefill) == (Stage.PREFILL, "p")
+        to_p(p, False, b'{"ticket":{}}\n')
+        assert (sight.stage, sight.decode) == (Stage.TRANSFER, None)
+        to_d(d, True, b'POST /cluster/resume HTTP/1.1\r\n\r\n{"body":{"user":"%b"' % sight.name.encode())
+        to_d(d, False, b": sa")
+        assert (sight.stage, sight.decode) == (Stage.TRANSFER, "d")
+        to_d(d, False, b"id 0 5 0\n\n")
+        assert (sight.stage, sight.said) == (Stage.FIRST, 1)
+        to_d(d, False, b": said 0 5 0\n\n" * 3)
+        assert (sight.stage, other.stage) == (Stage.DECODE, Stage.QUEUED)
+        await asyncio.wait_for(sight.reached(Stage.FIRST), 1)
+        sights.forget(other)
+        await asyncio.wait_for(other.reached(Stage.DECODE), 1)
+
+    asyncio.run(seen())
+
+
+def test_a_wire_breaks_and_mends() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    async def tried() -> None:
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        wire = await Wire("127.0.0.1", 0, server.sockets[0].getsockname()).start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", wire.port)
+        writer.write(b"hello")
+        assert await reader.readexactly(5) == b"hello"
+        wire.spoil = 1
+        writer.write(b"hello")
+        assert await reader.readexactly(5) != b"hello" and wire.spoiled == 1
+        wire.hold()
+        writer.write(b"hello")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.readexactly(5), 0.05)
+        wire.mend()
+        assert await reader.readexactly(5) == b"hello"
+        wire.cut()
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        with pytest.raises(OSError):
+            await _exchange(wire.port)
+        wire.mend()
+        assert await _exchange(wire.port) == b"again"
+        wire.stop()
+        with pytest.raises(ConnectionRefusedError):
+            await _exchange(wire.port)
+        server.close()
+
+    async def _exchange(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"again")
+        try:
+            return await reader.readexactly(5)
+        except asyncio.IncompleteReadError as e:
+            raise ConnectionResetError from e
+        finally:
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(tried(), 20))
+
+
+WALL = {
+    "server/worker/journey.py",  # when a reply was made, as its client is told
+    "server/routing/router_app.py",  # since when it runs, the same
+    "server/worker/engine_app.py",
+    "tokens/template.py",  # the date that a prompt may tell
+    "kv/tiers/disk.py",  # beside times of files, which are of the wall too
+}
+ROOMS = ("core", "tokens", "kv", "engine", "router", "cluster", "api", "server", "models", "chaos")
+
+
+def test_nothing_waits_by_the_wall_clock() -> None:
+    """It may jump. The gateway, which tells when things happened, is another matter."""
+    found = set()
+    for room in ROOMS:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            names = {
+                ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            }
+            if names & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}:
+                found.add(str(path.relative_to(PACKAGE)))
+    assert {name for name in found if "gateway" not in name} == WALL
