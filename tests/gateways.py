@@ -20,7 +20,7 @@ from emberline.gateway.errors import StoreFailed
 from emberline.gateway.fake import FakeProvider
 from emberline.gateway.record import Payload, Record
 from emberline.gateway.store.filters import Filters
-from emberline.server.gatewaying import build
+from emberline.server.gateway.gatewaying import build
 from emberline.server.listening import bind
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from emberline.server import atonce
-from emberline.server.attended import MOMENT, Attended
 from emberline.server.exchange import ClientGone
+from emberline.server.gateway import atonce
+from emberline.server.gateway.attended import MOMENT, Attended
 
 Message = dict[str, Any]
 

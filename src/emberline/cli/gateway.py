@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         from emberline.cli.rotation import rotate_keys
 
         return rotate_keys(config, args.forget_old)
-    from emberline.server.gatewaying import serve_gateway
+    from emberline.server.gateway.gatewaying import serve_gateway
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_gateway(config, found))

@@ -18,11 +18,11 @@ from emberline.gateway.models import ModelList
 from emberline.gateway.paths import Target
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
-from emberline.server.atonce import replied_at_once
-from emberline.server.attended import Attended
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.gateway_metrics import GatewayMetrics
-from emberline.server.gateway_socket import GatewaySocket
+from emberline.server.gateway.atonce import replied_at_once
+from emberline.server.gateway.attended import Attended
+from emberline.server.gateway.gateway_metrics import GatewayMetrics
+from emberline.server.gateway.gateway_socket import GatewaySocket
 from emberline.server.metrics import Replies, exposition
 from emberline.server.pages import Page as File
 

@@ -52,8 +52,8 @@ from emberline.gateway.traced import traced
 from emberline.gateway.upstream import Upstream
 from emberline.gateway.vault import Vault
 from emberline.gateway.watch import Watch
-from emberline.server.gateway_app import GatewayApp
-from emberline.server.gateway_metrics import GatewayMetrics
+from emberline.server.gateway.gateway_app import GatewayApp
+from emberline.server.gateway.gateway_metrics import GatewayMetrics
 from emberline.server.listening import bind, listen
 from emberline.server.pages import load_pages
 

@@ -1,0 +1,1 @@
+"""A gateway's HTTP: requests to calls, replies back, sockets, metrics."""
