@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from emberline.chaos.case import Case, Cases
 from emberline.chaos.client import Client, Ending, Verdict
@@ -54,14 +55,15 @@ class Play:
         return self.ledger
 
     async def _strike(self, count: int) -> None:
-        drawn = _drawn(self.dice)
-        ahead, struck = [next(drawn) for _ in range(count)], 0
-        while struck < count and (chosen := await self._next(ahead)) is not None:
-            ahead.append(next(drawn))
-            if not await self._fault(*chosen):
-                continue
-            struck += 1
-            if struck % CHECKED == 0 or struck == count:
+        ahead = list(islice(_drawn(self.dice), count))
+        while ahead and (chosen := await self._next(ahead)) is not None:
+            fault, stage = chosen
+            if not await self._fault(fault, stage):
+                if self.ledger.missed > count:
+                    self.ledger.gave_up("requests do not come to where they are to be struck")
+                    return
+                ahead.insert(0, (fault, fault.stages[fault.stages.index(stage) - 1]))  # then at another
+            elif len(ahead) % CHECKED == 0:
                 await self._check()
                 self.say(self.ledger.summary())
 
