@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import threading
+from pathlib import Path
 
 import pytest
 from transfers import content, fill, small, soon
@@ -41,3 +44,11 @@ def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: 
         made = opened("here", mooncake=True)
     assert set(made.sender.endpoints) == {"shm", "tcp"} and "signal 11" in caplog.text
     made.close()
+
+
+def test_half_a_dock_leaves_nothing_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(OSError):
+        Dock.opened(TransferConfig("x", host="192.0.2.1"), Segment(small(), 12))
+    gc.collect()
+    assert "emberline-kv" not in Path("/proc/self/maps").read_text() and threading.active_count() == before

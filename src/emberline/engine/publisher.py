@@ -4,7 +4,7 @@ and as it is until its lease has ended, whatever becomes of the request that com
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emberline.core.events import TransferStats
 from emberline.core.handoff import Note
@@ -12,8 +12,10 @@ from emberline.core.plan import Sampled
 from emberline.core.request import Request
 from emberline.kv.manager import KVManager
 from emberline.kv.transfer.errors import TicketOver
-from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Ticket, subject_of
+
+if TYPE_CHECKING:  # numpy comes with it: a GPU's start does not wait for that
+    from emberline.kv.transfer.sender import Sender
 
 
 class Publisher:

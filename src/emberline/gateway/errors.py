@@ -20,6 +20,7 @@ EmberlineError
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from emberline.core.errors import EmberlineError, NotFound, Overloaded
@@ -39,10 +40,11 @@ class Forbidden(EmberlineError):
 
 class Blocked(EmberlineError):
     status = 400
+    code = "prompt_blocked"
 
     def __init__(self, message: str, *, reply: bool = False, number: int = 2016, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.code = "reply_blocked" if reply else "prompt_blocked"
+        self.code = "reply_blocked" if reply else self.code
         self.number = number  # Cloudflare's: 2016 and 2017 (guardrails), 2029 and 2030 (patterns)
 
 
@@ -55,18 +57,20 @@ class GatewayNotFound(NotFound):
 
 
 class LimitExceeded(Overloaded):
+    code = "rate_limit_exceeded"
+
     def __init__(
         self,
         message: str,
         *,
-        rule: str,
+        rule: str = "",
         remaining: int = 0,
         retry_after: int = 1,
         money: bool = False,
         hint: str | None = None,
     ) -> None:
         super().__init__(message, retry_after=retry_after, hint=hint)
-        self.code = "budget_exceeded" if money else "rate_limit_exceeded"
+        self.code = "budget_exceeded" if money else self.code
         self.rule = rule
         self.remaining = remaining
 
@@ -127,9 +131,17 @@ class Refused(UpstreamFailed):
     code = "upstream_refused"
 
     def __init__(
-        self, message: str, *, kind: Why, status: int, headers: Mapping[str, str], body: bytes, dialect: str = ""
+        self,
+        message: str,
+        *,
+        kind: Why = "server",
+        status: int = 502,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        body: bytes = b"",
+        dialect: str = "",
+        hint: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, hint=hint)
         self.kind = kind
         self.code = _CODES.get(kind, self.code)
         self.status = status

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.plan import Copy
 from emberline.core.request import Request
 from emberline.kv.pool import BlockPool
 from emberline.kv.prefix import News, PrefixIndex
-from emberline.kv.pulls import Pull, Pulls
 from emberline.kv.residency import Residency
 from emberline.kv.tiers.stack import Fetch, TierStack
 from emberline.tokens.blockhash import block_hash, root_hash
+
+if TYPE_CHECKING:  # numpy comes with it: a GPU's start does not wait for that
+    from emberline.kv.pulls import Pull, Pulls
 
 
 class KVManager:

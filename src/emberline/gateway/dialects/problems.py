@@ -53,10 +53,14 @@ class Problem:
 class TranslatedError(UpstreamFailed):
     """An error that a provider told, on its way to a client of another dialect."""
 
-    def __init__(self, problem: Problem, status: int) -> None:
-        super().__init__(problem.message)
+    def __init__(self, message: str, *, status: int = 502, code: str = "", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.status = status
-        self.code = problem.code or problem.kind or "upstream_failed"
+        self.code = code or self.code
+
+    @staticmethod
+    def of(problem: Problem, status: int) -> TranslatedError:
+        return TranslatedError(problem.message, status=status, code=problem.code or problem.kind)
 
 
 def error_body(error: Exception, dialect: str) -> Json:
@@ -96,10 +100,10 @@ def problem_of(said: Any) -> Problem:
 def raised(said: Any) -> UpstreamFailed:
     """An error event in the middle of a stream."""
     problem = problem_of(said)
-    return TranslatedError(problem, problem.status or 502)
+    return TranslatedError.of(problem, problem.status or 502)
 
 
 def translate_error(body: bytes, status: int, target: Spoken) -> bytes:
     """A provider's error as the client's dialect says it."""
-    error: EmberlineError = TranslatedError(read_error(body), status)
+    error: EmberlineError = TranslatedError.of(read_error(body), status)
     return msgspec.json.encode(error_body(error, target))

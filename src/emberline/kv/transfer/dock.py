@@ -47,15 +47,18 @@ class Dock:
         ways = ways or Ways()
         sender, layout = Sender(segment.region, config.name, crc=ways.crc), segment.region.layout
         codecs = [ways.codec] if ways.codec else []
-        servers: list[Server] = [
-            serve_shm(sender, segment),
-            serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise),
-        ]
         habits = Habits(crc=ways.crc, codecs=codecs, always=ways.always)
         transports: list[Transport] = [ShmTransport(layout), TcpTransport(layout, habits)]
-        if ways.mooncake and (engine := _mooncake(config.advertise or config.host)) is not None:
-            servers.append(serve_mooncake(sender, engine, config.host, advertise=config.advertise))
-            transports.insert(1, MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
+        servers: list[Server] = [serve_shm(sender, segment)]
+        try:
+            servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
+            if ways.mooncake and (engine := _mooncake(config.advertise or config.host)) is not None:
+                servers.append(serve_mooncake(sender, engine, config.host, advertise=config.advertise))
+                transports.insert(1, MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
+        except BaseException:  # half a dock is none
+            for server in servers:
+                server.stop()
+            raise
         return Dock(sender, Receiver(segment.region, transports, crc=ways.crc), servers, config)
 
     def close(self) -> None:
