@@ -10,14 +10,16 @@ import tiny
 import torch
 
 from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
-from emberline.core.request import Priority, Submission
+from emberline.core.plan import Admission
+from emberline.core.request import FinishReason, Priority, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Host
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.runner import TorchRunner
-from emberline.engine.sampler import RowMaker
+from emberline.engine.sampler import Row, RowMaker
 from emberline.kv.cache import KVCache, KVShape
 from emberline.models.decoder import Decoder
 from emberline.models.loader import load
@@ -164,3 +166,30 @@ def test_more_requests_may_have_begun_than_can_run(model: Decoder) -> None:
     for o in outputs:
         found.setdefault((o.id, o.index), []).extend(o.tokens)
     assert found == {name: tokens for name, (tokens, _) in expected.items()}
+
+
+class Choosy(RowMaker):
+    def __call__(self, admission: Admission) -> Row:
+        if admission.id.startswith("r2"):
+            raise InvalidRequest("its grammar takes too long to prepare")
+        return super().__call__(admission)
+
+
+def test_who_is_refused_while_its_next_chunk_is_planned(model: Decoder) -> None:
+    """The second plan names it before the result of the first has told that it failed."""
+    params = PARAMS["greedy"]
+    expected = run(engine(model, prefix=False), submissions(params))
+    e = engine(model, budget=16, running=4, prefix=False, ahead=True)
+    assert isinstance(e.runner, GPURunner)
+    e.runner._make_row = Choosy(model.config.vocab, frozenset(), None)
+    for submission in submissions(params):
+        e.add(submission)
+    outputs: list[Output] = []
+    while not e.idle:
+        outputs += e.step()
+    e.kv.check()
+    (refused,) = (o for o in outputs if o.id == "r2")
+    assert refused.finish is FinishReason.ERROR and "too long" in str(refused.error)
+    for i in (0, 1, 3, 4, 5):
+        said = [t for o in outputs if o.id == f"r{i}" for t in o.tokens]
+        assert said == expected[f"r{i}", 0][0]

@@ -77,7 +77,8 @@ class GPURunner:
                 self._rows.add(admission.id, self._make_row(admission))
             except InvalidRequest as e:
                 failed[admission.id] = str(e)
-        work = [w for w in plan.work if w.id not in failed]
+        # Who failed a step ago may still be in this plan: it was made before that was known.
+        work = [w for w in plan.work if self._rows.get(w.id) is not None]
         if not work:
             return lambda: StepResult(plan.step, {}, failed=failed)
         with torch.inference_mode(), self._main.lane.working():
