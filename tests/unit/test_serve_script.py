@@ -12,8 +12,8 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve"
 STUB = """#!/usr/bin/env bash
-echo "$*" >>"$(dirname "$0")/called"
 trap 'echo "$1 stopped" >>"$(dirname "$0")/called"; exit 0' TERM
+echo "$*" >>"$(dirname "$0")/called"
 if [ -e "$(dirname "$0")/$1-fails" ]; then exit 7; fi
 while :; do sleep 0.05; done
 """
@@ -52,22 +52,34 @@ def test_with_a_gateway_both_run_and_both_stop(here: Path, how: signal.Signals) 
 
 
 def test_without_one_there_is_only_the_engine(here: Path) -> None:
-    process = started(here, "--port", "8123")
+    process = started(here, "--port", "8123", "--no-gateway")
     assert called(here, 1) == ["serve --port 8123"]
     process.terminate()
     process.communicate(timeout=20)
     assert called(here, 2) == ["serve --port 8123", "serve stopped"]
 
 
-def test_when_one_fails_the_other_is_stopped(here: Path) -> None:
+def test_when_the_engine_fails_the_gateway_is_stopped(here: Path) -> None:
     (here / ".venv/bin/serve-fails").touch()
-    process = started(here, "--gateway")
+    process = started(here)
     process.communicate(timeout=20)
     assert process.returncode == 7
     assert "gateway --port 8080 --engine http://127.0.0.1:8000" in called(here, 2)
 
 
-def test_an_engine_with_a_key_wants_a_file(here: Path) -> None:
-    process = started(here, "--gateway", "--api-key", "secret")
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 2 and b"gateway.toml" in said and not (here / ".venv/bin/called").exists()
+def test_when_the_gateway_fails_the_engine_goes_on(here: Path) -> None:
+    (here / ".venv/bin/gateway-fails").touch()
+    process = started(here)
+    assert process.stderr is not None
+    assert b"the engine goes on" in process.stderr.readline()
+    assert "serve" in called(here, 2)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert "serve stopped" in called(here, 3)
+
+
+def test_when_a_gateway_that_was_asked_for_fails_the_engine_stops(here: Path) -> None:
+    (here / ".venv/bin/gateway-fails").touch()
+    process = started(here, "--gateway")
+    process.communicate(timeout=20)
+    assert process.returncode == 7 and "serve stopped" in called(here, 3)
