@@ -11,7 +11,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.limits.rule import DIMENSIONS
-from emberline.gateway.routes.pattern import Pattern
+from emberline.gateway.routes.pattern_reader import read_pattern
 
 MOST_ELEMENTS = 100
 MOST_SHARES = 5  # of a percentage, besides "else"
@@ -230,7 +230,7 @@ def _check_pattern(value: object, id: str) -> None:
     try:
         if not isinstance(value, str):
             raise ValueError("it is no string")
-        Pattern.read(value)
+        read_pattern(value)
     except ValueError as e:
         raise _wrong(f"element {id!r}: the $regex {str(value)[:80]!r} cannot be used: {e}") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
-from emberline.gateway.routes.pattern import Pattern
+from emberline.gateway.routes.pattern_reader import read_pattern
 
 
 class Facts(Protocol):
@@ -57,7 +57,7 @@ def _compare(operator: str, wanted: Any) -> _Compare:
         case "$contains":
             return lambda found: _contains(found, wanted)
         case "$regex":
-            pattern = Pattern.read(wanted)
+            pattern = read_pattern(wanted)
             return lambda found: isinstance(found, str) and pattern.found_in(found)
         case "$gt":
             return lambda found: _ordered(found, wanted) and found > wanted

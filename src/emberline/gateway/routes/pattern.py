@@ -1,6 +1,6 @@
 """Pattern: a regular expression that takes time only in proportion to the text, whatever its author wrote: no
 backtracking, so none of it can be catastrophic. What that rules out (backreferences, looking around, word boundaries)
-is refused when it is read.
+is refused when it is read (pattern_reader.py).
 
 Every character, dot or class of it is a position; `follow` says which positions may come next. All that are possible
 are tried at once, as the bits of a number."""
@@ -45,13 +45,6 @@ class Pattern:
     from_start: bool = False
     to_end: bool = False
     _steps: dict[tuple[int, str], tuple[int, bool]] = field(default_factory=dict)
-
-    @staticmethod
-    def read(text: str) -> Pattern:
-        """ValueError says what cannot be used."""
-        from emberline.gateway.routes.pattern_reader import PatternReader
-
-        return PatternReader(text).read()
 
     def found_in(self, text: str) -> bool:
         """Anywhere, unless it is anchored."""

@@ -9,6 +9,11 @@ MOST_ATOMS = 2048
 DEEPEST = 20  # groups within groups
 
 
+def read_pattern(text: str) -> Pattern:
+    """ValueError says what cannot be used."""
+    return PatternReader(text).read()
+
+
 class PatternReader:
     def __init__(self, text: str) -> None:
         if len(text) > LONGEST:
