@@ -13,13 +13,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import uvicorn
-
 from emberline.core.config import GatewayConfig
-from emberline.gateway.errors import StoreFailed
 from emberline.gateway.fake import FakeProvider
 from emberline.gateway.record import Payload, Record
 from emberline.gateway.store.filters import Filters
+from emberline.net.server import Server
 from emberline.server.gateway.gatewaying import build
 from emberline.server.listening import bind
 
@@ -78,24 +76,12 @@ class Gateways:
         self._store = app.store
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        settings = uvicorn.Config(
-            app,
-            http="httptools",
-            lifespan="off",
-            log_level="critical",
-            access_log=False,
-            ws="websockets-sansio",
-            ws_max_size=1 << 20,
-        )
-        self._server = uvicorn.Server(settings)
-        self._serving = asyncio.ensure_future(self._server._serve([listener]))
-        while not self._server.started:
-            await asyncio.sleep(0.01)
+        self._server = Server(app, largest_message=1 << 20)
+        await self._server.start(listener)
 
     def close(self) -> None:
         async def stop() -> None:
-            self._server.should_exit = True
-            await self._serving
+            await self._server.stop(10.0)
             await self._stack.aclose()
             for fake in self.fakes.values():
                 await fake.close()
@@ -130,10 +116,7 @@ class Gateways:
         return found
 
     async def _look(self, id: str) -> Record | None:
-        try:
-            return await self._store.record("default", "default", id)
-        except StoreFailed:  # the day's file is just being made
-            return None
+        return await self._store.record("default", "default", id)
 
     def has_no_record(self, id: str) -> bool:
         """Asked when later ones are written."""
@@ -150,10 +133,7 @@ class Gateways:
         """The last one written."""
 
         async def look() -> list[Record]:
-            try:
-                return (await self._store.page(Filters(account="default", gateway="default"), limit=1)).records
-            except StoreFailed:
-                return []
+            return (await self._store.page(Filters(account="default", gateway="default"), limit=1)).records
 
         found = self._loop.run(look())
         return found[0] if found else None

@@ -85,6 +85,8 @@ async def compare(limiter: Limiter, rule: Rule, steps: list[tuple[str, int, int,
     for what, amount, ms, which in steps:
         if callable(move):
             await move(now)
+        (spent,) = await limiter.spent([rule.claim({}, 0)], now / 1000)
+        assert spent.used == oracle.used(now) and oracle.counts(now, now + spent.resets - 1)
         if what == "wait":
             now += ms
         elif what == "settle" and kept:

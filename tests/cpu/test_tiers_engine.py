@@ -286,13 +286,16 @@ def test_settings_become_tiers(checkpoint: Path, tmp_path: Path) -> None:
     assert second.stats().tiers["disk"].hit_tokens == 40
 
 
+def test_a_gpu_knows_of_them_before_it_plans_its_memory() -> None:
+    assert gpu_settings(EngineConfig("", kv_host_memory=1 << 20)).tiers
+    assert not gpu_settings(EngineConfig("")).tiers
+
+
 def test_settings_that_cannot_be_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="need each other"):
         EngineConfig("", kv_disk="/x")
     with pytest.raises(InvalidRequest, match="prefix cache"):
         EngineConfig("", kv_host_memory=1 << 20, prefix_cache=False)
-    with pytest.raises(InvalidRequest, match="on the CPU"):
-        gpu_settings(EngineConfig("", kv_host_memory=1 << 20))
     (tmp_path / "file").write_text("")
     for wrong in ({"kv_host_memory": 10}, {"kv_disk": str(tmp_path / "file"), "kv_disk_size": 1 << 22}):
         with pytest.raises(InvalidRequest, match=r"at least 2|cannot be used"):

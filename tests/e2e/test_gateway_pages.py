@@ -44,6 +44,7 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
         default_provider="oai",
         authentication=True,
         prices={"oai/priced": PRICE},
+        budgets=[{"name": "house", "limit": 50_000_000, "per": "month", "unpriced": "pass"}],
         fallbacks=[{"model": "500", "to": ["spare/rescuer"]}],
     )
     yield made
@@ -181,7 +182,7 @@ def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
     assert page.js("document.querySelector('.timechart .column').getAttribute('d').length") > 10
     assert "$0.11" in page.text("[data-id='oai/priced']")
     page.wait("!document.querySelector('#rescued').hidden")
-    assert "spare/rescuer" in page.text("#rescued")
+    assert "spare/rescuer" in page.text("#rescued") and after["rescued"] - before.get("rescued", 0) == 1
     page.wait("document.querySelector('#live tbody tr')")
     ask(gateway, "a-late-one")
     page.wait("document.querySelector('#live tbody tr').textContent.includes('a-late-one')")  # by itself
@@ -190,6 +191,9 @@ def test_charts_show_what_has_passed(page: Chromium, gateway: Gateways) -> None:
     page.wait("document.querySelector('.timechart .told').textContent")
     SHOTS.mkdir(exist_ok=True)
     page.screenshot(SHOTS / "gateway.png")
+    page.click("#rescued a")
+    page.wait("document.querySelector('#filters [name=rescued]')?.value === 'true'")
+    assert {"rescuer"} == set(page.js("[...document.querySelectorAll('#records .place b')].map(e => e.textContent)"))
 
 
 def test_the_explorer_finds_opens_and_judges(page: Chromium, gateway: Gateways) -> None:
@@ -290,6 +294,32 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     page.wait("document.querySelector('#provider-keys').textContent.includes('openai')")
     assert "sk-very-secret" not in page.js("document.documentElement.innerHTML")
     assert [each["provider"] for each in manage(gateway, "provider-keys")["items"]] == ["openai"]
+
+
+def test_budgets_show_what_was_spent_as_it_happens(page: Chromium, gateway: Gateways) -> None:
+    day = {"name": "day", "limit": 70, "amount": "tokens", "per": "day"}
+    team = {"name": "teams", "limit": 10, "per": "hour", "split": ["metadata.team"]}
+    for rule in (day, team):
+        manage(gateway, f"budgets/{rule['name']}", "PUT", {"rule": rule})
+    page.until(lambda: "x-ratelimit-limit-tokens" in chat(gateway, "priced", headers=of("blue"))[1], "they hold")
+    go(page, "budgets", "[data-spent=day] .meter")
+    page.until(lambda: "blue" in page.text("[data-spent=teams]"), "who was seen is shown")
+    spent = manage(gateway, "spent")["items"]
+    assert {item["budget"] for item in spent} == {"day", "teams", "house"} and "house" in page.text("#budgets-fixed")
+    used = next(item["used"] for item in spent if item["budget"] == "day")
+    ask(gateway, "priced", headers=of("red"))
+    assert used > 0
+    page.until(lambda: f"{used + 11 + 8} of 70 tokens" in page.text("[data-spent=day]"), "by itself")
+    page.until(lambda: "red" in page.text("[data-spent=teams]"), "each team has its own")
+    assert "until" in page.text("[data-spent=day]") and "$50.00" in page.text("#budgets-fixed")
+    page.screenshot(SHOTS / "gateway-budgets.png")
+    for rule in (day, team):
+        manage(gateway, f"budgets/{rule['name']}", "DELETE")
+    page.until(lambda: ask(gateway, "unpriced") == 200, "they hold no more")
+
+
+def of(team: str) -> dict[str, str]:
+    return {**ADMIN, "cf-aig-metadata": json.dumps({"team": team})}
 
 
 def test_a_gateway_is_made_and_chosen(page: Chromium, gateway: Gateways) -> None:

@@ -136,6 +136,11 @@ def test_kwargs_may_not_take_all_meaning_from_the_effort() -> None:
     assert caught.value.param == "reasoning_effort"
 
 
+def test_a_date_is_that_of_the_reply() -> None:
+    dated = prompts("{{ strftime_now('%Y') }}" + TEXT)
+    assert dated.render(of_chat({}), 1_000_000_000) == "2001q" and dated.render(of_chat({})) > "2025q"
+
+
 def test_a_budget_needs_a_marker_that_can_be_written() -> None:
     call = of_messages(ON)
     assert prompts("switch").closing == byte_level().encode("</think>").ids

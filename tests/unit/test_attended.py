@@ -1,4 +1,4 @@
-"""Who works for a client is stopped when it leaves or takes too long, and not otherwise; and replies in one write."""
+"""Who works for a client is stopped when it leaves or takes too long, and not otherwise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from emberline.server.exchange import ClientGone
-from emberline.server.gateway import atonce
 from emberline.server.gateway.attended import MOMENT, Attended
 
 Message = dict[str, Any]
@@ -101,9 +100,3 @@ def test_a_cancellation_by_others_stays_one() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         run(never, work)
-
-
-def test_a_head_that_could_be_two() -> None:
-    assert atonce._head(200, 5, {"a": "b"}) == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\na: b\r\n\r\n"
-    for bad in ("x\r\ny: z", "x\n", "\r", "\0", "é"):
-        assert atonce._head(200, 0, {"a": bad}) == b""

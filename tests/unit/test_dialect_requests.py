@@ -68,6 +68,13 @@ def test_older_chat_providers_know_only_max_tokens() -> None:
         ("claude-opus-5", "high", {"type": "adaptive"}, {"effort": "high"}),
         ("claude-opus-5", "minimal", {"type": "adaptive"}, {"effort": "low"}),
         ("claude-opus-5", "none", {"type": "disabled"}, None),
+        ("claude-opus-5", "xhigh", {"type": "adaptive"}, {"effort": "xhigh"}),
+        ("claude-sonnet-4-6", "xhigh", {"type": "adaptive"}, {"effort": "high"}),
+        ("claude-sonnet-4-6", "max", {"type": "adaptive"}, {"effort": "max"}),
+        ("claude-fable-5", "none", {"type": "adaptive"}, {"effort": "low"}),
+        ("claude-opus-5-5", "none", {"type": "adaptive"}, {"effort": "low"}),
+        ("claude-sonnet-5-5", "none", {"type": "between_tools"}, None),
+        ("claude-haiku-5-5", "none", {"type": "disabled"}, None),
         ("claude-sonnet-4-6", "low", {"type": "adaptive"}, {"effort": "low"}),
         ("claude-sonnet-4-5-20250929", "low", {"type": "enabled", "budget_tokens": 2048}, None),
         ("claude-3-7-sonnet-20250219", "max", {"type": "enabled", "budget_tokens": 22500}, None),
@@ -79,14 +86,52 @@ def test_effort_for_claude(model: str, effort: str, thinking: Any, output: Any) 
     request = {**HI["openai-chat"], "reasoning_effort": effort, "max_tokens": 30000}
     body, changed = translate(request, "openai-chat", "anthropic", model)
     assert body.get("thinking") == thinking and body.get("output_config") == output
-    exact = effort in ("low", "medium", "high", "none") and thinking["type"] != "enabled"
+    exact = thinking["type"] == "disabled" or (output or {}).get("effort") == effort
     assert ("reasoning_effort" in changed) == (not exact)
+
+
+@pytest.mark.parametrize(
+    ("model", "asked", "got"),
+    [
+        ("gpt-6.1-sol", "none", "low"),
+        ("gpt-6-luna", "none", "none"),
+        ("gpt-5.6", "max", "max"),
+        ("gpt-5.2", "max", "xhigh"),
+        ("gpt-5.1", "xhigh", "high"),
+        ("gpt-5.1", "minimal", "low"),
+        ("gpt-5-mini", "none", "minimal"),
+        ("openai/o3", "none", "low"),
+        ("gpt-4o", "high", None),
+        ("gpt-5.2-codex", "max", "max"),
+        ("qwen3-8b", "max", "max"),
+    ],
+)
+def test_effort_for_gpt(model: str, asked: str, got: str | None) -> None:
+    """What a model would refuse the whole request for is asked for by the next word that it knows."""
+    thinking = {"thinking": {"type": "disabled"}} if asked == "none" else {"output_config": {"effort": asked}}
+    sources: list[tuple[Spoken, dict[str, Any]]] = [("anthropic", thinking)]
+    if asked == "minimal":
+        sources = [("gemini", {"generationConfig": {"thinkingConfig": {"thinkingLevel": "MINIMAL"}}})]
+    for source, said in sources:
+        body, changed = translate(HI[source] | said, source, "openai-chat", model)
+        assert body.get("reasoning_effort") == got and bool(changed) == (got != asked)
+        body, changed = translate(HI[source] | said, source, "openai-responses", model)
+        assert body.get("reasoning") == (got and {"effort": got}) and bool(changed) == (got != asked)
 
 
 def test_no_room_to_think() -> None:
     request = {**HI["openai-chat"], "reasoning_effort": "high", "max_tokens": 800}
     body, changed = translate(request, "openai-chat", "anthropic", "claude-sonnet-4-5")
     assert "thinking" not in body and "no room" in changed["reasoning_effort"]
+
+
+@pytest.mark.parametrize("model", ["claude-opus-5-5", "claude-sonnet-5-5", "claude-fable-5-1"])
+def test_calls_that_cannot_be_forced(model: str) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        body, changed = translate({**CHAT, "tool_choice": choice}, "openai-chat", "anthropic", model)
+        assert body["tool_choice"] == {"type": "auto"} and "tool_choice" in changed
+        assert body["thinking"] == {"type": "adaptive"} and [tool["name"] for tool in body["tools"]] == ["weather"]
 
 
 def test_a_forced_call_excludes_thinking() -> None:
@@ -130,6 +175,21 @@ def test_effort_for_gemini(model: str, config: Any) -> None:
     assert body["generationConfig"]["thinkingConfig"] == config
 
 
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("gemini-3-flash", {"thinkingLevel": "minimal"}),
+        ("gemini-3.1-pro-preview", {"thinkingLevel": "low"}),
+        ("gemini-2.5-flash", {"thinkingBudget": 0}),
+        ("gemini-2.5-pro", {"thinkingBudget": 128}),
+    ],
+)
+def test_no_thinking_where_gemini_always_does(model: str, config: Any) -> None:
+    body, changed = translate({**HI["openai-chat"], "reasoning_effort": "none"}, "openai-chat", "gemini", model)
+    assert body["generationConfig"]["thinkingConfig"] == config
+    assert ("reasoning_effort" in changed) == (config != {"thinkingBudget": 0})
+
+
 def test_budgets_become_efforts() -> None:
     request = {**HI["anthropic"], "thinking": {"type": "enabled", "budget_tokens": 10000}}
     body, changed = translate(request, "anthropic", "openai-chat")
@@ -168,6 +228,16 @@ def test_what_cannot_be_left_out_is_refused(source: Spoken, field: dict[str, Any
             with pytest.raises(InvalidRequest) as raised:
                 translate(HI[source] | field, source, target)
             assert raised.value.param == next(iter(field)) and raised.value.hint
+
+
+def test_items_that_only_their_provider_has_are_refused() -> None:
+    reference = {"input": [{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "hi"}]}
+    block = {"role": "assistant", "content": [{"type": "compaction", "content": "so far"}]}
+    summary = {**HI["anthropic"], "messages": [block, *HI["anthropic"]["messages"]]}
+    with pytest.raises(InvalidRequest, match="item_reference"):
+        translate(reference, "openai-responses", "openai-chat")
+    with pytest.raises(InvalidRequest, match="compaction"):
+        translate(summary, "anthropic", "gemini")
 
 
 def test_system_prompts_in_the_middle() -> None:
@@ -432,24 +502,31 @@ def test_cache_marks_stay_with_anthropic() -> None:
 def test_nothing_is_dropped_silently() -> None:
     """Every field with no place in the other dialect has its word: a name that nobody knows, wherever it may stand."""
     strange: dict[Spoken, list[tuple[list[Any], str]]] = {
-        "openai-chat": [([], ""), (["messages", 1, "content", 0], "messages[].content[]."), (["tools", 0], "tools[].")],
+        "openai-chat": [
+            ([], ""),
+            (["messages", 1, "content", 0], "messages[].content[]."),
+            (["tools", 0], "tools[]."),
+            (["stream_options"], "stream_options."),
+        ],
         "openai-responses": [([], ""), (["input", 0, "content", 0], "input[].content[]."), (["text"], "text.")],
         "anthropic": [
             ([], ""),
             (["messages", 1, "content", 1], "messages[].content[]."),
             (["output_config"], "output_config."),
+            (["metadata"], "metadata."),
         ],
         "gemini": [
             ([], ""),
             (["contents", 0, "parts", 0], "contents[].parts[]."),
             (["generationConfig"], "generationConfig."),
+            (["toolConfig"], "toolConfig."),
+            (["toolConfig", "functionCallingConfig"], "toolConfig.functionCallingConfig."),
         ],
     }
     for source, places in strange.items():
         for path, said in places:
-            request = json.loads(
-                json.dumps({"text": {}, **REQUESTS[source]} if source == "openai-responses" else REQUESTS[source])
-            )
+            empty: dict[str, Any] = {"openai-responses": {"text": {}}, "anthropic": {"metadata": {}}}.get(source, {})
+            request = json.loads(json.dumps(empty | REQUESTS[source]))
             place = request
             for step in path:
                 place = place[step]
@@ -493,3 +570,52 @@ def test_streaming_is_in_the_url_of_gemini() -> None:
     body, _ = translate(HI["gemini"], "gemini", "openai-chat", stream=True)
     assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
     assert "stream" not in translate(CHAT, "openai-chat", "gemini")[0]
+
+
+def test_strict_tools() -> None:
+    """Whoever keeps a model to a schema wants one of its own kind; what that cannot say is told."""
+    loose = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}, "b": {}}, "required": ["a"]}
+    exact = {**loose, "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    for schema in (exact, loose):
+        function = {"name": "f", "parameters": schema, "strict": True}
+        request = {**HI["openai-chat"], "max_tokens": 9, "tools": [{"type": "function", "function": function}]}
+        body, changed = translate(request, "openai-chat", "anthropic")
+        tool = body["tools"][0]
+        assert tool["strict"] is True and tool["input_schema"]["additionalProperties"] is False
+        assert changed.keys() == (set() if schema is exact else {"tools[].maxLength", "tools[].additionalProperties"})
+        body, changed = translate(request, "openai-chat", "anthropic", "claude-opus-4-1")
+        assert "strict" not in body["tools"][0] and body["tools"][0]["input_schema"] == schema
+        assert changed.keys() == {"tools[].strict"}
+        tool = {"type": "custom", "name": "f", "input_schema": schema, "strict": True}
+        body, changed = translate({**HI["anthropic"], "tools": [tool]}, "anthropic", "openai-chat")
+        assert body["tools"][0]["function"] == {"name": "f", "parameters": schema, "strict": schema is exact}
+        assert changed.keys() == (set() if schema is exact else {"tools[].strict"})
+        body, _ = translate(request, "openai-chat", "openai-responses")
+        assert body["tools"][0]["strict"] is True
+
+
+def test_formats_of_claude() -> None:
+    """The field's former place is known too; models from before know neither."""
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    body, changed = translate({**HI["anthropic"], "output_format": form}, "anthropic", "openai-chat")
+    assert body["response_format"]["json_schema"]["schema"] == form["schema"] and not changed
+    same, _ = translate({**HI["anthropic"], "output_format": form}, "anthropic", "anthropic", "m")
+    assert same == {**HI["anthropic"], "output_format": form}
+    back, changed = translate(body, "openai-chat", "anthropic", "claude-3-5-haiku-20241022")
+    assert "output_config" not in back and "no schema" in changed["response_format"]
+
+
+def test_parallel_calls_without_tools() -> None:
+    """Chat refuses to hear of them."""
+    request: dict[str, Any] = {**HI["openai-responses"], "parallel_tool_calls": False}
+    body, changed = translate(request, "openai-responses", "openai-chat")
+    assert "parallel_tool_calls" not in body and not changed
+    request["tools"] = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    assert translate(request, "openai-responses", "openai-chat")[0]["parallel_tool_calls"] is False
+
+
+def test_validated_calls_are_told() -> None:
+    tools = [{"functionDeclarations": [{"name": "f"}]}]
+    calling = {"functionCallingConfig": {"mode": "VALIDATED"}}
+    body, changed = translate({**HI["gemini"], "tools": tools, "toolConfig": calling}, "gemini", "openai-chat")
+    assert body["tool_choice"] == "auto" and changed.keys() == {"toolConfig.functionCallingConfig.mode"}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.adapt import merged
 from emberline.gateway.dialects.inner import Conversation, Image, Spoken, Text, ToolCall, ToolResult
-from emberline.gateway.dialects.translate import _GRAMMARS, Recipient, translate_request
+from emberline.gateway.dialects.translate import GRAMMARS, Recipient, translate_request
 
 Drawn = dict[str, Any]
 words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8)
@@ -294,6 +294,7 @@ responses_requests = some(
 )
 
 plain = functools.partial(some, nulls=False)  # Gemini's JSON has no nulls
+camels = st.dictionaries(st.from_regex(r"[a-z][A-Za-z0-9]{0,8}", fullmatch=True), words, max_size=3)  # its own names
 g_parts = st.one_of(
     plain({"text": words}, {"thoughtSignature": st.just("AAAA")}),
     plain({"text": words, "thought": True}, {"thoughtSignature": st.just("AAAA")}),
@@ -303,7 +304,7 @@ g_parts = st.one_of(
                 {"mimeType": st.sampled_from(["image/png", "audio/wav", "application/pdf"]), "data": "AAAA"}
             )
         },
-        {"videoMetadata": objects},
+        {"videoMetadata": camels},
     ),
     plain({"fileData": plain({"fileUri": "gs://x/y"}, {"mimeType": st.just("image/png"), "displayName": words})}),
     plain(
@@ -311,8 +312,12 @@ g_parts = st.one_of(
     ),
     plain(
         {
-            "functionResponse": plain(
-                {"name": names, "response": objects | plain({"output": words}) | plain({"error": words})}, {"id": names}
+            "functionResponse": plain(  # of no call here: else it would get that one's id
+                {
+                    "name": names.map("R{}".format),
+                    "response": objects | plain({"output": words}) | plain({"error": words}),
+                },
+                {"id": names},
             )
         }
     ),
@@ -349,10 +354,10 @@ gemini_requests = plain(
                 "thinkingConfig": st.just({"thinkingBudget": -1})
                 | st.just({"thinkingLevel": "LOW", "includeThoughts": True}),
                 "responseLogprobs": st.booleans(),
-                "speechConfig": objects,
+                "speechConfig": camels,
             },
         ),
-        "safetySettings": st.lists(objects, max_size=1),
+        "safetySettings": st.lists(camels, max_size=1),
         "cachedContent": words,
     },
 )
@@ -389,7 +394,7 @@ def test_what_is_valid_becomes_something_valid(source: Spoken, target: Spoken) -
         except InvalidRequest as error:
             assert error.param
             return
-        _GRAMMARS[target].parse(json.loads(body))
+        GRAMMARS[target].parse(json.loads(body))
 
     check()
 
@@ -501,8 +506,8 @@ def test_there_and_back(dialect: Spoken, via: Spoken) -> None:
             first, _ = translate_request(first, "openai-chat", dialect, Recipient("m"))
         there, _ = translate_request(first, dialect, via, Recipient("m"))
         back, _ = translate_request(there, via, dialect, Recipient("m"))
-        want = told(_GRAMMARS[dialect].parse(json.loads(first)))
-        assert told(_GRAMMARS[via].parse(json.loads(there))) == want
-        assert told(_GRAMMARS[dialect].parse(json.loads(back))) == want
+        want = told(GRAMMARS[dialect].parse(json.loads(first)))
+        assert told(GRAMMARS[via].parse(json.loads(there))) == want
+        assert told(GRAMMARS[dialect].parse(json.loads(back))) == want
 
     check()

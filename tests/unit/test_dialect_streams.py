@@ -30,7 +30,7 @@ from emberline.gateway.dialects.deltas import (
 )
 from emberline.gateway.dialects.gemini.content import found_seal
 from emberline.gateway.dialects.inner import Spoken
-from emberline.gateway.dialects.translate import _GRAMMARS, Asked, StreamTranslator, translate_reply
+from emberline.gateway.dialects.translate import GRAMMARS, Asked, StreamTranslator, translate_reply
 from emberline.gateway.errors import Broken, UpstreamFailed
 from emberline.gateway.usage import Usage
 
@@ -49,7 +49,7 @@ def payloads(stream: bytes) -> list[Any]:
 
 def deltas(stream: bytes, dialect: Spoken) -> list[Delta]:
     """Read again by the dialect's own reader."""
-    reader = _GRAMMARS[dialect].reader()
+    reader = GRAMMARS[dialect].reader()
     rows = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
     return [delta for row in rows for delta in reader.read(row)] + list(reader.end())
 
@@ -96,7 +96,7 @@ def test_goldens(source: Spoken, target: Spoken) -> None:
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_a_stream_adds_up_to_the_plain_reply(source: Spoken, target: Spoken) -> None:
     plain, _ = translate_reply(json.dumps(REPLIES[source]).encode(), source, target, ASKED)
-    answer = _GRAMMARS[target].parse_reply(json.loads(plain), Changes(target))
+    answer = GRAMMARS[target].parse_reply(json.loads(plain), Changes(target))
     got = folded(translated(STREAMS[source], source, target), target)
     parts = answer.choices[0].parts
     kinds: dict[str, str] = {"Text": "", "Thinking": ""}
@@ -152,7 +152,7 @@ def test_writers_keep_their_order(pieces: list[Any], reason: Any) -> None:
                 said.append(piece)
     said += [Finished(reason), Counted(Usage(3, output=2)), Ended()]
     for dialect in DIALECTS:
-        writer = _GRAMMARS[dialect].writer(ASKED)
+        writer = GRAMMARS[dialect].writer(ASKED)
         stream = b"".join(writer.push(delta) for delta in said)
         _check_order(dialect, payloads(stream))
         again = folded(stream, dialect)

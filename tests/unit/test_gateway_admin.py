@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from gateway_records import NOON, made
+from gateway_records import DAY, NOON, made
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError
@@ -17,6 +17,8 @@ from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.identity import ANONYMOUS, Identity
 from emberline.gateway.keys import Keys
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.rule import Rule
 from emberline.gateway.masterkeys import KeyFile
 from emberline.gateway.record import Payload, new_id
 from emberline.gateway.settings import ProviderSettings, Settings
@@ -40,9 +42,10 @@ class World:
         self.clock, self.wall = ManualClock(), ManualClock(NOON / 1e3)
         self.watch = Watch(self.store, self.clock)
         self.vault = Vault(self.store, self.watch, KeyFile(directory / "master.key"))
+        self.limiter = LocalLimiter()
         provider = ProviderSettings(base_url="http://127.0.0.1:8000", key="sk-in-the-file")
         fixed = {("acme", "filed"): Settings(account="acme", gateway="filed", providers={"emberline": provider})}
-        self.admin = Admin(Desk(self.store, self.vault, self.wall, fixed=fixed), "1.0")
+        self.admin = Admin(Desk(self.store, self.vault, self.wall, self.limiter, fixed=fixed), "1.0")
 
     def __call__(
         self, method: str, path: str, body: Any = None, query: str = "", who: Identity = ACME
@@ -281,6 +284,44 @@ def test_budgets(world: World) -> None:
     world.ok("PUT", f"{A}/gateways/side", twice)
     world.refused(400, "PATCH", f"{A}/budgets/month", {"gateways": ["*"]})
     world.refused(400, "PUT", f"{A}/budgets/month", {"rule": {**rule, "limit": "much"}})
+
+
+def test_what_budgets_have_spent(world: World) -> None:
+    whole = {"name": "whole", "limit": 1000, "amount": "micros", "per": "day"}
+    each = {
+        "name": "each",
+        "limit": 500,
+        "amount": "tokens",
+        "per": 60,
+        "technique": "sliding",
+        "split": ["metadata.n"],
+    }
+    world.ok("PUT", f"{A}/gateways/main", {"budgets": [whole]})
+    world.ok("PUT", f"{A}/gateways/side", {})
+    world.ok("PUT", f"{A}/budgets/each", {"rule": each, "gateways": ["main"]})
+    world.ok("PUT", f"{A}/budgets/off", {"rule": {"name": "off", "limit": 1}, "enabled": False})
+    rules = Rule.read([whole, each])
+
+    async def use(metadata: str, micros: int, tokens: int) -> None:
+        facts = {"gateway": "acme/main", "metadata.n": metadata}
+        claims = [rule.claim(facts, 100) for rule in rules]
+        made = await world.limiter.reserve(claims, NOON / 1e3, 9)
+        world.limiter.settle(made, {"micros": micros, "tokens": tokens}, NOON / 1e3)
+
+    metadata: list[dict[str, Any]] = [{"n": 1}, {"n": True}, {"n": "quiet"}, {}]
+    records = [made(NOON + i, gateway="main", metadata=said) for i, said in enumerate(metadata)]
+    world.run(world.store.append([(record, None) for record in [*records, made(gateway="side")]]))
+    for said, micros, tokens in (("1", 70, 400), ("true", 30, 20), ("unseen", 5, 10)):
+        world.run(use(said, micros, tokens))
+    found = world.ok("GET", f"{A}/spent")["items"]
+    shown = [(each["budget"], each["gateway"], each["split"], each["used"], each["limit"]) for each in found]
+    assert shown == [
+        ("each", "main", {"metadata.n": "1"}, 400, 500),
+        ("whole", "main", {}, 105, 1000),
+        ("each", "main", {"metadata.n": "true"}, 20, 500),
+    ]
+    assert [each["ends"] for each in found] == [None, NOON + DAY // 2, None]  # days end at midnight
+    assert world.ok("GET", f"{A}/spent", query="gateway=side")["items"] == []
 
 
 def test_custom_providers_are_public(world: World) -> None:

@@ -21,6 +21,7 @@ from emberline.gateway.store.rollup import (
     SUMS,
     WIDE,
     Cell,
+    RollupQuery,
     tally,
 )
 from emberline.gateway.usage import Usage
@@ -93,7 +94,7 @@ def test_every_cell_is_what_counting_gives(records: list[Record]) -> None:
 def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float) -> None:
     cells = tally(made(NOON, duration_ms=each) for each in durations)
     cell = Cell(0, "", tuple(cells["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""]))
-    found = cell.percentile(share)
+    (found,) = cell.percentiles([share])
     rank = share * len(durations)
     exact = sorted(durations)[max(0, -int(-rank // 1) - 1)]
     bucket = next((i for i, edge in enumerate(EDGES) if exact <= edge), BUCKETS - 1)
@@ -101,10 +102,24 @@ def test_a_percentile_is_in_the_right_bucket(durations: list[int], share: float)
 
 
 def test_nothing_has_no_percentile() -> None:
-    assert Cell(0, "", (0,) * len(COUNTERS)).percentile(0.5) is None
-    assert (
-        Cell(0, "", tuple(tally([made()])["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""])).percentile(
-            0.5, FIRSTS
-        )
-        is None
-    )
+    assert Cell(0, "", (0,) * len(COUNTERS)).percentiles([0.5]) == [None]
+    cells = tally([made()])
+    cell = Cell(0, "", tuple(cells["day", NOON // MS["day"] * MS["day"], "acme", "main", "all", ""]))
+    assert cell.percentiles([0.5, 0.9], FIRSTS) == [None, None]
+
+
+@given(
+    st.sampled_from([(dimension, unit) for dimension, units in DIMENSIONS.items() for unit in units]),
+    st.integers(0, 3 * MS["day"]),
+    st.integers(0, 3 * MS["day"]),
+)
+def test_a_stretch_is_cut_into_cells_that_meet(which: tuple[Any, Any], since: int, length: int) -> None:
+    dimension, unit = which
+    query = RollupQuery("acme", unit, NOON + since, NOON + since + length, dimension=dimension)
+    pieces, size = query.pieces(), MS[unit]
+    low, high = (NOON + since) // size * size, -(-(NOON + since + length) // size) * size
+    assert [each[1] for each in pieces] + [high] == [low] + [each[2] for each in pieces] if pieces else low >= high
+    for kind, start, end in pieces:
+        assert start % MS[kind] == end % MS[kind] == 0 and start < end
+    most = 2 * 59 + 2 * 23 + 4  # however long: what is not whole at both ends, and days
+    assert sum((end - start) // MS[kind] for kind, start, end in pieces) <= most or unit == "day"

@@ -23,13 +23,40 @@ ALLOWED: dict[str, set[str]] = {
     "kv": {"core", "tokens.blockhash", "kernels"},
     "api": {"core", "tokens"},
     "engine": {"core", "tokens", "kv", "kernels", "models", "hub.source", "hub.checkpoint"},
-    "router": {"core", "tokens"},
-    "cluster": {"core"},
-    "gateway": {"core", "api"},
-    "server": {"core", "tokens", "hub", "api", "router", "cluster", "gateway", "engine", "models.config"},
+    "net": {"core"},
+    "trace": {"core", "net"},
+    "router": {"core", "tokens", "net", "trace"},
+    "cluster": {"core", "net"},
+    "gateway": {"core", "api", "net", "trace"},
+    "server": {
+        "core",
+        "net",
+        "trace",
+        "tokens",
+        "hub",
+        "api",
+        "router",
+        "cluster",
+        "gateway",
+        "engine",
+        "models.config",
+    },
     "sim": {"core", "tokens", "kv", "engine", "router", "cluster", "server.routing.dispatch", "server.routing.leg"},
-    "bench": {"core", "tokens", "hub", "api", "engine", "models", "kernels", "kv", "gateway", "unweight", "sim"},
-    "chaos": {"core", "cluster", "router.policy", "bench.processes"},
+    "bench": {
+        "core",
+        "tokens",
+        "hub",
+        "api",
+        "engine",
+        "models",
+        "kernels",
+        "kv",
+        "gateway",
+        "unweight",
+        "sim",
+        "cluster",
+    },
+    "chaos": {"core", "cluster", "router.policy", "bench"},
     "cli": {
         "core",
         "tokens",
@@ -55,6 +82,8 @@ TORCH_FREE = [
     "hub",
     "unweight",
     "api",
+    "net",
+    "trace",
     "router",
     "cluster",
     "gateway",
@@ -193,7 +222,7 @@ def test_runs_without_torch(room: str) -> None:
 
 def test_what_computes_needs_only_torch_and_numpy() -> None:
     """A GPU machine may have nothing else, and everything that runs there must run from the checkout."""
-    others = ["msgspec", "tokenizers", "jinja2", "llguidance", "uvicorn", "uvloop", "httptools", "huggingface_hub"]
+    others = ["msgspec", "tokenizers", "jinja2", "llguidance", "uvloop", "httptools", "huggingface_hub"]
     done = imported_without(others, ["core", "kernels", "unweight", "models", "kv", "engine.fleet_boot", "engine.fake"])
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from emberline.net.connection import BUFFER
 from emberline.router.call import Call
-from emberline.router.connection import BUFFER, Broken, Unreached
-from emberline.router.upstream import Upstream
+from emberline.router.upstream import Broken, Unreached, Upstream
 
 GET = Call("GET", "/x", {"a": "b"}, b"")
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nX-One: 1\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.cluster.card import Beat, Card, ModelCard
@@ -68,6 +68,7 @@ def test_long_texts_have_points_inside_and_short_ones_none() -> None:
     assert Ask.read(body(prompt="short")).points == ()
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=600), max_size=120))
 def test_points_are_few_and_grow(texts: list[str]) -> None:
     asked = Ask.read(body(messages=talk(*texts)))
@@ -193,13 +194,20 @@ def card(name: str, incarnation: str) -> Card:
     return Card(name, incarnation, "http://127.0.0.1:1", MODELS)
 
 
-def test_the_newer_of_two_wins_for_good() -> None:
-    members = Membership(Patience())
+def test_the_newer_of_two_wins_while_it_is_there() -> None:
+    members = Membership(Patience(lost_after=4))
     assert members.register(card("a", "1"), 0.0) and members.register(card("a", "2"), 1.0)
     assert not members.register(card("a", "1"), 2.0) and members.replaced("1")
     assert not members.beat(Beat("a", "1"), 2.0) and members.beat(Beat("a", "2"), 2.0)
     assert members.register(card("a", "2"), 3.0), "registering twice is fine"
     assert [member.card.incarnation for member in members] == ["2"]
+    assert not members.register(card("a", "1"), 7.0), "it may be slow"
+    assert members.register(card("a", "1"), 7.1) and members.beat(Beat("a", "1"), 7.1), "it is lost"
+    assert not members.beat(Beat("a", "2"), 7.2) and members.replaced("2") and not members.replaced("1")
+    assert not members.register(card("a", "2"), 7.2), "now that is the newer"
+    assert members.leave("a", "1") and members.register(card("a", "3"), 8.0)
+    assert not members.register(card("a", "1"), 100.0), "it said goodbye"
+    assert members.register(card("a", "2"), 100.0)
 
 
 def health(members: Membership, now: float) -> Health:

@@ -106,6 +106,32 @@ def test_it_follows_a_ticket_that_grows() -> None:
     assert not thread.is_alive() and content(receiver.region, [0, 1, 2, 3]) == sent
 
 
+def test_copies_hide_behind_what_the_peer_computes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last blocks', also if these are published a moment before the end is known."""
+    pair = Pair()
+    fill(pair.sender.region, [0, 1, 2], 1)
+    ticket = pair.sender.publish([0], LEASE, complete=False)
+    (transport,) = pair.receiver._transports
+    link = transport.connect(ticket.peer, FAR)
+    state, computed = link.state, [([1], False), ([2], False), ([], True)]
+
+    def later(*asked: Any) -> Any:
+        blocks, complete = computed.pop(0)
+        pair.clock.advance(10.0)
+        pair.sender.extend(ticket, blocks, complete=complete)
+        return state(*asked)
+
+    def slow(fetch: Any, copy: Any = link.fetch) -> None:
+        pair.clock.advance(float(len(fetch.pieces) > 0))
+        copy(fetch)
+
+    monkeypatch.setattr(link, "state", later)
+    monkeypatch.setattr(link, "fetch", slow)
+    monkeypatch.setattr(transport, "connect", lambda peer, deadline: link)
+    progress = pair.receiver.pull(ticket, [0, 1, 2], FAR)
+    assert progress.complete and (progress.moving, progress.hidden) == (3.0, 2.0)
+
+
 def test_layers_can_be_pulled_apart() -> None:
     pair = Pair()
     sent = fill(pair.sender.region, [0, 1], 1)

@@ -8,9 +8,9 @@ from emberline.server.metrics import Metrics, exposition
 from emberline.server.worker.transfer_metrics import families
 
 TOLD = TransferStats(
-    pulls=4, pulled_bytes=1000, pull_seconds=0.5, pull_failures={"peer_lost": 2, "bad_transfer": 1}, hit_tokens=64,
-    published=3, ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5,
-    quarantined_blocks=7,
+    pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
+    pull_failures={"peer_lost": 2, "bad_transfer": 1}, hit_tokens=64, published=3,
+    ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
 )  # fmt: skip
 
 
@@ -29,6 +29,8 @@ def test_each_has_its_line() -> None:
         'emberline:kv_transfer_pull_failures_total{model_name="m",code="peer_lost"} 2',
         'emberline:kv_transfer_leases_ended_total{model_name="m",how="acknowledged"} 2',
         'emberline:kv_transfer_oldest_lease_seconds{model_name="m"} 2.5',
+        'emberline:kv_transfer_copy_seconds_total{model_name="m"} 0.25',
+        'emberline:kv_transfer_hidden_seconds_total{model_name="m"} 0.125',
         'emberline:kv_transfer_pinned_blocks{model_name="m"} 5',
         'emberline:kv_transfer_quarantined_blocks{model_name="m"} 7',
     ):

@@ -1,5 +1,6 @@
 """The fault table: every way a provider fails, with a fallback and without, streamed and whole, for clients of two
-dialects. Each is rescued or told as it is; the log and the cost say what happened. All cases run at once."""
+dialects, who wish a broken stream to be continued or not. Each is rescued or told as it is; the log and the cost say
+what happened. All cases run at once."""
 
 from __future__ import annotations
 
@@ -52,6 +53,7 @@ class Case:
     stream: bool
     fallback: bool
     late: bool = False  # after content has gone out
+    wish: bool = False  # that it is continued
 
     @property
     def model(self) -> str:
@@ -65,7 +67,7 @@ class Case:
             "stream" if self.stream else "whole",
             "fallback" if self.fallback else "alone",
         )
-        return "-".join([*parts, *(["late"] if self.late else [])])
+        return "-".join([*parts, *(["late"] if self.late else []), *(["continued"] if self.wish else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,11 @@ def cases() -> list[Case]:
         for dialect in PATHS:
             for fallback in (True, False):
                 made.append(Case(fault, dialect, False, fallback))
-                if fault != "no-ending":  # of a stream: that is known only when all has gone out
-                    made.append(Case(fault, dialect, True, fallback))
-                if fault in LATER:
-                    made.append(Case(fault, dialect, True, fallback, late=True))
+                for wish in (False, True):
+                    if fault != "no-ending":  # of a stream: that is known only when all has gone out
+                        made.append(Case(fault, dialect, True, fallback, wish=wish))
+                    if fault in LATER:
+                        made.append(Case(fault, dialect, True, fallback, late=True, wish=wish))
     return made
 
 
@@ -122,7 +125,7 @@ def ask(made: Gateways, case: Case) -> Heard:
     connection = http.client.HTTPConnection(made.url.removeprefix("http://"), timeout=30)
     body = {"model": case.model, "messages": [{"role": "user", "content": "hello"}], "stream": case.stream}
     body["max_tokens"] = WORDS
-    patience = {"cf-aig-request-timeout": "1000"}
+    patience = {"cf-aig-request-timeout": "1000", "x-emberline-continue": str(case.wish).lower()}
     connection.request("POST", PATHS[case.dialect], json.dumps(body), {**PRICES, **patience})
     reply = connection.getresponse()
     try:
@@ -184,7 +187,31 @@ def test_before_any_content_and_alone_it_is_told(heard: dict[Case, Heard], case:
     assert row.attempts == (1 if timed_out else 2), "who was silent is not asked again"
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.late], ids=str)
+def silent(case: Case) -> bool:
+    return TOLD[case.fault][1] == "upstream_timeout"
+
+
+def rescued(case: Case) -> bool:
+    """Who was silent is not asked again, but by that all others are."""
+    return case.late and case.wish and (case.fallback or not silent(case))
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if rescued(c)], ids=str)
+def test_after_content_another_goes_on_where_that_is_wished(heard: dict[Case, Heard], case: Case) -> None:
+    got = heard[case]
+    whole = case.fault == "no-ending"
+    words = WORDS if whole else 6  # three, and the three that are left of the limit when those are estimated
+    assert got.status == 200 and got.whole and said(case, got.body) == "".join(f"word{i} " for i in range(words))
+    assert got.body.count(ending(case)) == 1 and b'"error"' not in got.body
+    row = got.record
+    assert row.success and row.ended == "complete" and row.error == "" and row.step == 0 and row.estimated
+    onward = "second/well" if case.fallback else case.model
+    assert row.metadata["continued"] == ("ended here" if whole else onward) and row.attempts == (1 if whole else 2)
+    assert row.usage.input >= (11 if whole else 22) and row.usage.output >= words
+    assert row.micros == row.usage.input * 3 + row.usage.output * 7, "both are paid"
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if c.late and not rescued(c)], ids=str)
 def test_after_content_the_client_is_told_in_its_dialect(heard: dict[Case, Heard], case: Case) -> None:
     got = heard[case]
     words = WORDS if case.fault == "no-ending" else 3

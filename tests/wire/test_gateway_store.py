@@ -22,11 +22,11 @@ from emberline.gateway.errors import Conflict, StoreFailed
 from emberline.gateway.record import Payload, Record, day_of, new_id
 from emberline.gateway.retention import Retention
 from emberline.gateway.settings import Logging, Settings
-from emberline.gateway.store import postgres, sqlite, tables
+from emberline.gateway.store import crowd, postgres, sqlite, tables
 from emberline.gateway.store.base import Audit, Change, Document, Feedback, Store
 from emberline.gateway.store.filters import Filters, Span
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.store.rollup import RollupQuery
+from emberline.gateway.store.rollup import OTHERS, RollupQuery
 from emberline.gateway.usage import Usage
 
 T = TypeVar("T")
@@ -249,6 +249,7 @@ PARTS: list[tuple[str, Any]] = [
     ("until", NOON - DAY // 3),
     *(("success", each) for each in (True, False)),
     *(("cached", each) for each in (True, False)),
+    *(("rescued", each) for each in (True, False)),
     *(("status", each) for each in ((200,), (429,), (429, 500), (200, 500))),
     *(("provider", each) for each in (("openai",), ("openai", "groq"))),
     *(("model", each) for each in (("a",), ("a", "b"))),
@@ -277,6 +278,7 @@ def passes(record: Record, f: Filters) -> bool:
         and (f.until is None or record.created < f.until)
         and (f.success is None or record.success == f.success)
         and (f.cached is None or record.cached == f.cached)
+        and (f.rescued is None or (record.success and record.step > 0) == f.rescued)
         and all(
             not asked or getattr(record, name) in asked
             for name in ("status", "provider", "model", "key_id", "user", "event_id", "feedback")
@@ -302,6 +304,7 @@ def varied() -> list[Record]:
             status=statuses[i // 5 % 3],
             success=statuses[i // 5 % 3] == 200 and i % 4 > 0,
             cached=i % 5 == 0,
+            step=i % 3,
             key_id=("k1", "")[i * 3 % 2],
             user=("ann", "bob", "")[i // 7 % 3],
             event_id=("e1", "")[i % 7 > 2],
@@ -376,6 +379,7 @@ def test_rollups_count_what_was_appended(store: Store, run: Run[Any]) -> None:
         assert cell["requests"] == len(records)
         assert cell["errors"] == sum(not r.success for r in records)
         assert cell["micros"] == sum(r.micros or 0 for r in records)
+        assert cell["rescued"] == sum(r.success and r.step > 0 for r in records)
         assert cell["unpriced"] == sum(r.micros is None for r in records)
         assert cell["tokens_out"] == sum(r.usage.output for r in records)
     assert totals(store, run, "model")["groq/a"] == sum(r.provider == "groq" and r.model == "a" for r in records)
@@ -408,6 +412,38 @@ def test_batches_at_once_are_all_counted(store: Store, url: str, run: Run[Any]) 
     assert totals(store, run, "user") == {f"u{i}": 10 for i in range(20)}
 
 
+def test_a_crowd_of_users_is_kept_small_and_every_sum_right(
+    store: Store, url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two replicas write, and each looks at the crowd after every batch."""
+    monkeypatch.setattr(crowd, "AGAIN", 1)
+    few = [made(NOON - DAY, user=f"few-{i}", micros=1) for i in range(2 * crowd.KEPT)]
+    many = [made(NOON, user=f"u{i}", micros=i, gateway=("main", "side")[i % 2]) for i in range(3 * crowd.KEPT)]
+    many.append(made(user="rich", micros=10**6))
+
+    async def both() -> None:
+        other = await open_store(url)
+        for records in (few, many):
+            batches = [records[n : n + 250] for n in range(0, len(records), 250)]
+            work = ((store, other)[n % 2].append([(r, None) for r in batch]) for n, batch in enumerate(batches))
+            await asyncio.gather(*work)
+        await store.append([(made(NOON + DAY, user="late"), None)])  # the next day: the one before is looked at again
+        await other.close()
+
+    run(both())
+
+    def spent(at: int) -> dict[str, tuple[int, int]]:
+        asked = RollupQuery("acme", "day", at, at + 1, dimension="user", over_time=False)
+        return {cell.value: (cell["requests"], cell["micros"]) for cell in run(store.rollups(asked))}
+
+    assert spent(NOON - DAY) == {r.user: (1, 1) for r in few}, "so many are exact"
+    found = spent(NOON)
+    assert len(found) <= 2 * crowd.KEPT + 1 and OTHERS in found
+    assert sum(requests for requests, _ in found.values()) == len(many)
+    assert sum(micros for _, micros in found.values()) == sum(r.micros or 0 for r in many)
+    assert found["rich"] == (1, 10**6) and found[f"u{3 * crowd.KEPT - 1}"] == (1, 3 * crowd.KEPT - 1)
+
+
 # Retention
 
 
@@ -424,7 +460,8 @@ def test_days_are_dropped_whole_and_rollups_stay(store: Store, url: str, run: Ru
     assert run(store.record("acme", "main", records[3].id)) is None
     assert run(store.payload("acme", "main", records[3].id)) is None
     assert run(store.payload("acme", "main", records[1].id)) == Payload(b"q", b"a")
-    assert totals(store, run) == {"": 4} and totals(store, run, unit="minute") == {"": 2}
+    minutes = run(store.rollups(RollupQuery("acme", "minute", NOON - 9 * DAY, NOON + DAY)))
+    assert totals(store, run) == {"": 4} and sum(cell["requests"] for cell in minutes) == 2
     late = made(NOON - 3 * DAY)  # a record of a day that is gone opens that day again
     run(store.append([(late, None)]))
     assert run(store.record("acme", "main", late.id)) == late
@@ -464,6 +501,49 @@ def test_each_gateway_keeps_its_days(store: Store, run: Run[Any]) -> None:
 
 
 # Schema
+
+
+def test_a_day_is_not_seen_before_its_tables(tmp_path: Path, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = run(open_store(f"sqlite:{tmp_path}"))
+    real, seen = sqlite._migrate, list[str]()
+
+    def watched(*args: Any) -> None:
+        seen.extend(path.name for path in tmp_path.glob("*-*.db"))
+        real(*args)
+
+    monkeypatch.setattr(sqlite, "_migrate", watched)
+    run(opened.append([(made(), None)]))
+    assert seen == [] and run(opened.days()) == [day_of(NOON)]
+    run(opened.close())
+    assert not [path.name for path in tmp_path.iterdir() if path.suffix != ".db"], "no draft is left"
+
+
+def test_the_next_day_is_there_ahead_whoever_comes_first(store: Store, url: str, run: Run[Any]) -> None:
+    async def both() -> list[str]:
+        others = [await open_store(url) for _ in range(3)]
+        for at in (NOON, NOON + DAY // 2):  # the second is tomorrow's
+            await asyncio.gather(*(each.append([(made(at + i), None)]) for i, each in enumerate([store, *others])))
+        for each in others:
+            await each.close()
+        return await partitions(url)
+
+    names = run(both())
+    today = day_of(NOON)
+    assert run(store.days()) == [today, today + timedelta(days=1)], "what is empty is no day of the log"
+    assert len(everything(store, Filters("acme"), run)) == 8
+    if url.startswith("postgres"):
+        assert names == [f"logs_{today + timedelta(days=i):%Y%m%d}" for i in range(3)]
+
+
+async def partitions(url: str) -> list[str]:
+    if not url.startswith("postgres"):
+        return []
+    import asyncpg
+
+    connection = await asyncpg.connect(url)
+    rows = await connection.fetch("SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'logs'::regclass")
+    await connection.close()
+    return sorted(name for (name,) in rows)
 
 
 def test_migrations_go_forward_only(url: str, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Broken, TimedOut, Unreached
-from emberline.gateway.line import BUFFER
 from emberline.gateway.providers.base import Outgoing
 from emberline.gateway.upstream import Upstream
+from emberline.net.connection import BUFFER
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: Text/Plain; x=1\r\ncontent-length: 5\r\n\r\nhello"
@@ -137,6 +137,15 @@ def test_what_is_no_reply_is_broken(reply: bytes) -> None:
         async with Peer(reply) as peer:
             with pytest.raises(Broken):
                 await fetch(upstream, peer.url)
+
+    run(work)
+
+
+def test_a_head_without_an_end_is_broken() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 400_000, None) as peer:
+            with pytest.raises(Broken, match="head has more than"):
+                await upstream.send(Outgoing("GET", peer.url, {}, b""), 5.0)
 
     run(work)
 

@@ -15,7 +15,9 @@ from routers import free_port, get, spawn, start_router, stop, tiny_model, until
 from tracked import envelope, events_of, groups_of, name_of
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-TRACKED = {"x-emberline-track": "1", "x-emberline-seed": "7"}
+TRACKED = {"x-emberline-track": "1", "x-emberline-seed": "7", "x-emberline-created": "1700000000"}
+NEW = (None, 1700000000)  # a reply that has no id yet
+DATED = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 STORY = "once upon a time there was a cache of keys and values, " * 5
 WORKERS = {"prefill": ("prefill", "16"), "decode": ("decode", "32")}  # role and block size
 
@@ -26,6 +28,7 @@ class Workers:
         self.urls = {name: f"http://127.0.0.1:{free_port()}" for name in WORKERS}
         self.processes: list[subprocess.Popen[bytes]] = []
         model = tiny_model(home / "tiny")
+        (model / "chat_template.jinja").write_text(DATED)  # wherever it is read twice it is another prompt
         settings = ("--served-name", "tiny", "--embedder", "none", "--threads", "1", "--kv-memory", "16M")
         for name, (role, block) in WORKERS.items():
             command = ("-m", "emberline.cli", "worker", str(model), "--router", self.router.url, "--worker-name", name)
@@ -87,12 +90,12 @@ def test_a_reply_goes_on_at_the_other_worker(workers: Workers, case: str) -> Non
 def test_a_prompt_computed_by_one_is_answered_by_the_other(workers: Workers) -> None:
     path, body = CHAT, ALWAYS | {"messages": [{"role": "user", "content": "here: " + STORY}], "max_tokens": 14}
     before = workers.transfer("decode")
-    lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body)).splitlines()
+    lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()
     told: dict[str, Any] = {}
     for line in lines:
         told |= json.loads(line)
     assert list(told) == ["ticket", "done"] and told["done"]["cached"] == 0
-    split = groups_of(workers.ask("decode", "/cluster/resume", envelope(path, body, source=told["ticket"])))
+    split = groups_of(workers.ask("decode", "/cluster/resume", envelope(path, body, (), NEW, told["ticket"])))
     assert split[0].said.tokens == (told["done"]["token"],) and split[0].cached == 0
     after = until(lambda: (s := workers.transfer("decode"))["pulls"] > before["pulls"] and s)
     assert after["hit_tokens"] - before["hit_tokens"] >= 256 and not after["pull_failures"]
@@ -101,11 +104,22 @@ def test_a_prompt_computed_by_one_is_answered_by_the_other(workers: Workers) -> 
     assert [group.said for group in split] == [group.said for group in alone]
 
 
+def test_who_goes_on_takes_the_blocks_from_who_has_them(workers: Workers) -> None:
+    path, body = CHAT, ALWAYS | {"messages": [{"role": "user", "content": "again: " + STORY}], "max_tokens": 14}
+    whole = groups_of(workers.ask("prefill", path, body, TRACKED))
+    before = workers.transfer("decode")["hit_tokens"]
+    lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()
+    asked = envelope(path, body, whole[:6], name_of(events_of(whole)), json.loads(lines[0])["ticket"])
+    assert events_of(groups_of(workers.ask("decode", "/cluster/resume", asked))) == events_of(whole[6:])
+    assert until(lambda: workers.transfer("decode")["hit_tokens"]) - before >= 256
+    until(lambda: workers.transfer("prefill")["leases"] == 0)
+
+
 def test_a_ticket_that_is_void_only_costs_time(workers: Workers) -> None:
     path, body = TEXT, ALWAYS | {"prompt": "void: " + STORY, "max_tokens": 8}
-    lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body)).splitlines()
+    lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()
     ticket = json.loads(lines[0])["ticket"] | {"id": "nobody knows"}
-    split = groups_of(workers.ask("decode", "/cluster/resume", envelope(path, body, source=ticket)))
+    split = groups_of(workers.ask("decode", "/cluster/resume", envelope(path, body, (), NEW, ticket)))
     alone = groups_of(workers.ask("prefill", path, body, TRACKED))
     assert [group.said for group in split] == [group.said for group in alone]
     assert until(lambda: workers.transfer("decode")["recomputed"])

@@ -71,7 +71,8 @@ def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
     get(f"{fakes.url}/v1/chat/completions", {"model": "fake", "messages": HELLO}, odd)
     seen = fakes.tell("a")["seen"][-1]
     assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "\xe4 value"
-    assert {name for name in seen if name.startswith("x-emberline")} == {"x-emberline-seed"}, "a client's are not ours"
+    ours = {name for name in seen if name.startswith("x-emberline")}
+    assert ours == {"x-emberline-seed", "x-emberline-created"}, "a client's are not passed on"
     get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})
     assert fakes.tell("a")["seen"][-1]["?"] == "beta=true&q=%20x"
     assert quiet(fakes)
@@ -257,7 +258,7 @@ def test_drained_workers_finish_and_get_nothing_new(fakes: Fakes) -> None:
     assert unknown.returncode == 1 and "no worker 'nobody'" in unknown.stderr and "Traceback" not in unknown.stderr
 
 
-def test_of_two_with_one_name_the_newer_wins(fakes: Fakes) -> None:
+def test_of_two_with_one_name_the_newer_wins_while_it_is_there(fakes: Fakes) -> None:
     fakes.start("a", pace=0.01)
     old, port, incarnation = fakes.workers["a"], fakes.ports["a"], fakes.row("a")["incarnation"]
     connection, reply = open_stream(fakes, 100)
@@ -272,6 +273,10 @@ def test_of_two_with_one_name_the_newer_wins(fakes: Fakes) -> None:
     for _ in range(5):
         chat(fakes)
     assert get(f"http://127.0.0.1:{port}/fake")["asked"] == before and fakes.row("a")["incarnation"] == newer
+    fakes.workers["a"].kill()
+    until(lambda: fakes.row("a")["incarnation"] == incarnation and fakes.health("a") == "ready")
+    chat(fakes)
+    assert get(f"http://127.0.0.1:{port}/fake")["asked"] == before + 1
     stop(old)
 
 

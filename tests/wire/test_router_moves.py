@@ -355,6 +355,26 @@ def test_a_split_stream_that_breaks_goes_on_elsewhere(split: Fakes, mode: str, a
     until(lambda: quiet(split))
 
 
+@pytest.mark.parametrize("mode", ["well", "refuse", "bad", "missing", "break", "stall"])
+def test_who_goes_on_gets_its_blocks_too(split: Fakes, mode: str) -> None:
+    """From who computed them, if that one can give them again."""
+    well(split)
+    first = home(split)
+    (other,) = {"d", "e"} - {first}
+    split.tell(first, "break", after=5, times=1)
+    before = {name: split.tell(name) for name in ("p", other)}
+    if mode != "well":  # but only after it has computed them once
+        threading.Timer(0.3, split.tell, ("p", mode), {"after": 0}).start()
+        split.tell(first, "stall", after=5, times=1)
+    got, headers = ask(split)
+    assert headers["x-emberline-prefill"] == "p" and is_well(got), got.decode()
+    now = {name: split.tell(name) for name in ("p", other)}
+    assert now["p"]["asked"] == before["p"]["asked"] + 2
+    assert now[other]["pulled"] == before[other]["pulled"] + (mode == "well")
+    assert (now[other]["prompts"] == before[other]["prompts"]) == (mode == "well")
+    until(lambda: quiet(split))
+
+
 def test_a_client_that_leaves_closes_both_legs(split: Fakes) -> None:
     well(split)
     first = home(split)
@@ -390,23 +410,26 @@ def test_prefill_workers_answer_when_nobody_else_can(tmp_path: Path) -> None:
 # Drains
 
 
-def test_a_drain_moves_streams(plain: Fakes) -> None:
-    well(plain)
-    first = home(plain)
-    plain.tell(first, "stall", after=5)  # it would never end
-    got: list[bytes] = []
-    thread = threading.Thread(target=lambda: got.append(ask(plain)[0]))
-    thread.start()
-    until(lambda: plain.tell(first)["running"] == 1)
-    command = [sys.executable, "-m", "emberline.cli", "drain", first, "--router", plain.url, "--move"]
-    told = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60
-    )
-    thread.join(30)
-    get(f"{plain.url}/cluster/drain", {"name": first, "on": False})
-    assert f"{first} is drained" in told.stdout and is_well(got[0])
-    assert moves(plain)["drained", "went on"] == 1 and plain.row(first)["moved"] == 1
-    until(lambda: quiet(plain))
+def test_a_drain_moves_streams(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path)
+    try:
+        fakes.start("a", "b")
+        first = home(fakes)
+        fakes.tell(first, "stall", after=5)  # it would never end
+        got: list[bytes] = []
+        thread = threading.Thread(target=lambda: got.append(ask(fakes)[0]))
+        thread.start()
+        until(lambda: fakes.tell(first)["running"] == 1)
+        command = [sys.executable, "-m", "emberline.cli", "drain", first, "--router", fakes.url, "--move"]
+        told = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60
+        )
+        thread.join(30)
+        assert f"{first} is drained" in told.stdout and is_well(got[0])
+        assert moves(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
+        until(lambda: quiet(fakes))
+    finally:
+        fakes.close()
 
 
 def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:

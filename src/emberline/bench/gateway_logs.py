@@ -1,5 +1,6 @@
-"""`emberline bench gateway-logs`: a log of many rows. Fills a store with made-up records, then asks what the dashboard
-asks: charts from rollups, pages of the explorer with each kind of filter, one record; at last a day is dropped."""
+"""`emberline bench gateway-logs`: a log of many rows. Fills a store with made-up records, then asks the management API
+what the dashboard asks it: charts and tables from rollups, pages of the explorer with each kind of filter, one record;
+at last a day is dropped. In SQLite the days after the first are copies of it."""
 
 from __future__ import annotations
 
@@ -10,21 +11,36 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from emberline.bench.report import Report
-from emberline.gateway.record import Payload, Record, day_of
-from emberline.gateway.store.base import Page, Store
-from emberline.gateway.store.filters import Filters, Span
-from emberline.gateway.store.opening import open_store
-from emberline.gateway.store.rollup import MS, RollupQuery
-from emberline.gateway.usage import Usage
+import msgspec
 
-BATCH = 1000  # as the writer of the log makes them
+from emberline.bench.log_days import copy_day, moved
+from emberline.bench.report import Report
+from emberline.core.clock import ManualClock
+from emberline.gateway.admin.admin import Admin
+from emberline.gateway.admin.desk import Desk
+from emberline.gateway.identity import Identity
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.logwriter import BATCH
+from emberline.gateway.masterkeys import KeyFile
+from emberline.gateway.record import Payload, Record, day_of
+from emberline.gateway.store.base import Store
+from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.rollup import MS
+from emberline.gateway.usage import Usage
+from emberline.gateway.vault import Vault
+from emberline.gateway.watch import Watch
+
+FILL = 10_000  # rows at once, while the time it takes does not matter
 ACCOUNT, GATEWAY = "default", "default"
 RARE = "rare-model"  # of one row in a hundred thousand
 PROVIDERS = ("openai", "anthropic", "google-ai-studio", "groq", "mistral", "emberline")
+
+Entry = tuple[Record, Payload | None]
+Ask = Callable[[str], Awaitable[Any]]  # the end of a path, with its query
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +50,42 @@ class Plan:
     payload_every: int  # rows: one of so many has a payload
     rounds: int
 
+    @property
+    def timed(self) -> int:
+        """Rows, the last that are filled in, which are appended as the writer of the log does, and timed."""
+        return min(50 * BATCH, self.rows // self.days // 4)
+
 
 def bench(plan: Plan, url: str | None) -> Report:
     """`url`: an empty store; None: SQLite, in a directory that is removed again."""
     report = Report("gateway-logs", {**{n: getattr(plan, n) for n in plan.__slots__}, "store": url or "sqlite"})
-    if url is not None:
-        asyncio.run(_bench(plan, url, report))
-    else:
-        with tempfile.TemporaryDirectory(prefix="emberline-logs-") as directory:
-            asyncio.run(_bench(plan, f"sqlite:{directory}/store", report))
+    with tempfile.TemporaryDirectory(prefix="emberline-logs-") as directory:
+        asyncio.run(_bench(plan, url or f"sqlite:{directory}/store", Path(directory), report))
+        if url is None:
             report.add("disk", sum(p.stat().st_size for p in Path(directory).rglob("*.db")) / 1e6, "MB")
     return report
 
 
-async def _bench(plan: Plan, url: str, report: Report) -> None:
+async def _bench(plan: Plan, url: str, directory: Path, report: Report) -> None:
     now = int(time.time()) * 1000
     now -= now % MS["day"]  # the days are whole
+    began = time.perf_counter()
+    middle = await _fill(url, plan, now, report)
+    report.add("filled", plan.rows / (time.perf_counter() - began), "rows/s")
     store = await open_store(url)
-    records = _records(plan, now)
-    began, busy = time.perf_counter(), time.process_time()
-    middle = await _fill(store, records, plan)
-    report.add("append", plan.rows / (time.perf_counter() - began), "rows/s")
-    report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.rows, "us")
-    await store.close()
-    store = await open_store(url)
-    for name, ask in _pages(store, now, middle).items():
-        times, pages = [], 1
+    ask = _asker(store, now, directory)
+    slowest = 0.0
+    for name, wanted in _pages(now, middle).items():
+        times: list[float] = []
         for _ in range(plan.rounds):
             began = time.perf_counter()
-            found = await ask()
+            found = await asyncio.gather(*map(ask, wanted))
             times.append(1e3 * (time.perf_counter() - began))
-            pages = await _pages_to_the_end(ask, found) if isinstance(found, Page) else 1
         report.add(name, times, "ms")
-        report.add(f"{name}_worst", max(times), "ms")
-        if pages > 1:
-            report.add(f"{name}_asked", pages, "pages")
+        slowest = max(slowest, *times)
+        if (asked := await _asked(ask, wanted[0], found[0])) > 1:
+            report.add(f"{name}_asked", asked, "pages")
+    report.add("slowest_of_all", slowest, "ms")
     began = time.perf_counter()
     gone = await store.drop_before(day_of(now) - timedelta(days=plan.days - 1))
     report.add("drop_a_day", time.perf_counter() - began, "s")
@@ -76,29 +93,62 @@ async def _bench(plan: Plan, url: str, report: Report) -> None:
     await store.close()
 
 
-async def _pages_to_the_end(ask: Callable[..., Awaitable[Any]], page: Page) -> int:
+def _asker(store: Store, now: int, directory: Path) -> Ask:
+    """The management API as the dashboard has it, less the wire."""
+    wall = ManualClock(now / 1e3)
+    vault = Vault(store, Watch(store, wall), KeyFile(directory / "master.key"))
+    admin = Admin(Desk(store, vault, wall, LocalLimiter()))
+    root = Identity("root", "root", "token", admin=True)
+
+    async def ask(wanted: str) -> Any:
+        path, _, query = wanted.partition("?")
+        status, found = await admin.handle("GET", f"/admin/accounts/{ACCOUNT}/{path}", query, b"", root)
+        assert status == 200, found
+        msgspec.json.encode(found)
+        return found
+
+    return ask
+
+
+async def _asked(ask: Ask, wanted: str, found: Any) -> int:
     """How often one must ask on until something, or the end, was found: patience ended the page before."""
-    asked = 1
-    while not page.complete and not page.records:
-        page = await ask(page.cursor)
-        asked += 1
-    return asked
+    count = 1
+    while not found.get("complete", True) and not found["items"]:
+        found = await ask(f"{wanted}&before={found['cursor']}")
+        count += 1
+    return count
 
 
-async def _fill(store: Store, records: Iterator[tuple[Record, Payload | None]], plan: Plan) -> Record:
-    """A record from the middle."""
-    middle = None
-    batch: list[tuple[Record, Payload | None]] = []
-    for i, entry in enumerate(records):
-        batch.append(entry)
-        if len(batch) == BATCH:
-            await store.append(batch)
-            batch = []
-        if entry[1] is not None and i >= plan.rows // 2 and middle is None:
-            middle = entry[0]
-    await store.append(batch)
+async def _fill(url: str, plan: Plan, now: int, report: Report) -> Record:
+    """A record from the middle, with a payload."""
+    copies = plan.days - 1 if url.startswith("sqlite:") else 0
+    rows = -(-plan.rows // (1 + copies))
+    records = _records(plan, now)
+    store = await open_store(url)
+    middle = await _append(store, records, rows // 2)
+    await _append(store, records, rows - rows // 2 - plan.timed)
+    last = list(islice(records, plan.timed))
+    began, busy = time.perf_counter(), time.process_time()
+    for start in range(0, plan.timed, BATCH):
+        await store.append(last[start : start + BATCH])
+    report.add("append", plan.timed / (time.perf_counter() - began), "rows/s")
+    report.add("append_cpu", 1e6 * (time.process_time() - busy) / plan.timed, "us")
+    await store.close()
+    first = day_of(now) - timedelta(days=plan.days)
+    for number in range(1, 1 + copies):
+        copy_day(Path(url.removeprefix("sqlite:")), first, first + timedelta(days=number))
     assert middle is not None, "give --rows more than --payload-every"
-    return middle
+    return msgspec.structs.replace(middle, id=moved(middle.id, copies // 2 * MS["day"]))
+
+
+async def _append(store: Store, records: Iterator[Entry], rows: int) -> Record | None:
+    """The last one that has a payload."""
+    last = None
+    for start in range(0, rows, FILL):
+        batch = list(islice(records, min(FILL, rows - start)))
+        await store.append(batch)
+        last = next((record for record, payload in reversed(batch) if payload is not None), last)
+    return last
 
 
 def _records(plan: Plan, end: int) -> Iterator[tuple[Record, Payload | None]]:
@@ -125,6 +175,7 @@ def _records(plan: Plan, end: int) -> Iterator[tuple[Record, Payload | None]]:
             ended="error" if failed else "complete",
             cached=roll > 0.9,
             stream=i % 2 == 0,
+            step=int(i % 50 == 7),
             usage=Usage(input=int(roll * 4000), output=int(dice.expovariate(0.004))),
             micros=int(roll * 20_000) if priced else None,
             duration_ms=int(dice.lognormvariate(7.0, 1.0)),
@@ -141,35 +192,51 @@ def _records(plan: Plan, end: int) -> Iterator[tuple[Record, Payload | None]]:
         yield record, payload if i % plan.payload_every == 0 else None
 
 
-def _pages(store: Store, now: int, middle: Record) -> dict[str, Callable[..., Awaitable[Any]]]:
-    def rollups(unit: Any, days: int, **more: Any) -> Callable[..., Awaitable[Any]]:
-        return lambda: store.rollups(RollupQuery(ACCOUNT, unit, now - days * MS["day"], now, GATEWAY, **more))
+def _pages(now: int, middle: Record) -> dict[str, tuple[str, ...]]:
+    return _overviews(now) | {name: (f"{query}&limit=50",) for name, query in _explored(middle).items()} | {
+        "one_record": (f"logs/{middle.id}",),
+        "what_it_said": (f"logs/{middle.id}/request", f"logs/{middle.id}/response"),
+        "budgets": ("budgets?limit=500", "spent"),
+    }  # fmt: skip
 
-    def page(**filters: Any) -> Callable[..., Awaitable[Any]]:
-        return lambda before="": store.page(Filters(ACCOUNT, GATEWAY, **filters), before=before, limit=50)
 
+def _overviews(now: int) -> dict[str, tuple[str, ...]]:
+    """What one look at the overview asks at once: see web/gateway/overview.js. A month has all dimensions."""
+    ranges: dict[str, tuple[int, Any]] = {
+        "1h": (60, "minute"), "6h": (360, "minute"), "24h": (24, "hour"), "7d": (168, "hour"), "30d": (30, "day")
+    }  # fmt: skip
+    found: dict[str, tuple[str, ...]] = {}
+    for name, (cells, unit) in ranges.items():
+        times = f"rollups?unit={unit}&since={now - cells * MS[unit]}&until={now}"
+        dimensions = ("model", "provider", "status", "error", "key", "user") if name == "30d" else ("model",)
+        for dimension in dimensions:
+            apart = f"{times}&dimension={dimension}&over_time=false&limit=50"
+            found[f"overview_{name}_by_{dimension}"] = (f"{times}&over_time=true", f"{times}&over_time=false", apart)
+    return found
+
+
+def _explored(middle: Record) -> dict[str, str]:
+    """Pages of the explorer, of one gateway and of all."""
+    one = f"logs?gateway={GATEWAY}"
     return {
-        "chart_day_by_minute": rollups("minute", 1),
-        "chart_week_by_hour": rollups("hour", 7),
-        "chart_month_by_model": rollups("day", 30, dimension="model"),
-        "spend_by_key": rollups("day", 30, dimension="key", over_time=False),
-        "spend_by_user": rollups("day", 30, dimension="user", over_time=False, limit=50),
-        "errors_by_hour": rollups("hour", 7, dimension="error"),
-        "newest": page(),
-        "from_the_middle": page(until=middle.created),
-        "failed": page(success=False),
-        "failed_with_status": page(status=(503,)),
-        "of_a_key": page(key_id=(middle.key_id,)),
-        "of_a_user": page(user=(middle.user,)),
-        "of_a_model": page(model=(middle.model,)),
-        "of_a_rare_model": page(model=(RARE,)),
-        "of_a_model_that_is_not": page(model=("nothing",)),
-        "of_an_event": page(event_id=(f"event-{int(middle.id[12:], 16) // 10 * 10}",)),
-        "of_a_session": page(session_id=(middle.session_id,)),
-        "with_metadata": page(metadata={"team": "team-3", "release": "5"}),
-        "cached_and_slow": page(cached=True, duration_ms=Span(least=20_000)),
-        "dearest": page(micros=Span(least=18_999)),
-        "slower_than_anything": page(duration_ms=Span(least=10**9)),
-        "one_record": lambda: store.record(ACCOUNT, GATEWAY, middle.id),
-        "one_payload": lambda: store.payload(ACCOUNT, GATEWAY, middle.id),
+        "newest": "logs?",
+        "newest_of_a_gateway": one,
+        "from_the_middle": f"{one}&until={middle.created}",
+        "failed": f"{one}&success=false",
+        "failed_with_status": f"{one}&status=503",
+        "rescued": f"{one}&rescued=true",
+        "of_a_key": f"{one}&key_id={middle.key_id}",
+        "of_a_user": f"{one}&user={middle.user}",
+        "of_a_model": f"{one}&model={middle.model}",
+        "of_a_provider": f"logs?provider={middle.provider}",
+        "of_a_rare_model": f"{one}&model={RARE}",
+        "of_a_model_that_is_not": f"{one}&model=nothing",
+        "of_a_provider_that_is_not": f"{one}&provider=nothing",
+        "of_an_event": f"{one}&event_id=event-{int(middle.id[12:], 16) // 10 * 10}",
+        "of_a_session": f"{one}&session_id={middle.session_id}",
+        "with_metadata": f"{one}&metadata.team=team-3&metadata.release=5",
+        "with_feedback": f"{one}&feedback=1",
+        "cached_and_slow": f"{one}&cached=true&min_duration=20000",
+        "dearest": f"{one}&min_cost=0.018999",
+        "slower_than_anything": f"{one}&min_duration=1000000000",
     }

@@ -16,7 +16,7 @@ ARM_FLAGS = ("asimd", "asimdhp", "asimddp", "sve", "sve2", "i8mm", "bf16")  # ea
 X86_FLAGS = ("fma", "avx2", "avx512f", "avx512_vnni", "avx512_fp16", "avx512_bf16", "amx_int8", "amx_bf16")
 NATIVE_BF16 = {"bf16", "avx512_bf16", "amx_bf16"}
 HERE = Path(__file__).resolve()
-PACKAGES = ("torch", "numpy", "msgspec", "uvicorn")
+PACKAGES = ("torch", "numpy", "msgspec", "httptools")
 
 
 def hardware() -> dict[str, Any]:

@@ -71,14 +71,14 @@ def _waited(pid: int) -> float:
 
 def busy_cores(seconds: float) -> float:
     """Waits, and says how many cores were busy meanwhile, whoever used them."""
-    before = _idle_seconds()
+    before = idle_seconds()
     began = time.perf_counter()
     time.sleep(seconds)
-    idle = (_idle_seconds() - before) / (time.perf_counter() - began)
+    idle = (idle_seconds() - before) / (time.perf_counter() - began)
     return max(0.0, (os.cpu_count() or 1) - idle)
 
 
-def _idle_seconds() -> float:
+def idle_seconds() -> float:
     """Of all cores together, waiting for a disk included."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")

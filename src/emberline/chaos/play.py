@@ -1,4 +1,4 @@
-"""Play: faults, one after another, on a scene with requests under way."""
+"""Play: faults on a scene with requests under way; several at a time, but never so many that nobody could answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -14,15 +14,21 @@ from emberline.chaos.case import Case, Cases
 from emberline.chaos.client import Client, Ending, Verdict
 from emberline.chaos.faults import FAULTS, Fault, Victims
 from emberline.chaos.ledger import Ledger
-from emberline.chaos.scene import SERVED, Place, Scene
+from emberline.chaos.place import Place
+from emberline.chaos.scene import RESTART, SERVED, Scene
 from emberline.chaos.sight import Sight, Stage
+from emberline.chaos.turns import Turn, Turns, drawn
 from emberline.core.errors import EmberlineError
 from emberline.router.policy import affinity
 
-BESIDE = 2  # requests under way that no fault is aimed at
+BESIDE = 2  # clients that no fault is aimed at
+BREATH = 0.2  # seconds between two requests of theirs: who starts needs the cores too
+HANDS = 3  # faults at a time
+LOOK = 0.2  # seconds between looks at who is there
 CHECKED = 40  # faults between two looks for leaks
 FIRST_CASES = 6
 TRIES = 4  # to bring a request to the stage where it is to be struck
+MISSED = 100  # faults that come to nothing before it is of no use to go on
 
 
 @dataclass(slots=True)
@@ -33,11 +39,9 @@ class Play:
     say: Callable[[str], None]
     ledger: Ledger = field(default_factory=Ledger)
     _going: asyncio.Event = field(default_factory=asyncio.Event)
-    _beside: set[asyncio.Task[None]] = field(default_factory=set)
-    _struck: tuple[str, str] = ("nothing", "")
-    _fault_now: Fault | None = None
+    _choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _last: tuple[str, str] = ("nothing", "")
     _moves: int = 0  # until the last fault
-    _ready: list[Place] = field(default_factory=list)  # who may answer the next request
 
     async def run(self, count: int) -> Ledger:
         scene = self.scene
@@ -45,41 +49,57 @@ class Play:
             raise EmberlineError(f"the cluster did not start: {missing}", hint=f"its logs are in {scene.home}")
         await self._prepare()
         self._going.set()
-        self._beside = {asyncio.create_task(self._clients()) for _ in range(BESIDE)}
+        beside = [asyncio.create_task(self._clients()) for _ in range(BESIDE)]
         try:
             await self._strike(count)
         finally:
-            for task in self._beside:
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(*self._beside, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
         return self.ledger
 
     async def _strike(self, count: int) -> None:
-        ahead = list(islice(_drawn(self.dice), count))
-        while ahead and (chosen := await self._next(ahead)) is not None:
-            fault, stage = chosen
-            if not await self._fault(fault, stage):
-                if self.ledger.missed > count:
-                    self.ledger.gave_up("requests do not come to where they are to be struck")
-                    return
-                ahead.insert(0, (fault, fault.stages[fault.stages.index(stage) - 1]))  # then at another
-            elif len(ahead) % CHECKED == 0:
-                await self._check()
-                self.say(self.ledger.summary())
+        turns = Turns(self.scene.workers, self.dice)
+        faults = drawn([fault for fault in FAULTS if fault.possible(self.scene)], self.dice)
+        while count and not self.ledger.unrecovered:
+            some = islice(faults, min(CHECKED, count))
+            turns.ahead = sorted(some, key=lambda one: not one[0].restart)  # others pass while they start
+            count -= len(turns.ahead)
+            async with asyncio.TaskGroup() as hands:
+                for _ in range(HANDS):
+                    hands.create_task(self._hand(turns))
+            await self._check()
+            self.say(self.ledger.summary())
 
-    async def _next(self, ahead: list[tuple[Fault, Stage]]) -> tuple[Fault, Stage] | None:
-        """The first; while one of those who answer is missing, the first that is gentle. None: it does not recover."""
-        answering, absent = self.scene.of("decode"), await self.scene.absent()
-        self._ready = [place for place in answering if place.name not in absent]
-        if absent and self._ready and len(absent) + len(self._ready) == len(answering):
-            gentle = next((i for i, (fault, _) in enumerate(ahead) if fault.gentle), None)
-            if gentle is not None:
-                return ahead.pop(gentle)
-        if missing := await self.scene.full_strength():
-            self.ledger.gave_up(f"after {self._struck[0]}, {self._struck[1]}: {missing}")
-            return None
-        self._ready = answering
-        return ahead.pop(0)
+    async def _hand(self, turns: Turns) -> None:
+        while (turn := await self._next(turns)) is not None:
+            try:
+                hit = await self._fault(turn)
+            finally:
+                turns.over(turn)
+            if not hit:
+                stages = turn.fault.stages
+                turns.ahead.insert(0, (turn.fault, stages[stages.index(turn.stage) - 1]))  # then at another
+                if self.ledger.missed > MISSED:
+                    self.ledger.gave_up("requests do not come to where they are to be struck")
+                    turns.ahead.clear()
+
+    async def _next(self, turns: Turns) -> Turn | None:
+        """None: none is left, or the scene does not recover from the last."""
+        now = asyncio.get_running_loop().time
+        end = now() + RESTART
+        while turns.ahead:
+            async with self._choosing:
+                absent = await self.scene.absent(turns.struck)
+                if (turn := turns.next(absent)) is not None:
+                    return turn
+                await asyncio.sleep(LOOK)
+            if turns.struck:
+                end = now() + RESTART
+            elif now() > end:
+                self.ledger.gave_up(f"after {self._last[0]}, {self._last[1]}: {absent}")
+                turns.ahead.clear()
+        return None
 
     async def _prepare(self) -> None:
         session = self.scene.session
@@ -102,14 +122,13 @@ class Play:
             if ending.verdict is Verdict.LEFT:
                 return
             self._passed(ending)
-            await asyncio.sleep(1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else 0.01)
+            await asyncio.sleep(1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH)
 
     def _passed(self, ending: Ending) -> None:
-        during = self._fault_now.name if self._fault_now else self._struck[0]
-        self.ledger.passed(ending, during, excused=self.scene.routerless(ending.began))
+        self.ledger.passed(ending, self._last[0], excused=self.scene.routerless(ending.began))
 
     def _client(self) -> Client:
-        return Client(self.scene.session, self.scene.url, self.scene.sights, self.scene.settings.deadline)
+        return Client(self.scene.session, self.scene.router.url, self.scene.sights, self.scene.settings.deadline)
 
     async def _case(self, fault: Fault, stage: Stage) -> Case:
         def fits(case: Case) -> bool:
@@ -124,46 +143,47 @@ class Play:
 
     # -- faults --------------------------------------------------------------------------------------------------------
 
-    async def _fault(self, fault: Fault, stage: Stage) -> bool:
+    async def _fault(self, turn: Turn) -> bool:
         """False: no request came to that stage."""
         for _ in range(TRIES):
-            if await self._try(fault, stage):
+            if await self._try(turn.fault, turn.stage, turn.home):
                 return True
         self.ledger.missed += 1
         return False
 
-    async def _try(self, fault: Fault, stage: Stage) -> bool:
-        scene, sight, dice = self.scene, self.scene.sights.new(), self.dice
+    async def _try(self, fault: Fault, stage: Stage, home: Place) -> bool:
+        scene, sight = self.scene, self.scene.sights.new()
         case = await self._case(fault, stage)
-        home = dice.choice([place for place in self._ready if not (fault.wired and place.mapped)])
-        asked = self._client().run(case, sight, _session(home, scene, dice))
-        victims = Victims(scene, sight, dice, home)
+        asked = self._client().run(case, sight, _session(home, scene, self.dice))
+        victims = Victims(scene, sight, self.dice, home)
         await asyncio.to_thread(lambda: [place.engine for place in scene.workers])  # when it comes to it, it is known
         before = await scene.noticed(fault.shows) if fault.shows else Counter[str]()
         if fault.first:
-            self._fault_now = fault
+            self._last = fault.name, (hit := str(stage))
             async with fault.strike(victims):
-                ending, hit = await asked, str(stage)
+                ending = await asked
         else:
             task = asyncio.create_task(asked)
-            if not await self._comes_to(task, sight, stage):
+            if not await self._comes_to(task, sight, stage) or victims.decode is not home:
                 self._passed(await task)
                 return False
-            self._fault_now, hit = fault, str(sight.stage)
+            self._last = fault.name, (hit := str(sight.stage))
             async with fault.strike(victims):
                 if fault.leaves:
                     task.cancel()
                 await asyncio.gather(asyncio.wait((task,), timeout=fault.hold), asyncio.sleep(fault.least))
             ending = await task
-        self._struck, self._fault_now = (fault.name, hit), None
-        moves, self._moves = self._moves, await self._moved()
         noticed = (await scene.noticed(fault.shows) - before if fault.shows else before).total()
-        excused = scene.routerless(ending.began)
-        moved = max(0, self._moves - moves)
+        await self._note(fault, hit, ending, noticed)
+        return True
+
+    async def _note(self, fault: Fault, hit: str, ending: Ending, noticed: int) -> None:
+        moves = await self._moved()
+        moved, self._moves = max(0, moves - self._moves), moves
+        excused = self.scene.routerless(ending.began)
         self.ledger.struck(fault.name, hit, ending, moved=moved, noticed=noticed, excused=excused)
         if ending.verdict not in (Verdict.ANSWERED, Verdict.LEFT):
             self.say(f"{fault.name}, {hit}: {ending.verdict} after {ending.seconds:.1f} s, {ending.why}")
-        return True
 
     async def _comes_to(self, task: asyncio.Task[Ending], sight: Sight, stage: Stage) -> bool:
         """False: it has ended before."""
@@ -178,7 +198,7 @@ class Play:
 
     async def _moved(self) -> int:
         """Times that a request went on, or was tried again, at another worker, or a prompt was computed elsewhere."""
-        status = await self.scene.ask(f"{self.scene.url}/cluster/status", timeout=1.0)
+        status = await self.scene.ask(f"{self.scene.router.url}/cluster/status", timeout=1.0)
         if status is None:
             return 0
         moved = sum(row["count"] for row in status["migrations"] if row["outcome"] == "went on")
@@ -191,19 +211,8 @@ class Play:
         self._going.clear()
         self.ledger.checks += 1
         if held := await self.scene.quiet():
-            self.ledger.leaked(*self._struck, held)
+            self.ledger.leaked(*self._last, held)
         self._going.set()
-
-
-def _drawn(dice: random.Random) -> Iterator[tuple[Fault, Stage]]:
-    """Each kind once, then as often as its weight says; stages in turn. Without end."""
-    order = list(FAULTS)
-    dice.shuffle(order)
-    turns = {fault.name: dice.randrange(len(fault.stages)) for fault in FAULTS}
-    while True:
-        fault = order.pop() if order else dice.choices(FAULTS, [fault.weight for fault in FAULTS])[0]
-        turns[fault.name] += 1
-        yield fault, fault.stages[turns[fault.name] % len(fault.stages)]
 
 
 def _session(home: Place, scene: Scene, dice: random.Random) -> str:
@@ -220,7 +229,7 @@ async def play(scene: Scene, count: int, seed: int, say: Callable[[str], None]) 
     dice = random.Random(seed)
     try:
         await scene.start()
-        ledger = await Play(scene, Cases(scene.reference_url, SERVED, dice), dice, say).run(count)
+        ledger = await Play(scene, Cases(scene.reference.url, SERVED, dice), dice, say).run(count)
         return ledger, time.monotonic() - began
     finally:
         await scene.stop()

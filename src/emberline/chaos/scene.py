@@ -5,35 +5,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import secrets
 import signal
-import socket
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from emberline.bench.processes import family, parent
 from emberline.chaos.clock import MovedClock
+from emberline.chaos.network import HERE, Network
+from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights
 from emberline.chaos.wire import Ear, Line, Wire
 from emberline.cluster.supervisor import Child, Supervisor
 from emberline.core.config import Role, environment
 
-HERE = "127.0.0.1"  # where processes listen
-THERE = "127.0.0.2"  # where others look for them, and find a wire
 SERVED = "chaos"  # the model's name
-TRANSFER = re.compile(rb'"incarnation":"(\w+)".*?"tcp":"127\.0\.0\.2:(\d+)"', re.DOTALL)
 REGISTER = b"POST /cluster/register"
 SHM, NO_SHM = b'"shm":"', b'"off":"'
 NOTICED = re.compile(
-    r"^emberline:(kv_tier_damaged_blocks|kv_tier_errors|kv_transfer_pull_failures)_total\{.*\} (\S+)$", re.M
+    r"^(emberline:kv_(?:tier_damaged_blocks|tier_errors|transfer_pull_failures)_total\{.*\}) (\S+)$", re.M
 )
+STORE_ON = re.compile(r'^emberline:kv_tier_on\{.*tier="store".*\} 1', re.M)
+STORE = Path(sys.executable).with_name("mooncake_master")
 RESTART = 120.0  # seconds until a process that was killed must be ready again
 QUIET = 30.0  # seconds until nothing may be held for anybody
 
@@ -45,50 +44,20 @@ class Settings:
     decode: int = 2
     kv_memory: str = "48M"
     disk: str = "64M"
+    links: bool = False  # workers are in networks of their own
     deadline: float = 60.0  # seconds for a request
-    router: Sequence[str] = ("--split-tokens", "64", "--stuck-after", "6", "--lost-after", "2.5")
+    router: Sequence[str] = (
+        "--split-tokens",
+        "64",
+        "--stuck-after",
+        "5",
+        "--lost-after",
+        "2.5",
+        "--ticket-timeout",
+        "4",
+    )
     worker: Sequence[str] = ("--embedder", "none", "--threads", "1", "--device", "cpu", "--max-running", "4",
                              "--max-batch-tokens", "64", "--stall-timeout", "8")  # fmt: skip
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A process that is started again under the same name, and the ways to it."""
-
-    name: str
-    role: Role | None  # None: the router
-    port: int
-    child: Child
-    clock: MovedClock
-    beats: Wire | None = None  # to the router
-    requests: Wire | None = None  # from it
-    blocks: Wire | None = None  # from workers that want its blocks
-    disk: Path | None = None
-    mapped: bool = False  # it takes blocks through shared memory; others do through wires
-    incarnation: str | None = None  # of the process that registered last; None: it was killed since
-    absences: list[list[float]] = field(default_factory=list)  # since when it was dead, and until when, if it is back
-    _engine: int | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self.child.process is not None
-        return self.child.process.pid
-
-    @property
-    def engine(self) -> int | None:
-        """Its child. Looking for it takes a while: the one found last is, if it is still there."""
-        if self._engine is None or parent(self._engine) != self.pid:
-            self._engine = family(self.pid).get("engine.process")
-        return self._engine
-
-    def signal(self, number: signal.Signals, *, engine: bool = False, both: bool = False) -> None:
-        pids = [self.engine] if engine else [self.pid, self.engine] if both else [self.pid]
-        for pid in filter(None, pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def wires(self) -> list[Wire]:
-        return [wire for wire in (self.beats, self.requests, self.blocks) if wire is not None]
 
 
 class Scene:
@@ -100,17 +69,12 @@ class Scene:
         self._tasks: set[asyncio.Future[Any]] = set()
         self._key = secrets.token_hex(16)
         self._supervisor = Supervisor(lambda who, what: self.history.append(f"{who} {what}"))
-        self.router = self._place("router", None, [])
+        self.network = Network(links=settings.links)
+        self._transfer = re.compile(rb'"incarnation":"(\w+)".*?"tcp":"%b:(\d+)"' % self.network.hub.encode(), re.DOTALL)
+        self.router = self._place("router")
+        self.reference = self._place("reference")
+        self.store = self._place("store") if STORE.exists() else None
         self.workers: list[Place] = []
-        self.reference = self._place("reference", None, [])
-
-    @property
-    def url(self) -> str:
-        return f"http://{HERE}:{self.router.port}"
-
-    @property
-    def reference_url(self) -> str:
-        return f"http://{HERE}:{self.reference.port}"
 
     def of(self, role: Role) -> list[Place]:
         return [place for place in self.workers if place.role == role]
@@ -127,49 +91,66 @@ class Scene:
                                            "--device", "cpu", "--kv-memory", "256M"]  # fmt: skip
         self.router.child.arguments += ["router", "--port", str(self.router.port), "--request-timeout",
                                         str(given.deadline), *given.router]  # fmt: skip
-        await self._supervisor.start(self.reference.child)
-        await self._supervisor.start(self.router.child)
+        for place in filter(None, (self.router, self.reference, self._started_store())):
+            await self._supervisor.start(place.child)
         counts: dict[Role, int] = {"prefill": given.prefill, "decode": given.decode}
         for role, count in counts.items():
             for i in range(count):
-                self.workers.append(await self._worker(f"{role}-{i + 1}", role, mapped=role == "decode" and i % 2 == 1))
+                mapped = role == "decode" and i % 2 == 1 and not given.links
+                self.workers.append(await self._worker(f"{role}-{i + 1}", role, mapped=mapped))
         for place in self.workers:
             await self._supervisor.start(place.child)
 
+    def _started_store(self) -> Place | None:
+        if self.store is not None:
+            self.store.host, self.store.child.program = self.network.hub, (str(STORE),)
+            self.store.child.arguments += [f"--rpc_address={self.store.host}", f"--rpc_port={self.store.port}",
+                                           f"--metrics_port={self.network.free_port()}", f"--metrics_host={HERE}",
+                                           "--logtostderr", "--minloglevel=2"]  # fmt: skip
+        return self.store
+
     async def stop(self) -> None:
-        for place in (*self.workers, self.router):
+        for place in filter(None, (*self.workers, self.router, self.store)):
             if place.child.process is not None:
                 place.signal(signal.SIGCONT, both=True)
+            if place.link is not None:
+                place.link.mend()
             for wire in place.wires():
                 wire.mend()
         await self._supervisor.stop()
         for place in self.workers:
             for wire in place.wires():
                 wire.stop()
+        self.network.close()
         await self.session.close()
 
     async def _worker(self, name: str, role: Role, *, mapped: bool) -> Place:
-        place = self._place(name, role, [])
-        place.disk, place.mapped = self.home / "disk" / name, mapped
+        place = self._place(name, role)
+        place.disk, place.mapped, place.link = self.home / "disk" / name, mapped, self.network.join()
+        if place.link is not None:
+            place.host, place.child.program = place.link.host, (*place.link.inside, *place.child.program)
         place.disk.mkdir(parents=True)
-        place.beats = await Wire(HERE, 0, (HERE, self.router.port), self._beats_ear(place)).start()
-        place.requests = await Wire(THERE, place.port, (HERE, place.port), self._requests_ear(place)).start()
-        place.child.arguments += self.arguments(place, place.port, place.beats.port, THERE)
+        hub, router = self.network.hub, (HERE, self.router.port)
+        place.beats = await Wire(hub, 0, router, self._beats_ear(place)).start()
+        place.requests = await Wire(hub, place.port, (place.host, place.port), self._requests_ear(place)).start()
+        place.child.arguments += self.arguments(place, place.host, place.port, hub, f"{hub}:{place.beats.port}")
         return place
 
-    def arguments(self, place: Place, port: int, router: int, host: str) -> list[str]:
-        given = self.settings
+    def arguments(self, place: Place, host: str, port: int, found: str, router: str) -> list[str]:
+        """`found`: the host where others look for it."""
+        given, store = self.settings, self.store
+        shared = ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
         return ["worker", given.model, "--served-name", SERVED, "--role", str(place.role), "--worker-name", place.name,
-                "--port", str(port), "--worker-url", f"http://{host}:{port}", "--router", f"http://{HERE}:{router}",
-                "--kv-memory", given.kv_memory, "--kv-disk", str(place.disk), "--kv-disk-size", given.disk,
-                *given.worker]  # fmt: skip
+                "--host", host, "--port", str(port), "--worker-url", f"http://{found}:{port}",
+                "--router", f"http://{router}", "--kv-memory", given.kv_memory, "--kv-disk", str(place.disk),
+                "--kv-disk-size", given.disk, *shared, *given.worker]  # fmt: skip
 
-    def _place(self, name: str, role: Role | None, arguments: list[str]) -> Place:
+    def _place(self, name: str, role: Role | None = None) -> Place:
         clock = MovedClock(self.home / "clocks" / name)
         given = environment(self._key)
         path = f"{clock.path}:{given['PYTHONPATH']}" if given.get("PYTHONPATH") else str(clock.path)
-        log = self.home / f"{name}.log"
-        return Place(name, role, free_port(), Child(name, arguments, log, {**given, "PYTHONPATH": path}), clock)
+        child = Child(name, [], self.home / f"{name}.log", {**given, "PYTHONPATH": path})
+        return Place(name, role, self.network.free_port(), child, clock)
 
     # -- what wires hear -----------------------------------------------------------------------------------------------
 
@@ -177,7 +158,7 @@ class Scene:
         def hear(line: Line, out: bool, data: bytes) -> bytes:
             if out and data.startswith(REGISTER):
                 line.tail = b"registers"
-            if out and line.tail and (found := TRANSFER.search(data)) is not None:
+            if out and line.tail and (found := self._transfer.search(data)) is not None:
                 line.tail = b""
                 place.incarnation = found[1].decode()
                 self._appeared(place, int(found[2]))
@@ -199,7 +180,7 @@ class Scene:
         if place.blocks is None or place.blocks.port != port:
             if place.blocks is not None:
                 place.blocks.stop()
-            place.blocks = Wire(THERE, port, (HERE, port))
+            place.blocks = Wire(self.network.hub, port, (place.host, port))
             self._later(place.blocks.start())
         assert place.requests is not None
         self._later(place.requests.start())
@@ -237,30 +218,44 @@ class Scene:
         absent = await self.absent()
         return next(iter(absent.values()), "")
 
-    async def absent(self) -> dict[str, str]:
-        """Who is not there as it should be, and why."""
-        status = await self.ask(f"{self.url}/cluster/status")
+    async def absent(self, without: Collection[str] = ()) -> dict[str, str]:
+        """Who is not there as it should be, and why; but for some, who cannot be."""
+        began = asyncio.get_running_loop().time()
+        status = await self.ask(f"{self.router.url}/cluster/status")
         if status is None:
             return {"router": "no router"}
         rows = {row["name"]: row for row in status["workers"]}
-        prefills = sorted(place.name for place in self.of("prefill"))
-        found = {place.name: await self._absence(place, rows.get(place.name, {}), prefills) for place in self.workers}
+        here = [place for place in self.workers if place.name not in without]
+        found = {place.name: await self._absence(place, rows.get(place.name, {})) for place in here}
+        prefills = {place.name for place in here if place.role == "prefill" and not found[place.name]}
+        for place in here:
+            if place.role == "decode" and not found[place.name] and not prefills <= {*rows[place.name]["paired"]}:
+                row = rows[place.name]
+                found[place.name] = f"{place.name} is paired with {row['paired']}, refused {row['refused']}"
+        if self.store is not None and self.store.name not in without:
+            found[self.store.name] = await self._store_absence([place for place in here if not found[place.name]])
         absent = {name: why for name, why in found.items() if why}
-        if not absent and self.router.absences and len(self.router.absences[-1]) == 1:
-            self.router.absences[-1].append(asyncio.get_running_loop().time())
+        for absence in self.router.absences[-1:]:
+            if not absent and len(absence) == 1 and absence[0] < began:
+                absence.append(asyncio.get_running_loop().time())
         return absent
 
-    async def _absence(self, place: Place, row: dict[str, Any], prefills: list[str]) -> str:
+    async def _absence(self, place: Place, row: dict[str, Any]) -> str:
         if row.get("health") != "ready" or row["incarnation"] != place.incarnation:
             return f"{place.name} is {row.get('health', 'unknown')}, incarnation {row.get('incarnation')}"
         if row["breaker"] != "closed":
             return f"{place.name}'s breaker is {row['breaker']}"
-        if place.role == "decode" and row["paired"] != prefills:
-            return f"{place.name} is paired with {row['paired']}, refused {row['refused']}"
         return "" if await self.is_ready(place) else f"{place.name} says it is not"
 
+    async def _store_absence(self, workers: Sequence[Place]) -> str:
+        assert self.store is not None
+        if not self.store.runs:
+            return "no store"
+        without = [place.name for place in workers if STORE_ON.search(await self._metrics(place)) is None]
+        return f"no store for {', '.join(without)}" if without else ""
+
     async def is_ready(self, place: Place) -> bool:
-        health = await self.ask(f"http://{HERE}:{place.port}/health/ready")
+        health = await self.ask(f"{place.url}/health/ready")
         return bool(health) and health["status"] == "ready"
 
     def routerless(self, since: float) -> bool:
@@ -273,11 +268,11 @@ class Scene:
 
     async def held(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""
-        status = await self.ask(f"{self.url}/cluster/status")
+        status = await self.ask(f"{self.router.url}/cluster/status")
         if status is None or status["open_requests"]:
             return "the router has open requests" if status else "no router"
         for place in self.workers:
-            stats = await self.ask(f"http://{HERE}:{place.port}/stats")
+            stats = await self.ask(f"{place.url}/stats")
             if stats is None:
                 return f"{place.name} does not answer"
             used = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
@@ -292,29 +287,22 @@ class Scene:
         return await self._until(self.held, QUIET)
 
     async def noticed(self, what: str) -> Counter[str]:
-        """Faults of one kind that workers have counted, since each was started."""
+        """Faults that workers have counted since each was started, where a counter's name or label has this."""
         found: Counter[str] = Counter()
         for place in self.workers:
-            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-                url = f"http://{HERE}:{place.port}/metrics"
-                async with self.session.get(url, timeout=aiohttp.ClientTimeout(5)) as reply:
-                    for name, count in NOTICED.findall(await reply.text()):
-                        found[f"{place.incarnation} {name}"] += int(float(count)) if name.startswith(what) else 0
+            for name, count in NOTICED.findall(await self._metrics(place)):
+                found[f"{place.incarnation} {name}"] += int(float(count)) if what in name else 0
         return found
+
+    async def _metrics(self, place: Place) -> str:
+        """ "" if it does not answer."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with self.session.get(f"{place.url}/metrics", timeout=aiohttp.ClientTimeout(5)) as reply:
+                return await reply.text()
+        return ""
 
     async def _until(self, what: Any, seconds: float) -> str:
         end = asyncio.get_running_loop().time() + seconds
         while (still := await what()) and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.1)
         return str(still)
-
-
-def free_port() -> int:
-    """On both addresses."""
-    while True:
-        with socket.socket() as here, socket.socket() as there:
-            here.bind((HERE, 0))
-            port = int(here.getsockname()[1])
-            with contextlib.suppress(OSError):
-                there.bind((THERE, port))
-                return port

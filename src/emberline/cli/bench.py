@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
 from emberline.core.config import DEFAULT_MODEL
+from emberline.core.jsonfile import read_object
 
 if TYPE_CHECKING:
     from emberline.bench.client import Client
@@ -28,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _kv_codec(kinds.add_parser("kv-codec", help="keys and values of a real prompt, compressed for wire and disk"))
     _router(kinds.add_parser("router", help="what the router adds, with workers that are fakes"))
     _routing(kinds.add_parser("routing", help="what ways of routing save, on a simulated cluster"))
+    _churn(kinds.add_parser("churn", help="a cluster under load whose workers are restarted at random"))
+    _split(kinds.add_parser("split", help="prompts and answers on separate workers, against workers that do both"))
     _gateway(kinds.add_parser("gateway", help="what the gateway adds, with a provider that is a fake"))
     _gateway_logs(kinds.add_parser("gateway-logs", help="a log of many rows: its pages, and dropping a day"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
@@ -36,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started is stopped
+    signal.signal(signal.SIGTERM, _interrupt)
     if args.what == "plot":
         from emberline.bench.plot import plot
 
@@ -48,12 +52,20 @@ def run(args: argparse.Namespace) -> int:
         "unweight": _run_unweight,
         "router": _run_router,
         "routing": _run_routing,
+        "split": _run_split,
+        "churn": _run_churn,
         "transfer": _run_transfer,
         "tiers": _run_tiers,
         "kv-codec": _run_kv_codec,
         "gateway": _run_gateway,
         "gateway-logs": _run_gateway_logs,
     }[args.what](args)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """As Ctrl-C: what was started is stopped. Whoever asks again meanwhile (timeout does) must not disturb that."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:
@@ -185,6 +197,60 @@ def _run_routing(args: argparse.Namespace) -> int:
     return 0
 
 
+def _churn(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    p.add_argument("--minutes", type=float, default=30.0)
+    p.add_argument("--load", type=float, default=0.8, help="of what the cluster sustains, which is measured first")
+    p.add_argument("--calibration", type=float, default=60.0, help="seconds for that")
+    p.add_argument("--pause", type=float, nargs=2, default=[20.0, 40.0], help="least and most seconds between restarts")
+    p.add_argument("--cases", type=int, default=48, help="requests whose answer is known")
+    p.add_argument("--prefill", type=int, default=1, help="workers that compute prompts for others")
+    p.add_argument("--decode", type=int, default=3, help="workers that go on from there; the first is never restarted")
+    p.add_argument("--deadline", type=float, default=120.0, help="seconds for a request")
+    p.add_argument("--kv-memory", default="96M", help="of each worker")
+    p.add_argument("--seed", type=int, default=0)
+    _logs(p)
+
+
+def _run_churn(args: argparse.Namespace) -> int:
+    from emberline.chaos import churn
+
+    names = ("load", "calibration", "pause", "cases", "prefill", "decode", "deadline", "kv_memory", "seed")
+    plan = churn.Plan(60 * args.minutes, *(getattr(args, name) for name in names))
+    report = churn.bench(args.model, plan, _home(args), lambda what: print(what, flush=True))
+    report.emit(args.json, args.commit)
+    bad = ("errors_during_a_restart", "errors_unexplained", "wrong", "hung", "unrecovered", "leaked")
+    return 1 if any(report.results[name].value for name in bad) else 0
+
+
+def _split(p: argparse.ArgumentParser) -> None:
+    p.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    p.add_argument("--chunks", type=_names, default=["512", "64"], help="tokens that a step may carry")
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--seconds", type=float, default=120.0, help="of arrivals, in each turn")
+    p.add_argument("--long", type=int, default=512, help="tokens of a long prompt")
+    p.add_argument("--long-rate", type=float, default=0.12, help="of these, a second")
+    p.add_argument("--chat", type=_names, default=["48", "64"], help="tokens of a short one's prompt and output")
+    p.add_argument("--chat-rate", type=float, default=0.4, help="of these, a second")
+    p.add_argument("--alone", type=int, default=4, help="long prompts before that, one at a time")
+    _logs(p)
+
+
+def _run_split(args: argparse.Namespace) -> int:
+    from emberline.bench import split
+    from emberline.hub.source import resolve
+    from emberline.models.config import ModelConfig
+
+    vocab = ModelConfig.from_hf(read_object(resolve(args.model) / "config.json")).vocab
+    plan = split.Plan(
+        list(map(int, args.chunks)), args.rounds, args.seconds, args.long, args.long_rate,
+        (int(args.chat[0]), int(args.chat[1])), args.chat_rate, args.alone,
+    )  # fmt: skip
+    report = split.bench(args.model, vocab, plan, _home(args))
+    report.emit(args.json, args.commit)
+    return 1 if any(report.results[f"errors_{chunk}"].value for chunk in plan.chunks) else 0
+
+
 def _tiers(p: argparse.ArgumentParser) -> None:
     p.add_argument("--model", default=DEFAULT_MODEL)
     p.add_argument("--directory", type=Path, help="on the disk that is meant (default: where temporary files are)")
@@ -274,6 +340,15 @@ def _run_router(args: argparse.Namespace) -> int:
     plan = router.Plan(args.workers, args.streams, args.requests, args.events, args.pace, args.prompt)
     router.bench(plan, args.rounds).emit(args.json, args.commit)
     return 0
+
+
+def _logs(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    reports.add_arguments(p)
+
+
+def _home(args: argparse.Namespace) -> Path:
+    return args.logs or Path(tempfile.mkdtemp(prefix=f"emberline-{args.what}-"))
 
 
 def _local(p: argparse.ArgumentParser) -> None:

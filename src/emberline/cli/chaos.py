@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, help="workers that compute prompts (default: %(default)s)")
     parser.add_argument("--decode", type=int, default=2, help="workers that go on from there (default: %(default)s)")
     parser.add_argument("--kv-memory", default="48M", help="of each worker; little, so that blocks must go to disk")
+    parser.add_argument(
+        "--links", action="store_true", help="workers in networks of their own: unshare -rn emberline chaos --links"
+    )
     parser.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here too")
 
@@ -39,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nothing is left behind
-        settings = Settings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory)
+        settings = Settings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
         return await play(Scene(settings, home), args.faults, args.seed, _say)
 
     _say(f"logs in {home}")

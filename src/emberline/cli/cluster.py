@@ -14,12 +14,13 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from emberline.cli import tracing
 from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
 
 POLL = 0.5  # seconds
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
-        "--worker-name", "--worker-url", "--cluster-key")  # fmt: skip
+        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
     up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
     up.add_argument("--kv-events", action="store_true", help="the router follows what workers' caches hold")
+    tracing.add_arguments(up)
     up.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
     up.add_argument(
         "options",
@@ -69,10 +71,11 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     port = args.port or _free_port()
     url = f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
-    router = ["--host", args.host, "--port", str(port), *keys, *(["--kv-events"] if args.kv_events else [])]
+    traced = _traced(args)
+    router = ["--host", args.host, "--port", str(port), *keys, *traced, *(["--kv-events"] if args.kv_events else [])]
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
-    options = _worker(args, sum(workers.values()), keys)
+    options = _worker(args, sum(workers.values()), [*keys, *traced])
     made = children(router, workers, options, url=url, key=key, logs=logs)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -98,8 +101,14 @@ def _keep(file: Path, key: str) -> Path:
     return file
 
 
-def _worker(args: argparse.Namespace, workers: int, keys: list[str]) -> list[str]:
-    """Its share of the machine, unless the options say otherwise."""
+def _traced(args: argparse.Namespace) -> list[str]:
+    tracing.trace_config(args)  # what is wrong is told here, and not in every log
+    given = [] if args.otlp is None else ["--otlp", args.otlp]
+    return [*given, "--trace-share", str(args.trace_share)]
+
+
+def _worker(args: argparse.Namespace, workers: int, own: list[str]) -> list[str]:
+    """`own`: what the options may not say. Its share of the machine, unless they say otherwise."""
     options = [word for word in args.options if word != "--"]
     for word in options:
         if word.split("=")[0] in OURS:
@@ -107,7 +116,7 @@ def _worker(args: argparse.Namespace, workers: int, keys: list[str]) -> list[str
     shared = []
     if not any(word.startswith(("--threads", "--device")) for word in options):
         shared = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
-    return [args.model, *keys, *shared, *options]
+    return [args.model, *own, *shared, *options]
 
 
 async def _watch(url: str) -> None:

@@ -104,7 +104,7 @@ def _software() -> Iterator[Finding]:
         ("torch", True, "the engine"),
         ("tokenizers", True, "text to tokens"),
         ("llguidance", True, "structured output"),
-        ("uvicorn", True, "the server"),
+        ("httptools", True, "the server"),
         ("huggingface_hub", False, "pulling hf:org/name"),
         ("gguf", False, "tests of GGUF files"),
     ):

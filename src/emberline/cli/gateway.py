@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from emberline.cli import service
 from emberline.core.config import GatewayConfig
 from emberline.core.errors import InvalidRequest
 
@@ -26,15 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", help="sqlite:DIRECTORY or postgresql://... (default: in the cache directory)")
     parser.add_argument("--redis", help="redis://..., where several replicas count together")
     parser.add_argument("--api-key", action="append", help="a token that works and manages; may be given several times")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--otlp", metavar="URL", help="of an OpenTelemetry collector, for spans of calls")
+    parser.add_argument("--trace-share", type=float, help="of calls whose client does not say whether to trace them")
+    service.add_log_level(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
-    import uvloop
-
+    service.log(args)
     from emberline.gateway.book import read_file
 
     found = read_file(args.config) if args.config is not None else {}
@@ -45,9 +41,7 @@ def run(args: argparse.Namespace) -> int:
         return rotate_keys(config, args.forget_old)
     from emberline.server.gateway.gatewaying import serve_gateway
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_gateway(config, found))
-    return 0
+    return service.run(serve_gateway(config, found))
 
 
 def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig:
@@ -62,6 +56,6 @@ def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig
             raise InvalidRequest(f"{name} must be like {default!r}", param=name)
     if "api_keys" in given:
         given["api_keys"] = tuple(given["api_keys"])
-    told = {name: getattr(args, name) for name in ("host", "port", "engine", "store", "redis")}
+    told = {name: getattr(args, name) for name in ("host", "port", "engine", "store", "redis", "otlp", "trace_share")}
     config = replace(GatewayConfig(**given), **{name: value for name, value in told.items() if value is not None})
     return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
 import os
-import sys
 import time
 from pathlib import Path
 
+from emberline.cli import service, tracing
 from emberline.core.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
@@ -44,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=rules.wait,
         help="seconds after which a request whose model could not be woken gets a 429 (default: %(default)s)",
     )
-    parser.add_argument("--host", default=server.host)
-    parser.add_argument("--port", type=int, default=server.port)
+    service.add_arguments(parser, server)
     parser.add_argument("--served-name", help="the model's name in the API (default: as given)")
-    parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
     parser.add_argument("--device", default=engine.device, choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=engine.threads, help="on a CPU; 0: all cores")
+    service.add_setting(parser, engine, "threads", "on a CPU; 0: all cores")
     parser.add_argument("--dtype", default=engine.dtype, choices=["auto", "bfloat16", "float32"])
     parser.add_argument(
         "--weights",
@@ -63,23 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=int, help="computed in one step (default: by the device)")
     parser.add_argument("--max-running", type=int, help="requests in one batch (default: by the device)")
-    parser.add_argument("--max-waiting", type=int, default=engine.max_waiting, help="more than these get a 429")
+    service.add_setting(parser, engine, "max_waiting", "more than these get a 429")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block (default: by the device)")
     parser.add_argument(
         "--itl-target-ms", type=float, help="on a GPU: prompts are cut so that streams get their next token this soon"
     )
     parser.add_argument("--no-prefix-cache", action="store_true")
-    parser.add_argument("--request-timeout", type=float, default=server.request_timeout, help="seconds")
-    parser.add_argument(
-        "--stall-timeout", type=float, default=server.stall_timeout, help="seconds until a silent engine is restarted"
-    )
+    service.add_setting(parser, server, "stall_timeout", "seconds until a silent engine is restarted")
     parser.add_argument(
         "--embedder", default=DEFAULT_EMBEDDER, help="model of /v1/embeddings, or none (default: %(default)s)"
     )
     parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
-    parser.add_argument("--tool-style", default=server.tool_style, help="auto, hermes, llama3, mistral, mistral-args")
+    service.add_setting(parser, server, "tool_style", "auto, hermes, llama3, mistral, mistral-args")
     _add_worker_arguments(parser)
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    tracing.add_arguments(parser)
 
 
 def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
@@ -124,54 +117,20 @@ def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(
-        level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    service.log(args)
     from emberline.server.worker.serving import serve
 
     began = time.monotonic() - (time.time() - _process_start())
-    config = ServerConfig(
-        models=_models(args.model, args.models, args.served_name),
-        host=args.host,
-        port=args.port,
-        api_keys=tuple(args.api_key),
-        request_timeout=args.request_timeout,
-        stall_timeout=args.stall_timeout,
-        embedder=None if args.embedder == "none" else args.embedder,
-        chat_template=args.chat_template,
-        tool_style=args.tool_style,
-        worker=_worker(args),
-    )
-    engine = EngineConfig(
-        model="",
-        device=args.device,
-        dtype=args.dtype,
-        weights=args.weights,
-        kv_dtype=args.kv_dtype,
-        kv_memory=args.kv_memory,
-        threads=args.threads,
-        max_context=args.max_context,
-        max_batch_tokens=args.max_batch_tokens,
-        max_running=args.max_running,
-        max_waiting=args.max_waiting,
-        block_size=args.block_size,
-        prefix_cache=not args.no_prefix_cache,
-        itl_target_ms=args.itl_target_ms,
-        kv_host_memory=args.kv_host_memory,
-        kv_disk=args.kv_disk,
-        kv_disk_size=args.kv_disk_size,
-        kv_store=args.kv_store,
-        kv_store_memory=args.kv_store_memory,
-        kv_policy=args.kv_policy,
-        kv_codec=args.kv_codec,
-        kv_mooncake=args.kv_mooncake,
-    )
+    server = service.given(args, ServerConfig) | {
+        "models": _models(args.model, args.models, args.served_name),
+        "api_keys": tuple(args.api_key),
+        "embedder": None if args.embedder == "none" else args.embedder,
+        "worker": _worker(args),
+        "trace": tracing.trace_config(args),
+    }
+    engine = service.given(args, EngineConfig) | {"model": "", "prefix_cache": not args.no_prefix_cache}
     rules = FleetConfig(turn=args.model_turn, wait=args.model_wait, max_waiting=args.max_waiting)
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config, engine, rules, began))
-    return 0
+    return service.run(serve(ServerConfig(**server), EngineConfig(**engine), rules, began))
 
 
 def _worker(args: argparse.Namespace) -> WorkerConfig | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -19,6 +20,7 @@ from emberline.cluster.speech import Asked, Envelope, Speech
 from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TransferStats
+from emberline.net.server import Server
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -160,7 +162,7 @@ class FakeWorker:
         if asked.stream:
             return await self._write(speech.writes(prompt, after, tracked), EVENTS, fault, send)
         await asyncio.sleep(self.pace * speech.length)
-        whole = speech.whole(prompt)
+        whole = await asyncio.to_thread(speech.whole, prompt)  # it may be long, and beats go on meanwhile
         return await self._write([whole], [*JSON, (b"content-length", str(len(whole)).encode())], fault, send)
 
     async def _write(self, writes: Iterable[bytes], headers: Headers, fault: Fault, send: Send) -> None:
@@ -206,24 +208,22 @@ async def _reply(send: Send, status: int, body: bytes, more: Headers | None = No
 
 
 async def run(worker: FakeWorker, router: str | None, port: int) -> None:
-    import uvicorn
-
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     registrar = Registrar(router, None, lambda: worker.card(url), worker.beat, worker.meet) if router else None
-    settings = uvicorn.Config(worker, loop="none", http="httptools", lifespan="off", log_level="critical")
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if registrar is not None:
-                await registrar.leave()
-            await super().shutdown(sockets)
-
+    stop = asyncio.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(each, stop.set)
+    server = Server(worker)
+    await server.start(listener)
     if registrar is not None:
         registrar.start()
-    await Server(settings).serve([listener])
+    await stop.wait()
+    if registrar is not None:
+        await registrar.leave()
+    await server.stop(10.0)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""Membership: who is there. Time is handed in. Of two processes with one name the one first seen later wins, for good:
-ids that were replaced are remembered, so the old one cannot come back by registering again. No clocks are compared."""
+"""Membership: who is there. Time is handed in. Of two processes with one name the one first seen later has it: ids that
+were replaced are remembered, so the old one can come back only when the newer is lost. Who has left by its own word
+never does. No clocks are compared."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Membership:
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._members: dict[str, Member] = {}
-        self._replaced: dict[str, None] = {}  # incarnations, oldest first
+        self._replaced: dict[str, bool] = {}  # incarnations, oldest first, and whether they may come back
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -51,15 +52,18 @@ class Membership:
         return self._members.get(name)
 
     def register(self, card: Card, now: float) -> bool:
-        """False: this process was replaced by a newer one, or has left. Doing it twice changes nothing but the card."""
-        if card.incarnation in self._replaced:
-            return False
+        """False: this process was replaced by a newer one that is there, or has left. Doing it twice changes nothing
+        but the card."""
         old = self._members.get(card.name)
+        if (may_return := self._replaced.get(card.incarnation)) is not None:
+            if not may_return or (old is not None and self.health(old, now) is not Health.LOST):
+                return False
+            del self._replaced[card.incarnation]
         if old is not None and old.card.incarnation == card.incarnation:
             old.card, old.heard = card, now
             return True
         if old is not None:
-            self._retire(old.card.incarnation)
+            self._retire(old)
         self._members[card.name] = Member(card, Beat(card.name, card.incarnation), now, heard=now, moved=now)
         return True
 
@@ -105,13 +109,13 @@ class Membership:
         for name in gone:
             member = self._members.pop(name)
             if member.left:
-                self._retire(member.card.incarnation)
+                self._retire(member)
         return gone
 
     def _limit(self, member: Member) -> float:
         return self._patience.lost_after if member.left else self._patience.forgotten_after
 
-    def _retire(self, incarnation: str) -> None:
-        self._replaced[incarnation] = None
+    def _retire(self, member: Member) -> None:
+        self._replaced[member.card.incarnation] = not member.left
         while len(self._replaced) > REPLACED_KEPT:
             del self._replaced[next(iter(self._replaced))]

@@ -61,8 +61,8 @@ class Registrar:
 
     async def _run(self) -> None:
         async with aiohttp.ClientSession() as session:
-            pause: float | None = 0.0
-            while pause is not None:
+            pause = 0.0
+            while True:
                 await asyncio.sleep(pause)
                 try:
                     pause = await self._turn(session)
@@ -70,8 +70,8 @@ class Registrar:
                     self._say(f"{type(e).__name__}: {e}")
                     pause = PAUSE
 
-    async def _turn(self, session: aiohttp.ClientSession) -> float | None:
-        """A card or a beat. Seconds until the next; None: nobody wants one."""
+    async def _turn(self, session: aiohttp.ClientSession) -> float:
+        """A card or a beat. Seconds until the next."""
         card = self._card()
         beat = self._beat() if card == self._shown else None
         path, told = ("/cluster/register", card) if beat is None else ("/cluster/beat", beat)
@@ -89,8 +89,8 @@ class Registrar:
             case 404 if beat is not None:
                 return 0.0  # the router was started again
             case 409:
-                log.error("%s: a newer worker has this name; the router sends nothing here", card.name)
-                return None
+                self._say("a newer worker has this name; until that is lost, nothing is sent here")
+                return PAUSE
         self._say(f"{status} {body[:200].decode(errors='replace')}")
         return PAUSE
 

@@ -1,5 +1,5 @@
 """Supervisor: processes on this machine that belong together. What dies is started again, after a pause that doubles;
-all are stopped in order, each by its pid."""
+when all are stopped, the first goes first; each by its pid."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ GRACE = 20.0  # seconds to end in peace
 @dataclass(slots=True)
 class Child:
     name: str
-    arguments: list[str]  # of `emberline`
+    arguments: list[str]  # of the program
     log: Path
     environment: Mapping[str, str] = field(repr=False)
+    program: Sequence[str] = (sys.executable, "-m", "emberline.cli")
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
     pause: float = 0.5
@@ -42,14 +43,14 @@ class Supervisor:
         child.keeper = asyncio.create_task(self._keep(child))
 
     async def stop(self) -> None:
-        """In the order in which they were started: who takes requests first, then who answers them."""
+        """The one that was started first, which takes requests; then those who answer them."""
         for child in self._children:
             if child.keeper is not None:
                 child.keeper.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await child.keeper
-        for child in self._children:
-            await self._end(child)
+        for some in (self._children[:1], self._children[1:]):
+            await asyncio.gather(*map(self._end, some))
 
     async def _keep(self, child: Child) -> None:
         while True:
@@ -66,9 +67,9 @@ class Supervisor:
     async def _spawn(self, child: Child) -> None:
         # A session of its own: Ctrl-C in the terminal is for us, and we say who goes when.
         with child.log.open("ab") as out:
-            command = (sys.executable, "-m", "emberline.cli", *child.arguments)
             child.process = await asyncio.create_subprocess_exec(
-                *command,
+                *child.program,
+                *child.arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -16,6 +16,12 @@ class SystemClock:
     now = staticmethod(time.monotonic)
 
 
+class WallClock:
+    """Seconds since 1970, for what others read; it may jump."""
+
+    now = staticmethod(time.time)
+
+
 class ManualClock:
     """The fake: time moves when told to."""
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast, get_args
+from urllib.parse import unquote, urlsplit
 
 from emberline.core.errors import InvalidRequest
 
@@ -34,6 +35,18 @@ def cluster_key() -> str | None:
 def environment(cluster_key: str) -> dict[str, str]:
     """For a process of a cluster: ours, with its key."""
     return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
+
+
+def otlp_endpoint() -> str | None:
+    """Of OpenTelemetry's own variables, for all that trace."""
+    base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (f"{base.rstrip('/')}/v1/traces" if base else None)
+
+
+def otlp_headers() -> dict[str, str]:
+    """Such as a collector's key: NAME=VALUE,NAME=VALUE."""
+    pairs = [pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",")]
+    return {name.strip().lower(): unquote(value.strip()) for name, equals, value in pairs if equals}
 
 
 def core_count() -> int:
@@ -143,6 +156,7 @@ class GPUConfig:
     overlap: bool = True  # a step is planned while the one before it runs
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
     decode_sms: int = 0  # multiprocessors on which streams go on beside chunks of prompts; 0: both share all
+    tiers: bool = False  # blocks move to main memory and back, and need scratch on the way
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -171,6 +185,31 @@ class FleetConfig:
         for name in ("turn", "wait", "max_waiting"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """Where spans of requests go: to an OpenTelemetry collector, over HTTP."""
+
+    url: str
+    headers: dict[str, str] = field(default_factory=dict)
+    share: float = 1.0  # of requests whose client does not say whether it wants them traced
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise InvalidRequest(f"otlp is {self.url[:200]!r}, not a URL", param="otlp", hint="http://HOST:4318")
+        if not 0 <= self.share <= 1:
+            raise InvalidRequest("trace_share must be in [0, 1]", param="trace_share")
+
+    @staticmethod
+    def given(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
+        """`url`: one without a path is enough; "": nothing is traced; None: as the environment says."""
+        found = otlp_endpoint() if url is None else url
+        if not found:
+            return None
+        whole = found if urlsplit(found).path.strip("/") else f"{found.rstrip('/')}/v1/traces"
+        return TraceConfig(whole, {**otlp_headers(), **(headers or {})}, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +265,7 @@ class RouterConfig:
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
     foreign: tuple[Foreign, ...] = ()
+    trace: TraceConfig | None = None  # None, here and below: nothing is traced
 
     def __post_init__(self) -> None:
         for name in (
@@ -272,7 +312,7 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"
     port: int = 8080
-    api_keys: tuple[str, ...] = ()  # tokens that always work, and manage
+    api_keys: tuple[str, ...] = ()  # tokens that always work, and manage; none: one is made, in a file
     engine: str = "http://127.0.0.1:8000"  # URL of our own engine or router
     store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
     redis: str | None = None  # redis://..., where several replicas count together
@@ -283,9 +323,10 @@ class GatewayConfig:
     max_body: int = 32 << 20
     catalogue: str | None = None  # a file of models and prices that lies over ours
     private_providers: bool = False  # those that the management API made may be on private addresses
-    otlp: str | None = None  # URL of an OpenTelemetry collector, for a span of every call
+    otlp: str | None = None  # URL of an OpenTelemetry collector, for a span of every call; None: the environment's
     otlp_headers: dict[str, str] = field(default_factory=dict)  # such as its key
     otlp_payloads: bool = False  # with what was asked and answered
+    trace_share: float = 1.0  # of calls whose client does not say whether it wants them traced
 
     def __post_init__(self) -> None:
         if self.max_body < 1:
@@ -296,6 +337,15 @@ class GatewayConfig:
     @property
     def store_url(self) -> str:
         return self.store or f"sqlite:{cache_dir() / 'gateway'}"
+
+    @property
+    def trace(self) -> TraceConfig | None:
+        return TraceConfig.given(self.otlp, self.trace_share, self.otlp_headers)
+
+    @property
+    def admin_file(self) -> Path:
+        """Of the token that manages where no other was given, made when it is missing."""
+        return cache_dir() / "gateway" / "admin.key"
 
     @property
     def master_file(self) -> Path:
@@ -315,6 +365,7 @@ class ServerConfig:
     chat_template: str | None = None
     tool_style: str = "auto"  # auto: as the chat template shows
     worker: WorkerConfig | None = None  # None: it serves alone
+    trace: TraceConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from emberline.core.handoff import Pulled
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
 
@@ -20,6 +21,7 @@ class Timing:
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    pulled: Pulled | None = None  # None: nothing was to be had elsewhere
 
     @property
     def queue(self) -> float | None:
@@ -108,7 +110,9 @@ class TransferStats:
 
     pulls: int = 0  # that ended, however
     pulled_bytes: int = 0
-    pull_seconds: float = 0.0
+    pull_seconds: float = 0.0  # waiting for what is not computed yet included
+    copy_seconds: float = 0.0  # of these, in which bytes moved
+    hidden_seconds: float = 0.0  # of these, while the peer had more to compute
     pull_failures: dict[str, int] = field(default_factory=dict)  # by the code of kv.transfer.errors
     hit_tokens: int = 0  # that requests did not have to compute
     recomputed: int = 0  # requests that computed what they should have been able to pull

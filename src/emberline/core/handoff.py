@@ -107,6 +107,18 @@ class Note:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Blocks of one request's prompt that another engine had. Times are on the engine's clock."""
+
+    source: str  # its name
+    began: float
+    ended: float
+    moving: float  # seconds of these in which bytes came; in the others it had none to give yet
+    bytes: int
+    failure: str = ""  # why the rest was computed: a code of kv.transfer.errors
+
+
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a number of a token or a choice")

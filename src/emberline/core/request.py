@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-from emberline.core.handoff import Note
+from emberline.core.handoff import Note, Pulled
 from emberline.core.params import SamplingParams
 
 
@@ -77,6 +77,7 @@ class Request:
     resumed: int = 0  # output tokens that it came with
     source: dict[str, Any] | None = None  # where blocks of its prompt may be had; None once that was tried
     note: Note | None = None  # what its source said in the end
+    pulled: Pulled | None = None  # what came from there
     publish: bool = False
     status: Status = Status.WAITING
     computed: int = 0

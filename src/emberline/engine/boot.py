@@ -69,9 +69,6 @@ def on_gpu(config: EngineConfig) -> bool:
 def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
         raise InvalidRequest("threads is for an engine on the CPU", param="threads")
-    if config.has_tiers:
-        param = next(name for name in ("kv_disk", "kv_store", "kv_host_memory") if getattr(config, name))
-        raise InvalidRequest(f"{param} is for an engine on the CPU", param=param)
     if config.transfer is not None and config.transfer.required:
         raise InvalidRequest("so far only engines on the CPU exchange blocks with others", param="transfer")
     given = {
@@ -87,6 +84,7 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
         kv_dtype=config.kv_dtype,
         kv_memory=config.kv_memory,
         itl_target_ms=config.itl_target_ms,
+        tiers=config.has_tiers,
         **given,
     )
 
@@ -94,8 +92,24 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
 def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None) -> Booted:
     from emberline.engine.gpu.boot import boot_from
 
-    dtype = _dtype("dtype", config.dtype)
-    return boot_from(Path(config.model), settings, dtype=dtype, reader=reader, compiler=_compiler)
+    if config.kv_host_memory > (free := free_memory()):  # pinned, so all of it is taken at once
+        raise InvalidRequest(
+            f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",
+            param="kv_host_memory",
+            hint="lower --kv-host-memory",
+        )
+
+    def tiers(layout: str, shape: KVShape) -> TierStack:
+        return _tiers(config, layout, shape, ops.start(threads=1, cache=cache_dir() / "kernels").library)
+
+    return boot_from(
+        Path(config.model),
+        settings,
+        dtype=_dtype("dtype", config.dtype),
+        reader=reader,
+        compiler=_compiler,
+        tiers=tiers if settings.tiers else None,
+    )
 
 
 def loaded_on_gpu(made: Booted) -> Loaded:

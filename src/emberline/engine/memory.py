@@ -18,6 +18,8 @@ FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragm
 RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels and cuBLAS's workspace
 GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activations are shared by all
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
+PIECES = 4  # of scratch, for blocks on their way to other tiers: two each way, one filled while the other is emptied
+PIECE_BYTES = 64 << 20  # or one block, if that is larger
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
 LEAST_BLOCKS = 2
 F32 = 4
@@ -35,7 +37,7 @@ class MemoryPlan:
     total: int
     weights: int
     activations: int
-    scratch: int  # of attention: partial results; tables of blocks and of angles
+    scratch: int  # of attention: partial results; tables of blocks and of angles; blocks on their way to other tiers
     logits: int
     graphs: int
     reserve: int
@@ -86,6 +88,7 @@ def plan_for(
         fraction=settings.memory_fraction,
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
+        tiers=settings.tiers,
     )
 
 
@@ -149,19 +152,21 @@ def plan(
     graphs: int | None = None,
     kv_tokens: int | None = None,
     packed: bool = False,
+    tiers: bool = False,
 ) -> MemoryPlan:
     """`graphs`: captured steps, by default one of each shape there can be. `kv_tokens`: so many and no more; by
     default as many as fit."""
     graphs = len(shapes(max_running, max_batch_tokens)) if graphs is None else graphs
+    block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
+    scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
-        "scratch": _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config),
+        "scratch": scratch + tiers * PIECES * copied_at_once(block_bytes) * block_bytes,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
         "reserve": RESERVE,
     }
-    block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     room = int(total_bytes * fraction) - sum(fixed.values())
     blocks = max(0, room) // block_bytes
     wanted = LEAST_BLOCKS if kv_tokens is None else max(LEAST_BLOCKS, -(-kv_tokens // block_size))
@@ -200,6 +205,11 @@ def packed_bytes(n: int, k: int) -> int:
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
     return 2 * config.layers * config.kv_heads * config.head_dim * kv_dtype_bytes
+
+
+def copied_at_once(block_bytes: int) -> int:
+    """Blocks to or from another tier that share a piece of scratch."""
+    return max(1, PIECE_BYTES // block_bytes)
 
 
 def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:

@@ -372,4 +372,4 @@ class Scheduler:
 
     @staticmethod
     def _timing(request: Request, finished: float | None) -> Timing:
-        return Timing(request.arrival, request.admitted, request.first_token, finished)
+        return Timing(request.arrival, request.admitted, request.first_token, finished, request.pulled)

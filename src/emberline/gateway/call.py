@@ -12,6 +12,7 @@ from emberline.gateway.body import Peek
 from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.identity import Identity
 from emberline.gateway.options import Options
+from emberline.gateway.prefill import Prefill
 from emberline.gateway.settings import Settings
 from emberline.gateway.usage import Usage
 
@@ -78,6 +79,8 @@ class Call(msgspec.Struct):
     findings: list[Finding] = []  # of guardrails
     redacted: list[bytes] = []  # the last is the body as it was sent, without what they took
     seen: Peek | None = None  # of the body as it is
+    prefill: Prefill = ""  # its last turn is the assistant's, to be gone on with, in this way
+    trace: dict[str, str] = {}  # W3C's headers, for who is asked
 
     def moved(self, **changes: Any) -> Call:
         """The same call with some things otherwise; the trail and the notes are shared."""
@@ -117,6 +120,7 @@ class Reply(msgspec.Struct):
     ended: str = ""  # "", "complete", "cut", "error", "left"
     estimated: bool = False  # usage was counted here, from what passed
     error: str = ""  # the code of what went wrong
+    continued: str = ""  # who went on with it after it broke
     first_byte: float | None = None  # seconds from the call's beginning
     patience: float = 60.0  # seconds that its client has to take it
     endings: list[Ending] = []

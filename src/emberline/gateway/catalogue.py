@@ -78,10 +78,9 @@ class Catalogue:
         return Catalogue(models, like)
 
     def model(self, provider: str, name: str) -> Model | None:
-        undated = DATED.sub("", name)
         return (
             self._names.get((provider, name))
-            or self._names.get((provider, undated))
+            or self._names.get((provider, DATED.sub("", name)))
             or (self.model(self._like[provider], name) if provider in self._like else None)
             or self._names.get((provider, "*"))
         )

@@ -42,6 +42,8 @@ def cost(usage: Usage, price: Price | None) -> int | None:
     if price.long is not None and usage.input > price.long.above:
         price = price.long.price
     left, total = usage.input, usage.output * price.output
+    if not (usage.cached_read or usage.cache_write or usage.audio or usage.image):  # as most
+        return _micros(total + left * price.input)
     for tokens, own in _special(usage, price):
         billed = min(tokens, left)
         left -= billed

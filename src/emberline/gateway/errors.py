@@ -10,10 +10,9 @@ EmberlineError
 │   └── LimitExceeded       429  rate_limit_exceeded, budget_exceeded
 ├── Conflict                409  conflict                it is there already, or was changed by someone else meanwhile
 ├── StoreFailed             503  store_failed            the gateway's own memory does not answer
-└── UpstreamFailed          502  upstream_failed         what a provider did, whatever it was
-    ├── Unreached           502  upstream_unreached      refused, no such name, TLS
-    ├── TimedOut            504  upstream_timeout        no beginning, or silence in the middle
-    ├── Broken              502  upstream_broken         cut off, malformed, empty, no ending
+└── UpstreamFailed          502  upstream_failed         what a provider did: those of net/errors.py, and
+    ├── Resting             503  upstream_resting        it failed too often, and is left alone
+    ├── KeyMissing          401  provider_key_missing    there is nothing to ask it with
     └── Refused             its  upstream_refused        it answered with an error: status, headers and body are its own
 """
 
@@ -24,6 +23,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from emberline.core.errors import EmberlineError, NotFound, Overloaded
+from emberline.net.errors import Broken as Broken  # these are a gateway's, too
+from emberline.net.errors import TimedOut as TimedOut
+from emberline.net.errors import Unreached as Unreached
+from emberline.net.errors import UpstreamFailed as UpstreamFailed
 
 # Of a refusal: the request itself, too long for this model, refused for what it says, the key or the model is not known
 # there, too many requests, the provider's own trouble.
@@ -89,30 +92,6 @@ class Conflict(EmberlineError):
 class StoreFailed(EmberlineError):
     status = 503
     code = "store_failed"
-
-
-class UpstreamFailed(EmberlineError):
-    status = 502
-    code = "upstream_failed"
-    retryable = True  # at the same provider
-
-    def __init__(self, message: str, *, provider: str = "", hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.provider = provider
-
-
-class Unreached(UpstreamFailed):
-    code = "upstream_unreached"
-
-
-class TimedOut(UpstreamFailed):
-    status = 504
-    code = "upstream_timeout"
-    retryable = False  # who was silent once is not asked again: the next step is
-
-
-class Broken(UpstreamFailed):
-    code = "upstream_broken"
 
 
 class Resting(UpstreamFailed):

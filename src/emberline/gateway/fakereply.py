@@ -1,5 +1,5 @@
 """FakeReply: words in any dialect, whole or as events, with usage that adds up; a call of the first tool, where the
-request has tools."""
+request has tools. After a turn of its own that broke off it goes on with the next word."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from emberline.api import sse
 from emberline.gateway.call import Dialect
+from emberline.gateway.continuation import GO_ON
 
 CREATED = 1_700_000_000
 PIECE = 5  # letters
@@ -33,7 +34,9 @@ class FakeReply:
         named = path.rpartition("/")[2].partition(":")[0] if "enerateContent" in path else ""
         self._model = str(asked.get("model") or named or "fake")
         said = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
-        self.words: int = said or asked.get("generationConfig", {}).get("maxOutputTokens") or words
+        said = said or asked.get("generationConfig", {}).get("maxOutputTokens")
+        self._first = _words_said(asked)
+        self.words: int = said or max(words - self._first, 0)
         self._said: list[str] = []
         self._tool = _tool_name(asked.get("tools"))
         self._counts = bool((asked.get("stream_options") or {}).get("include_usage"))
@@ -51,7 +54,7 @@ class FakeReply:
         self.words = len(self._said) or self.words
 
     def _pieces(self) -> list[str]:
-        return self._said or [f"word{i} " for i in range(self.words)]
+        return self._said or [f"word{i} " for i in range(self._first, self._first + self.words)]
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
@@ -227,6 +230,14 @@ class FakeReply:
             return sse.event("error", told)
         name = b"event: error\n" if self._dialect == "anthropic" else b""
         return name + b"data: " + self.error(500) + b"\n\n"
+
+
+def _words_said(asked: dict[str, Any]) -> int:
+    """In the turn that is to be gone on with."""
+    turns = asked.get("messages") or asked.get("contents") or asked.get("input")
+    told = [turn for turn in turns if GO_ON not in str(turn)] if isinstance(turns, list) else []
+    last = told[-1] if told and isinstance(told[-1], dict) else {}
+    return str(last).count("word") if last.get("role") in ("assistant", "model") else 0
 
 
 def _tool_name(tools: Any) -> str:

@@ -20,6 +20,7 @@ from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.refusal import error_reply
 from emberline.gateway.settings import Settings
 from emberline.gateway.universal import read_steps
+from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")
 
@@ -54,10 +55,18 @@ class Doorkeeper(Protocol):
 
 class Gateway:
     def __init__(
-        self, handler: Handler, registry: Registry, book: Book, doorkeeper: Doorkeeper, clock: Clock, wall: Clock
+        self,
+        handler: Handler,
+        sockets: Handler,
+        registry: Registry,
+        book: Book,
+        doorkeeper: Doorkeeper,
+        clock: Clock,
+        wall: Clock,
     ) -> None:
-        """`clock` is monotonic, `wall` tells seconds since 1970."""
+        """`sockets` opens those of providers. `clock` is monotonic, `wall` tells seconds since 1970."""
         self._handler = handler
+        self._sockets = sockets
         self._registry = registry
         self._book = book
         self._doorkeeper = doorkeeper
@@ -82,6 +91,18 @@ class Gateway:
             if not isinstance(e, EmberlineError):
                 log.exception("%s %s", request.method, request.path)
             return error_reply(dialect, e)
+
+    async def join(self, target: Target, request: Request, model: str) -> Reply:
+        """A session on a provider's socket, or an error."""
+        try:
+            call = await self.opened(target, request)
+            call.model, call.stream = model, True
+            call.deadline = call.began + call.settings.timeouts.session
+            return await self._sockets(call)
+        except Exception as e:
+            if not isinstance(e, EmberlineError):
+                log.exception("a socket at %s", request.path)
+            return error_reply("raw", e)
 
     def _target(self, path: str) -> Target:
         target = target_of(path)
@@ -118,6 +139,7 @@ class Gateway:
             settings=settings,
             began=began,
             deadline=began + settings.timeouts.total,
+            trace={name: headers[name] for name in TRACES if name in headers},
         )
         self._addressed(call, target)
         return call

@@ -104,9 +104,10 @@ class Tapped:
         await self._stream.aclose()
 
 
-def found(call: Call) -> dict[str, str]:
-    """What guardrails found, so that the log can be searched for it."""
-    return {"guardrails": ", ".join(dict.fromkeys(map(str, call.findings)))} if call.findings else {}
+def found(call: Call, reply: Reply) -> dict[str, str]:
+    """What guardrails found and who went on with a broken stream, so that the log can be searched for it."""
+    noted = {"guardrails": ", ".join(dict.fromkeys(map(str, call.findings))), "continued": reply.continued}
+    return {name: value for name, value in noted.items() if value}
 
 
 def record(call: Call, reply: Reply, seconds: float) -> Record:
@@ -137,7 +138,7 @@ def record(call: Call, reply: Reply, seconds: float) -> Record:
         error=reply.error,
         key_id=call.identity.key_id,
         user=call.identity.user,
-        metadata={**call.settings.metadata, **call.identity.metadata, **(options.metadata or {}), **found(call)},
+        metadata={**call.settings.metadata, **call.identity.metadata, **(options.metadata or {}), **found(call, reply)},
         event_id=options.event_id or "",
         session_id=options.session_id or "",
         request_content_type=call.headers.get("content-type", ""),

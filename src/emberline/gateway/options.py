@@ -1,5 +1,5 @@
-"""Options: what a caller asks of the gateway itself, in `cf-aig-*` headers. What was not asked is None; a step's lie
-over the request's, and those over the gateway's settings. A bad value is an error, never a default."""
+"""Options: what a caller asks of the gateway itself, in `cf-aig-*` headers and one of ours. What was not asked is None;
+a step's lie over the request's, and those over the gateway's settings. A bad value is an error, never a default."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Options:
     max_attempts: int | None = None
     retry_delay: float | None = None  # seconds
     backoff: str | None = None
+    continuation: bool | None = None  # of a broken stream, by the next step
     byok_alias: str | None = None
     event_id: str | None = None
     zdr: bool | None = None
@@ -58,7 +59,7 @@ class Options:
     @staticmethod
     def read(headers: Mapping[str, str]) -> Options:
         """From a request's or a step's headers, whose names are in lower case."""
-        if not any(name.startswith("cf-") for name in headers):
+        if not any(name.startswith(("cf-", "x-emberline-")) for name in headers):
             return NOTHING
         given: dict[str, Any] = {}
         for name, (field, read) in _HEADERS.items():
@@ -195,6 +196,7 @@ _HEADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "cf-aig-max-attempts": ("max_attempts", _whole(1, 5)),
     "cf-aig-retry-delay": ("retry_delay", _milliseconds(0, 5000)),
     "cf-aig-backoff": ("backoff", _one_of(*BACKOFFS)),
+    "x-emberline-continue": ("continuation", _yes),
     "cf-aig-byok-alias": ("byok_alias", _text),
     "cf-aig-event-id": ("event_id", _text),
     "cf-aig-zdr": ("zdr", _yes),

@@ -65,6 +65,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         assert len(self.id) == 32 and not (self.success and self.status >= 400)
 
     @property
+    def rescued(self) -> bool:
+        """A fallback answered: somebody in front of it could not."""
+        return self.success and self.step > 0
+
+    @property
     def created(self) -> int:
         """Milliseconds since 1970."""
         return created(self.id)

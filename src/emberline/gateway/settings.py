@@ -11,6 +11,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs import Price
 from emberline.gateway.guardrails.policy import Guardrails
 from emberline.gateway.pool import Pool
+from emberline.gateway.prefill import Prefill
 
 Backoff = Literal["constant", "linear", "exponential"]
 CacheScope = Literal["gateway", "key", "user"]
@@ -35,6 +36,8 @@ class Timeouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_byte: float = 60.0  # of a stream: to its first content; a plain reply has until `total`, unless asked
     between_events: float = 60.0  # of silence: what is not a whole event, or a whole reply, does not count
     total: float = 600.0
+    session: float = 3600.0  # in place of it, of a realtime socket
+    idle: float = 600.0  # of one on which nobody says anything
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -57,6 +60,7 @@ class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_file: str | None = None  # such as a service account's JSON, or what `gcloud auth application-default` wrote
     speaks: tuple[str, ...] | None = None  # dialects; None: as the provider does
     headers: dict[str, str] = {}  # sent with every request
+    prefill: Prefill | None = None  # how its chat goes on with an assistant's turn; None: as the provider does
     enabled: bool = True
     public: bool = False  # its address must be a public one, unless the operator allows private ones
 
@@ -102,6 +106,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     timeouts: Timeouts = Timeouts()
     breaker: BreakerSettings = BreakerSettings()
     fallbacks: tuple[Fallback, ...] = ()
+    continuation: bool = False  # a stream that breaks off is gone on with by the next step
     cache_ttl: int = 0  # seconds; 0: off
     cache_scope: CacheScope = "gateway"  # who shares what is cached: all, those of one key, or of one user
     semantic: Semantic = Semantic()

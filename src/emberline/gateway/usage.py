@@ -100,10 +100,10 @@ def _count(said: Mapping[str, Any], *names: str) -> int:
     """The first of these that is a count; 0 if none is. Some providers write 12.0."""
     for name in names:
         value = said.get(name)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if type(value) is int and value >= 0:  # True is none
             return value
+        if type(value) is float and value.is_integer() and value >= 0:
+            return int(value)
     return 0
 
 

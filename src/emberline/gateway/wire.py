@@ -13,6 +13,7 @@ from emberline.gateway.call import Call, Dialect
 from emberline.gateway.dialects.asked import Asked, asked_of
 from emberline.gateway.dialects.inner import Spoken
 from emberline.gateway.dialects.translate import StreamTranslator, translate_reply, translate_request
+from emberline.gateway.prefill import marked
 from emberline.gateway.providers.base import CHANGED, Outgoing, Provider
 
 TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # can become each other
@@ -61,11 +62,17 @@ def wired(call: Call, provider: Provider, key: str | None, max_output: int | Non
 
 def _pair(call: Call, provider: Provider) -> tuple[Spoken, Spoken]:
     source = next((each for each in TALK if each == call.dialect), None)
-    target = next((each for each in TALK if provider.speaks(each, call.model)), None)
+    target = spoken_with(call, provider)
     if source is None or target is None:
         kinds = ", ".join(provider.native) or "nothing that is known here"
         raise InvalidRequest(f"{provider.slug} cannot be asked in {call.dialect}", hint=f"it speaks {kinds}")
     return source, target
+
+
+def spoken_with(call: Call, provider: Provider) -> Spoken | None:
+    """The client's dialect, if the provider speaks it, and otherwise the first that it does."""
+    choices = sorted(TALK, key=lambda each: each != call.dialect)
+    return next((each for each in choices if provider.speaks(each, call.model)), None)
 
 
 def _as_it_is(call: Call, provider: Provider, key: str | None) -> Wire:
@@ -79,6 +86,8 @@ def _as_it_is(call: Call, provider: Provider, key: str | None) -> Wire:
             given = seen.stream_options if isinstance(seen.stream_options, dict) else {}
             changes["stream_options"] = {**given, "include_usage": True}
             hide = True
+        if call.prefill and call.dialect == "openai-chat":
+            changes.update(marked(call.body, call.prefill))
     moved = call.moved(
         endpoint=_endpoint(call, provider) if call.plain else call.endpoint,
         body=edited(call.body, **changes) if changes else call.body,

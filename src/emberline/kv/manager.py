@@ -215,7 +215,7 @@ class KVManager:
         here, ended = self.pulls.take(pull)
         if ended:
             del self._pulling[request.id]
-            request.note = pull.note
+            request.note, request.pulled = pull.note, pull.told
         # Something is left to compute, for its logits: the last token, or the one that is known to come after it.
         here = min(here, request.prompt_len, request.known - (request.told is None))
         if here > request.computed:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.core.events import TransferStats
-from emberline.core.handoff import Note
+from emberline.core.handoff import Note, Pulled
 from emberline.core.request import Request
 from emberline.kv.transfer.errors import BadTransfer, TicketOver, TransferCancelled, TransferError, TransferTimeout
 from emberline.kv.transfer.progress import Progress
@@ -59,6 +59,7 @@ class Pull:
     progress: Progress = field(default_factory=Progress)
     failure: TransferError | None = None
     cancelled: bool = False
+    told: Pulled | None = None  # what became of it, when it has ended
     ended: bool = False  # nothing of it writes any more; set last, by its thread
 
     @property
@@ -193,11 +194,16 @@ class Pulls:
         except Exception as error:  # whatever it is, the blocks can be computed
             log.exception("a pull failed in a way that nobody foresaw")
             failure = TransferError(f"the pull failed: {error!r}")
+        ended, moved = self._clock.now(), pull.progress
         pull.failure = pull.failure or failure  # a cancelled one may have had a better reason before
+        why = pull.failure.code if pull.failure is not None else ""
+        pull.told = Pulled(pull.ticket.peer.name, began, ended, moved.moving, moved.bytes, why)
         with self._lock:
             self._stats.pulls += 1
             self._stats.pulled_bytes += pull.progress.bytes
-            self._stats.pull_seconds += self._clock.now() - began
+            self._stats.pull_seconds += ended - began
+            self._stats.copy_seconds += pull.progress.moving
+            self._stats.hidden_seconds += pull.progress.hidden
         if pull.failure is not None and not (pull.cancelled and isinstance(pull.failure, TransferCancelled)):
             self._count(pull.failure)
         pull.ended = True

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-TRACES = ("traceparent", "tracestate", "x-request-id")
+from emberline.trace.context import HEADERS
+
+TRACES = (*HEADERS, "x-request-id")
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

@@ -43,12 +43,15 @@ class Native:
     call: Call  # as it came, without what belongs to one connection
     seed: int
     key: str | None  # the cluster's
+    created: int | None = None  # when the reply is said to be made; None: whoever begins it says when
     computes: bool = True
     detached: bool = False
 
     def plain(self, stream: bool) -> Call:
-        track = {f"{PRIVATE}track": "1"} if stream else {}
-        return self.call.with_headers({f"{PRIVATE}seed": str(self.seed), **track})
+        given = {f"{PRIVATE}seed": str(self.seed)}
+        if self.created is not None:
+            given[f"{PRIVATE}created"] = str(self.created)
+        return self.call.with_headers(given | ({f"{PRIVATE}track": "1"} if stream else {}))
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
         return self._between(PREFILL, Handoff(), timeout), Lines(), None
@@ -57,9 +60,11 @@ class Native:
         return self._between(RESUME, Handoff(source=ticket), timeout)
 
     def resume(self, handoff: Handoff, timeout: float, id_: str | None, created: int | None) -> Call:
-        return self._between(RESUME, handoff, timeout, id=id_, created=created)
+        return self._between(RESUME, handoff, timeout, id_, created)
 
-    def _between(self, target: str, handoff: Handoff, timeout: float, **more: Any) -> Call:
+    def _between(
+        self, target: str, handoff: Handoff, timeout: float, id_: str | None = None, created: int | None = None
+    ) -> Call:
         headers = {**self.call.traces, "content-type": "application/json"}
         if CHAIN in self.call.headers:
             headers[CHAIN] = self.call.headers[CHAIN]
@@ -71,6 +76,7 @@ class Native:
             "seed": self.seed,
             "handoff": handoff.as_dict(),
             "timeout": round(max(timeout, 0.001), 3),
-            **more,
+            "id": id_,
+            "created": self.created if created is None else created,
         }
         return Call("POST", target, headers, msgspec.json.encode(envelope))

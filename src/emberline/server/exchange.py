@@ -9,6 +9,7 @@ from typing import Any
 
 from emberline.api.sse import dumps
 from emberline.core.errors import BodyTooLarge
+from emberline.trace.span import Span
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -29,6 +30,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
         self.note: dict[str, object] = {}  # for the request log
+        self.span: Span | None = None  # where it is traced
         self._receive = receive
         self._send = send
 
@@ -53,7 +55,7 @@ class Exchange:
                 return b"".join(parts)
 
     async def reply(self, status: int, body: bytes, kind: str, headers: Mapping[str, str] | None = None) -> None:
-        await self.start(status, kind, {**(headers or {}), "content-length": str(len(body))})
+        await self.start(status, kind, headers or {}, len(body))
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
@@ -95,8 +97,12 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    async def start(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
+    async def start(self, status: int, kind: str, headers: Mapping[str, str], size: int | None = None) -> None:
+        """`size`: of the body, where it is known."""
         assert self.status is None, "answered twice"
         self.status = status
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in {"content-type": kind, **headers}.items()]
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        pairs.append((b"content-type", kind.encode("latin-1")))
+        if size is not None:
+            pairs.append((b"content-length", b"%d" % size))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})

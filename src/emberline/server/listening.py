@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from emberline.core.errors import InvalidRequest
+from emberline.net.server import App, Server
+
+GOODBYE = 10.0  # seconds for what is under way to end
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -24,7 +30,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def listen(
-    app: Any,
+    app: App,
     listener: socket.socket,
     ready: Callable[[], None],
     leaving: Callable[[], Awaitable[None]] | None = None,
@@ -34,42 +40,39 @@ async def listen(
 ) -> None:
     """`ready` is called when connections are taken, `leaving` before they no longer are. `largest_message`: bytes of
     one over a WebSocket; 0: there are none. `proxied`: for whom a proxy in front speaks is looked up."""
-    import uvicorn
-
     place = ":".join(map(str, listener.getsockname()[:2]))
+    server = Server(app, largest_message=largest_message, proxied=proxied)
+    with _stopped() as stop:
+        await server.start(listener)
+        if not _listens(listener):
+            # Two that start together can both bind; only one can listen, and the loop does not tell the other.
+            raise InvalidRequest(f"another process listens on {place}", hint="choose another --port")
+        gc.collect()
+        gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
+        ready()
+        await stop.wait()
+        if leaving is not None:
+            await leaving()
+        await server.stop(GOODBYE)
+    listener.close()
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if not _listens(listener):
-                # Two that start together can both bind; only one can listen, and the loop does not tell the other.
-                raise InvalidRequest(f"another process listens on {place}", hint="choose another --port")
-            ready()
 
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            if leaving is not None:
-                await leaving()
-            await super().shutdown(sockets)
-
-    settings = uvicorn.Config(
-        app,
-        loop="none",
-        http="httptools",
-        ws="websockets-sansio" if largest_message else "none",
-        ws_max_size=largest_message,
-        proxy_headers=proxied,
-        lifespan="off",
-        interface="asgi3",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=10,
-    )
-    if threading.current_thread() is threading.main_thread():
-        # uvicorn raises the signal that stopped it once more when it has: what its caller began has still to be ended.
-        signal.signal(signal.SIGTERM, lambda *_: None)
-    await Server(settings).serve([listener])
+@contextmanager
+def _stopped() -> Iterator[asyncio.Event]:
+    """An event that a signal sets; to threads that are not the first there come none."""
+    stop = asyncio.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    loop = asyncio.get_running_loop()
+    for each in STOPS:
+        loop.add_signal_handler(each, stop.set)
+    try:
+        yield stop
+    finally:
+        for each in STOPS:
+            loop.remove_signal_handler(each)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # what our caller began has still to be ended
 
 
 def _listens(listener: socket.socket) -> bool:

@@ -28,6 +28,7 @@ from emberline.engine.sampler import RowMaker
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.tiers.stack import TierStack
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import Decoder
 from emberline.models.device_weights import DeviceWeights
@@ -43,6 +44,7 @@ __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
+MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
 
 
@@ -75,9 +77,11 @@ def boot_gpu(
     identity: Callable[[], str] = lambda: "random",
     compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
+    tiers: MakeTiers | None = None,
 ) -> Booted:
     """`weights` is where the tensors come from; it is finished here, with everything else made while they arrive.
-    `identity` is asked for when they have."""
+    `identity` is asked for when they have. `tiers`: makes those that the settings speak of."""
+    assert (tiers is not None) == settings.tiers
     began = time.perf_counter()
     device = device or Cuda()
     model = Decoder.load(config, weights, context, "")
@@ -108,7 +112,10 @@ def boot_gpu(
         prefix_cache=settings.prefix_cache,
         itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
     )
-    engine = Engine(scheduler, runner if settings.overlap else Plainly(runner))
+    begun = time.perf_counter()
+    below = tiers_of(runner, tiers) if tiers is not None else None
+    seconds["tiers"] = time.perf_counter() - begun
+    engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds)
 
@@ -120,6 +127,7 @@ def boot_from(
     dtype: torch.dtype | None = None,
     reader: Reader | None = None,
     compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
+    tiers: MakeTiers | None = None,
 ) -> Booted:
     """From a checkpoint. `reader`: one that has been reading its files since before torch was imported."""
     began = time.perf_counter()
@@ -139,9 +147,25 @@ def boot_from(
     identity = partial(fingerprint, checkpoint, config, str(dtype), context)
     grammars = None if compiler is None else partial(compiler, directory, config)
     booted = boot_gpu(
-        config, weights, context=context, settings=settings, identity=identity, compiler=grammars, device=device
+        config,
+        weights,
+        context=context,
+        settings=settings,
+        identity=identity,
+        compiler=grammars,
+        device=device,
+        tiers=tiers,
     )
     return replace(booted, seconds={"config": opened - began, "device": there - opened, **booted.seconds})
+
+
+def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
+    """Where blocks go that the runner's cache has no room for; the first is in its device's reach until it closes."""
+    assert runner.copier is not None
+    tiers = make(runner.layout, runner.cache.shape)
+    runner.copier.reach(tiers.host.area)
+    tiers.host.on_close = runner.copier.let_go
+    return tiers
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:

@@ -4,6 +4,7 @@ in order, so that a runner's bookkeeping is tested anywhere."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,6 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from emberline.core.errors import ModelError
+from emberline.models.pinned import pin, unpin
+
+log = logging.getLogger("emberline.engine")
 
 
 class Mark(Protocol):
@@ -52,6 +58,15 @@ class Device(Protocol):
     lane: Lane  # all of the device
 
     def pinned(self, size: int) -> Tensor: ...
+    def pin(self, memory: Tensor) -> bool:
+        """Lets the device reach main memory by itself, until `unpin`; False: it cannot."""
+        ...
+
+    def unpin(self, memory: Tensor) -> None: ...
+    def beside(self) -> Lane:
+        """Another lane with all of the device."""
+        ...
+
     def split(self, few: int) -> tuple[Lane, Lane]:
         """A lane with a few multiprocessors, and one with the others."""
         ...
@@ -111,6 +126,22 @@ class Cuda:
     def pinned(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
+    def pin(self, memory: Tensor) -> bool:
+        try:
+            pin(memory)
+        except ModelError as error:
+            log.warning("%s: keys and values are copied once more on their way", error.message)
+            with contextlib.suppress(RuntimeError):  # the runtime tells its last error once more, to whoever is next
+                torch.zeros(1, device=self.torch)
+            return False
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        unpin(memory)
+
+    def beside(self) -> Lane:
+        return CudaLane(torch.cuda.Stream(self.torch))
+
     def split(self, few: int) -> tuple[Lane, Lane]:
         from emberline.kernels.cuda.partition import split
 
@@ -154,6 +185,15 @@ class Host:
 
     def pinned(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> bool:
+        return True
+
+    def unpin(self, memory: Tensor) -> None:
+        return
+
+    def beside(self) -> Lane:
+        return HostLane()
 
     def split(self, few: int) -> tuple[Lane, Lane]:
         return HostLane(), HostLane()

@@ -19,6 +19,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
 from emberline.engine.gpu import sampling
 from emberline.engine.gpu.batch import Batch
+from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.shape import Shape, most_rows
@@ -60,6 +61,7 @@ class GPURunner:
         lanes = device.split(settings.decode_sms) if settings.decode_sms else ()
         self._main, *self._beside = (Track(lane, Staging(size, device)) for lane in (device.lane, *lanes))
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
+        self.copier = DeviceCopier(cache, device) if settings.tiers else None
 
     @property
     def layout(self) -> str:
@@ -79,10 +81,15 @@ class GPURunner:
                 failed[admission.id] = str(e)
         # Who failed a step ago may still be in this plan: it was made before that was known.
         work = [w for w in plan.work if self._rows.get(w.id) is not None]
-        if not work:
-            return lambda: StepResult(plan.step, {}, failed=failed)
         with torch.inference_mode(), self._main.lane.working():
-            return self._launch(plan.step, work, failed)
+            copied = self._copy(plan)
+            computed = self._launch(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
+
+        def finish() -> StepResult:
+            copied()
+            return computed()
+
+        return finish
 
     def forget(self) -> None:
         """Drops what holds addresses, before memory moves; it is made again when it is needed."""
@@ -90,13 +97,22 @@ class GPURunner:
             track.forget()
         self._others.forget()
         self._cutter.forget()
+        if self.copier is not None:
+            self.copier.forget()
 
     def buffers(self) -> list[Tensor]:
         """All that is kept on the device between steps, besides weights. Of an idle runner, nothing in it is wanted:
         counters are back at zero, and a row's table and newest token are written before they are read."""
         stagings = [self._others, *(track.inputs for track in (self._main, *self._beside))]
         kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest]
-        return [*kept, *(staging.device for staging in stagings), *self._cutter.buffers()]
+        copying = self.copier.buffers() if self.copier is not None else []
+        return [*kept, *(staging.device for staging in stagings), *self._cutter.buffers(), *copying]
+
+    def _copy(self, plan: StepPlan) -> Callable[[], None]:
+        if not plan.saves and not plan.loads:
+            return lambda: None
+        assert self.copier is not None, "it was not told that there are tiers"
+        return self.copier.launch(plan.saves, plan.loads)
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
         began = self._main.lane.mark()

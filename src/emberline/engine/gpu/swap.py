@@ -1,9 +1,10 @@
 """Sleeper: several models take turns on one GPU; those that were used longest ago sleep. The policy is torch-free.
 
 While a model sleeps its weights wait in pinned host memory. They never change, so they are copied there once: going to
-sleep again costs nothing but giving the memory back. Keys and values are forgotten, and the prefix cache with them. All
-else that the runner keeps on the device comes back as zeros, as it was when it was new. Memory comes back at another
-address, so captured steps are dropped, and made again when a step of their size is next wanted.
+sleep again costs nothing but giving the memory back. Keys and values are forgotten, and the prefix cache with them, but
+for what lies in lower tiers. All else that the runner keeps on the device comes back as zeros, as it was when it was
+new. Memory comes back at another address, so captured steps are dropped, and made again when a step of their size is
+next wanted.
 """
 
 from __future__ import annotations
@@ -231,7 +232,15 @@ def wake_runner(slept: Sleep) -> None:
 def forget_prefixes(engine: Engine) -> None:
     assert engine.idle
     old = engine.kv
-    kv = KVManager(old.total, old.block_size, engine.runner.layout, prefix_cache=old.prefix_cache, clock=engine.clock)
+    kv = KVManager(
+        old.total,
+        old.block_size,
+        engine.runner.layout,
+        prefix_cache=old.prefix_cache,
+        clock=engine.clock,
+        load_timeout=engine.config.load_timeout,
+        tiers=old.tiers,
+    )
     kv.queries, kv.hits = old.queries, old.hits  # counters only rise
     if old.watched:
         kv.watch()

@@ -25,6 +25,7 @@ from emberline.gateway.admin.logquery import unknown
 from emberline.gateway.admin.logs import LogDesk
 from emberline.gateway.admin.openapi import document
 from emberline.gateway.admin.routes import RouteDesk
+from emberline.gateway.admin.spent import SpentDesk
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.identity import Identity
 
@@ -41,6 +42,7 @@ class Admin:
         self._endpoints = [
             Endpoint("GET", "/admin/openapi.json", "This document", self._document),
             *gateways.endpoints(desk),
+            *SpentDesk(desk).endpoints(),
             *KeyDesk(desk).endpoints(),
             *ProviderKeyDesk(desk).endpoints(),
             *RouteDesk(desk).endpoints(),

@@ -12,6 +12,7 @@ from emberline.core.clock import Clock
 from emberline.core.errors import NotFound
 from emberline.gateway.admin.ask import Ask
 from emberline.gateway.errors import Conflict
+from emberline.gateway.limits.base import Limiter
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.base import Audit, Change, Document, Kind, Store
 from emberline.gateway.vault import Vault
@@ -26,6 +27,7 @@ class Desk:
         store: Store,
         vault: Vault,
         wall: Clock,
+        limiter: Limiter,
         *,
         fixed: Mapping[tuple[str, str], Settings] | None = None,
         allow_private: bool = False,
@@ -33,6 +35,7 @@ class Desk:
         """`fixed`: gateways of the configuration file, which only it changes, by account and name."""
         self.store = store
         self.vault = vault
+        self.limiter = limiter
         self.fixed = dict(fixed or {})
         self.allow_private = allow_private
         self._wall = wall

@@ -16,6 +16,7 @@ from emberline.gateway.admin.ask import Ask, decoded
 from emberline.gateway.store.filters import Filters, Span
 
 _LISTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "id")
+_FLAGS = ("success", "cached", "rescued")
 _SPANS = {"cost": "micros", "tokens_in": "tokens_in", "tokens_out": "tokens_out", "duration": "duration_ms"}
 METADATA = "metadata."
 QUERY = (
@@ -23,8 +24,7 @@ QUERY = (
     "until",
     "start_date",
     "end_date",
-    "success",
-    "cached",
+    *_FLAGS,
     "status",
     "feedback",
     *_LISTS,
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def filters(ask: Ask, gateway: str) -> Filters:
     given: dict[str, Any] = {}
-    for name in ("success", "cached"):
+    for name in _FLAGS:
         if (flag := ask.flag(name)) is not None:
             given[name] = flag
     for name, field in (("since", "since"), ("start_date", "since"), ("until", "until"), ("end_date", "until")):
@@ -88,7 +88,7 @@ def _add(given: dict[str, Any], asked: list[Asked]) -> None:
             raise InvalidRequest(f"{name[:40]!r} can only be asked for with eq", param="filters")
         elif name in _LISTS:
             given[name] = tuple(values)
-        elif name in ("success", "cached"):
+        elif name in _FLAGS:
             given[name] = values == ["true"]
         elif name in ("status_code", "feedback"):
             given["status" if name == "status_code" else name] = tuple(_whole(v, name) for v in values)

@@ -17,7 +17,7 @@ from emberline.gateway.admin.shapes import FeedbackWish
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.record import Record
 from emberline.gateway.store.base import Feedback, Page
-from emberline.gateway.store.rollup import DIMENSIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
+from emberline.gateway.store.rollup import DIMENSIONS, DURATIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
 
 ERASE_PAGE, ERASE_PATIENCE = 1000, 2.0
 EXPORT_PAGE = 500
@@ -173,16 +173,12 @@ def view(record: Record) -> dict[str, Any]:
 
 
 def cell_view(cell: Cell, wide: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {"start": cell.start, "value": cell.value, **{name: cell[name] for name in SUMS}}
+    shown: dict[str, Any] = {"start": cell.start, "value": cell.value, **dict(zip(SUMS, cell.counts, strict=False))}
     if wide:
-        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-            shown[f"duration_{name}"] = _rounded(cell.percentile(share))
-            shown[f"first_byte_{name}"] = _rounded(cell.percentile(share, FIRSTS))
+        for what, buckets in (("duration", DURATIONS), ("first_byte", FIRSTS)):
+            for name, ms in zip(("p50", "p90", "p99"), cell.percentiles((0.5, 0.9, 0.99), buckets), strict=True):
+                shown[f"{what}_{name}"] = None if ms is None else round(ms, 1)
     return shown
-
-
-def _rounded(ms: float | None) -> float | None:
-    return None if ms is None else round(ms, 1)
 
 
 def _gateway(ask: Ask) -> str:

@@ -27,6 +27,7 @@ from emberline.gateway.dialects.inner import (
 )
 from emberline.gateway.dialects.media import mime_of
 from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.dialects.schemas import is_exact
 
 _ANTHROPIC_IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
@@ -45,7 +46,7 @@ def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) 
     for message in asked.messages:
         message.parts, message.extra, message.shape = fit.parts(message.parts), fit.shared(message.extra), "auto"
     asked.messages = [message for message in asked.messages if message.parts]
-    asked.tools = [replace(tool, extra={}) for tool in asked.tools if isinstance(tool, Tool)]
+    asked.tools = [fit.tool(tool) for tool in asked.tools if isinstance(tool, Tool)]
 
 
 class _Fit:
@@ -56,7 +57,14 @@ class _Fit:
         self._changes = changes
 
     def shared(self, extra: Json) -> Json:
-        return {name: extra[name] for name in extra.keys() & OPENAI_SHARED} if self._kin else {}
+        return {name: value for name, value in extra.items() if name in OPENAI_SHARED} if self._kin else {}
+
+    def tool(self, tool: Tool) -> Tool:
+        strict = tool.strict
+        if strict and self._target in OPENAI and not self._kin and not is_exact(tool.schema):
+            strict = False
+            self._changes.say("tools[]", f"{self._target} wants all properties, and no others", within=".strict")
+        return replace(tool, strict=strict, extra={})
 
     def parts(self, parts: list[Part]) -> list[Part]:
         made: list[Part] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from emberline.api.parse import decode
-from emberline.gateway.dialects.inner import Json, Spoken
+from emberline.gateway.dialects.deltas import Opened
+from emberline.gateway.dialects.inner import Answer, Json, Spoken
 
 # What a response repeats of its request; the first three it always has.
 _ECHOED = ("parallel_tool_calls", "tool_choice", "tools", "instructions", "max_output_tokens", "max_tool_calls",
@@ -20,6 +21,12 @@ class Asked:
     echo: Json = field(default_factory=dict)  # what a Responses reply repeats
     created: int = 0  # seconds, for dialects that tell the time and providers that do not
     id: str = ""  # for providers that give none
+
+    def name(self, reply: Answer | Opened) -> None:
+        """What the client is told of a reply itself."""
+        reply.id = reply.id or self.id
+        reply.model = self.model or reply.model
+        reply.created = reply.created or self.created
 
 
 def asked_of(body: bytes, dialect: Spoken, *, model: str = "", created: int = 0, id: str = "") -> Asked:

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.inner import Conversation, Json, Message, Opaque, Part, Spoken, Tool, ToolResult
+from emberline.gateway.dialects.anthropic import words as anthropic
+from emberline.gateway.dialects.chat import words as chat
+from emberline.gateway.dialects.gemini import words as gemini
+from emberline.gateway.dialects.inner import Conversation, Json, Opaque, Part, Spoken, Tool, ToolResult
+from emberline.gateway.dialects.responses import words as responses
+from emberline.gateway.dialects.words import Words
 
 # What both of OpenAI's dialects call alike and mean alike.
 OPENAI_SHARED = frozenset(
@@ -23,64 +28,17 @@ OPENAI_SHARED = frozenset(
 )
 OPENAI: tuple[Spoken, ...] = ("openai-chat", "openai-responses")
 
-# Without these a request would mean something else: they are refused, not dropped.
-_VITAL: Mapping[Spoken, Mapping[str, str]] = {
-    "openai-chat": {"functions": "use tools", "function_call": "use tool_choice", "audio": "ask for text"},
-    "openai-responses": {
-        "previous_response_id": "send the whole conversation as input",
-        "conversation": "send the whole conversation as input",
-        "prompt": "send instructions and input",
-        "background": "wait for the reply, or stream it",
-    },
-    "anthropic": {"container": "leave it out", "mcp_servers": "leave them out"},
-    "gemini": {"cachedContent": "send the content itself"},
-}
 # Of things given back as they came: ids and states that tell a model nothing.
 _IDLE = frozenset(
     {"id", "status", "type", "role", "annotations", "logprobs", "caller", "index", "phase", "summary", "content"}
 )
 
-_PLACES: Mapping[Spoken, tuple[str, str]] = {  # messages, and the parts of one
-    "openai-chat": ("messages[]", "content[]"),
-    "openai-responses": ("input[]", "content[]"),
-    "anthropic": ("messages[]", "content[]"),
-    "gemini": ("contents[]", "parts[]"),
+_WORDS: Mapping[Spoken, Words] = {
+    "openai-chat": chat.WORDS,
+    "openai-responses": responses.WORDS,
+    "anthropic": anthropic.WORDS,
+    "gemini": gemini.WORDS,
 }
-_SYSTEMS: Mapping[Spoken, str] = {"openai-responses": "instructions", "gemini": "systemInstruction"}
-_NAMES: Mapping[str, tuple[str, str, str, str]] = {  # chat, responses, anthropic, gemini
-    "max_output": ("max_completion_tokens", "max_output_tokens", "max_tokens", "generationConfig.maxOutputTokens"),
-    "temperature": ("temperature", "temperature", "temperature", "generationConfig.temperature"),
-    "top_p": ("top_p", "top_p", "top_p", "generationConfig.topP"),
-    "top_k": ("top_k", "top_k", "top_k", "generationConfig.topK"),
-    "stop": ("stop", "stop", "stop_sequences", "generationConfig.stopSequences"),
-    "seed": ("seed", "seed", "seed", "generationConfig.seed"),
-    "n": ("n", "n", "n", "generationConfig.candidateCount"),
-    "presence_penalty": ("presence_penalty",) * 3 + ("generationConfig.presencePenalty",),
-    "frequency_penalty": ("frequency_penalty",) * 3 + ("generationConfig.frequencyPenalty",),
-    "logprobs": ("logprobs", "top_logprobs", "logprobs", "generationConfig.responseLogprobs"),
-    "response_format": (
-        "response_format",
-        "text.format",
-        "output_config.format",
-        "generationConfig.responseJsonSchema",
-    ),
-    "reasoning": ("reasoning_effort", "reasoning", "thinking", "generationConfig.thinkingConfig"),
-    "verbosity": ("verbosity", "text.verbosity", "verbosity", "verbosity"),
-    "parallel_tools": ("parallel_tool_calls", "parallel_tool_calls", "tool_choice.disable_parallel_tool_use", "tools"),
-    "tool_choice": ("tool_choice", "tool_choice", "tool_choice", "toolConfig.functionCallingConfig"),
-    "user": ("user", "user", "metadata.user_id", "labels"),
-    "metadata": ("metadata", "metadata", "metadata", "labels"),
-    "tools": ("tools", "tools", "tools", "tools"),
-    "system": ("messages[]", "input[]", "messages[]", "contents[]"),
-    "messages": ("messages[]", "input[]", "messages[]", "contents[]"),
-    "thinking": (
-        "messages[].reasoning_content",
-        "input[]",
-        "messages[].content[].thinking",
-        "contents[].parts[].thought",
-    ),
-}
-_ORDER: tuple[Spoken, ...] = ("openai-chat", "openai-responses", "anthropic", "gemini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +54,7 @@ class Changes:
     """Those of one translation, each once, in the words of who asked."""
 
     def __init__(self, source: Spoken) -> None:
-        self._source = source
+        self._words = _WORDS[source]
         self._said: dict[Changed, None] = {}
 
     @property
@@ -105,8 +63,7 @@ class Changes:
 
     def say(self, name: str, why: str, *, within: str = "") -> None:
         """`name` is a field of the inner form; `within` what is meant inside it."""
-        names = _NAMES.get(name)
-        self.at((names[_ORDER.index(self._source)] if names else name) + within, why)
+        self.at(self._words.name(name) + within, why)
 
     def at(self, field: str, why: str) -> None:
         self._said[Changed(field, why)] = None
@@ -136,34 +93,35 @@ class Changes:
 
     def leftovers(self, asked: Conversation, target: Spoken) -> None:
         """Report, or refuse, what the source said and nobody but its own dialect understands."""
-        vital = _VITAL[asked.dialect]
-        for name, hint in vital.items():
-            if asked.extra.get(name):
-                raise InvalidRequest(f"{name} cannot be translated for this model's provider", param=name, hint=hint)
+        words = self._words
         shared = OPENAI_SHARED if asked.dialect in OPENAI and target in OPENAI else frozenset()
-        self._extra(asked.extra, "", target, shared)
-        self._parts(asked.system, _SYSTEMS.get(asked.dialect, "system[]"), target, shared)
+        for name, value in asked.extra.items():
+            if value:
+                self._not_vital(name)
+        self._extra(asked.extra | asked.unread, "", target, shared)
+        self._parts(asked.system, words.system, target, shared)
         for message in asked.messages:
-            self._message(message, target, shared)
+            self._extra(message.extra, f"{words.message}.", target, shared | _IDLE)
+            self._parts(message.parts, f"{words.message}.{words.part}", target, shared)
         for tool in asked.tools:
             if isinstance(tool, Tool):
-                self._extra(tool.extra, "tools[].", target, shared)
+                self._extra(tool.extra, "tools[].", target, shared | {"type"})
             else:
                 self.at(f"tools[].{tool.kind}", f"{target} has no such tool")
-
-    def _message(self, message: Message, target: Spoken, shared: frozenset[str]) -> None:
-        outer, inner = _PLACES[self._source]
-        self._extra(message.extra, f"{outer}.", target, shared | _IDLE)
-        self._parts(message.parts, f"{outer}.{inner}", target, shared)
 
     def _parts(self, parts: Iterable[Part], path: str, target: Spoken, shared: frozenset[str]) -> None:
         for part in parts:
             if isinstance(part, Opaque):
+                self._not_vital(part.kind)
                 self.at(f"{path}.{part.kind}", f"{target} has no such part")
                 continue
             self._extra(part.extra, f"{path}.", target, shared | _IDLE)
             if isinstance(part, ToolResult):
                 self._parts(part.parts, f"{path}.content[]", target, shared)
+
+    def _not_vital(self, name: str) -> None:
+        if (hint := self._words.vital.get(name)) is not None:
+            raise InvalidRequest(f"{name} cannot be translated for this model's provider", param=name, hint=hint)
 
     def _extra(self, extra: Json, path: str, target: Spoken, carried: frozenset[str]) -> None:
         for name, value in extra.items():

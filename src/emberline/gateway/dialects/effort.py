@@ -3,10 +3,12 @@ steps at which we call them alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from emberline.gateway.dialects.inner import Effort
 
+EFFORTS: tuple[Effort, ...] = get_args(Effort)  # from the least
 LEAST_BUDGET = 1024  # Anthropic's
 _BUDGETS: Mapping[Effort, int] = {
     "none": 0,
@@ -32,3 +34,12 @@ def effort_of(budget: int) -> Effort:
     if budget <= 4096:
         return "low"
     return "medium" if budget <= 16384 else "high"
+
+
+def nearest(effort: Effort, known: Sequence[Effort]) -> Effort:
+    """The same, or the next below that a model knows, or its least; but none only for who asked for none."""
+    if effort in known:
+        return effort
+    thinking = [each for each in EFFORTS if each in known and each != "none"]
+    below = [each for each in thinking if EFFORTS.index(each) < EFFORTS.index(effort)]
+    return below[-1] if below else thinking[0]

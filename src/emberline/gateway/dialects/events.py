@@ -1,8 +1,14 @@
-"""Server-sent events out of bytes that may be cut anywhere."""
+"""Server-sent events out of bytes that may be cut anywhere, and what their data says."""
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
+import msgspec
+
 from emberline.gateway.errors import Broken
+
+T = TypeVar("T")
 
 MOST = 32 << 20  # bytes of one event: pictures come whole
 
@@ -33,3 +39,17 @@ def _payload(event: bytes) -> bytes:
         return event[at + 6 :]
     lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
     return b"\n".join(lines)
+
+
+class EventDecoder(Generic[T]):
+    """The data of one dialect's events; what is none of them is Broken."""
+
+    def __init__(self, kind: type[T], whose: str) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._whose = whose
+
+    def decode(self, event: bytes) -> T:
+        try:
+            return self._decoder.decode(event)
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise Broken(f"an event of the stream is not one of {self._whose}: {error}") from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, overload
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.inner import Json, Part, Text
 
 T = TypeVar("T")
+Parse: TypeAlias = Callable[[object, str], T]  # of a value and its path
 _WORDS = {
     str: "a string",
     int: "an integer",
@@ -20,7 +22,8 @@ _WORDS = {
 
 class Fields:
     def __init__(self, raw: object, path: str) -> None:
-        self.left: Json = dict(expect(raw, dict, path or "the body"))
+        self.whole: Json = expect(raw, dict, path or "the body")
+        self.left = dict(self.whole)
         self.path = path
 
     @overload
@@ -42,6 +45,12 @@ class Fields:
             raise InvalidRequest(f"{self.at(name)} is required", param=self.at(name))
         return value
 
+    def each(self, name: str, parse: Parse[T]) -> list[T]:
+        """What `parse` makes of the rows of a list. An empty one stays in `left`, like null: it says nothing."""
+        if self.left.get(name) == []:
+            return []
+        return each(self.take(name, list, []), self.at(name), parse)
+
     def texts(self, name: str) -> list[str] | None:
         rows = self.take(name, list)
         return None if rows is None else [expect(row, str, self.at(name)) for row in rows]
@@ -55,6 +64,19 @@ class Fields:
 
     def at(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
+
+
+def each(rows: list[Any], path: str, parse: Parse[T]) -> list[T]:
+    return [parse(row, f"{path}[{at}]") for at, row in enumerate(rows)]
+
+
+def parse_content(content: object, path: str, parse_part: Parse[Part]) -> tuple[list[Part], str]:
+    """What is said in a bare string, or in a list of parts; and in which shape."""
+    if content is None:
+        return [], "absent"
+    if isinstance(content, str):
+        return [Text(content)], "text"
+    return each(expect(content, list, path), path, parse_part), "list"
 
 
 def expect(value: object, kind: type[T], path: str) -> T:

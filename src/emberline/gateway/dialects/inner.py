@@ -7,6 +7,7 @@ can be written in several ways ("text": a bare string, "list", "null", "": not a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,6 +173,12 @@ class Conversation:
     metadata: Json | None = None
     extra: Json = field(default_factory=dict)
     kept: Json = field(default_factory=dict)  # fields as the source wrote them, where there are several ways
+    unread: Json = field(default_factory=dict)  # by its path: what those say that has no common meaning
+
+    def keep(self, name: str, given: Json, *, read: Iterable[str]) -> None:
+        """An object as it was written, of which these fields are understood."""
+        self.kept[name] = given
+        self.unread |= {f"{name}.{inner}": value for inner, value in given.items() if inner not in read}
 
 
 @dataclass(slots=True)

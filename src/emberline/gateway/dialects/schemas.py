@@ -104,6 +104,20 @@ def closed(schema: Any, note: Drop) -> Any:
     return made
 
 
+def is_exact(schema: Any) -> bool:
+    """Whether every object says that it has all its properties and no others, as OpenAI wants it of strict tools."""
+    if isinstance(schema, list):
+        return all(map(is_exact, schema))
+    if not isinstance(schema, dict):
+        return True
+    inner = [value for word in _MAPS if isinstance(schema.get(word), dict) for value in schema[word].values()]
+    inner += [schema[word] for word in (*_LISTS, *_SINGLE) if word in schema]
+    names = schema.get("properties", {}).keys()
+    is_object = schema.get("type") == "object"
+    open_or_partial = schema.get("additionalProperties") is not False or names - set(schema.get("required", ()))
+    return not (is_object and open_or_partial) and all(map(is_exact, inner))
+
+
 def from_gemini(schema: Any) -> Any:
     """OpenAPI's manner: capital types, `nullable`, counts as text."""
     if isinstance(schema, list):

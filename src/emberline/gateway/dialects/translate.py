@@ -58,7 +58,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class _Grammar:
+class Grammar:
     """A dialect: how everything in it is read and written."""
 
     parse: Callable[[Json], Conversation]
@@ -69,11 +69,11 @@ class _Grammar:
     writer: Callable[[Asked], deltas.Writer]
 
 
-def _of(request: Any, reply: Any, reader: Any, writer: Any) -> _Grammar:
-    return _Grammar(request.parse, request.render, reply.parse, reply.render, reader.Reader, writer.Writer)
+def _of(request: Any, reply: Any, reader: Any, writer: Any) -> Grammar:
+    return Grammar(request.parse, request.render, reply.parse, reply.render, reader.Reader, writer.Writer)
 
 
-_GRAMMARS: Mapping[Spoken, _Grammar] = {
+GRAMMARS: Mapping[Spoken, Grammar] = {
     "openai-chat": _of(chat_request, chat_reply, chat_reader, chat_writer),
     "openai-responses": _of(responses_request, responses_reply, responses_reader, responses_writer),
     "anthropic": _of(anthropic_request, anthropic_reply, anthropic_reader, anthropic_writer),
@@ -85,13 +85,13 @@ def translate_request(
     body: bytes, source: Spoken, target: Spoken, to: Recipient, *, stream: bool | None = None
 ) -> tuple[bytes, list[Changed]]:
     """`stream` is for clients of Gemini's dialect, who say it in the URL. Into the same dialect nothing is lost."""
-    asked = _GRAMMARS[source].parse(decode(body, Json))
+    asked = GRAMMARS[source].parse(decode(body, Json))
     if stream is not None:
         asked.stream = stream
     changes = Changes(source)
     if source != target:
         adapt(asked, target, to, changes)
-    return msgspec.json.encode(_GRAMMARS[target].render(asked, to, changes)), changes.all
+    return msgspec.json.encode(GRAMMARS[target].render(asked, to, changes)), changes.all
 
 
 def translate_reply(
@@ -100,12 +100,12 @@ def translate_reply(
     """`source` is the provider's dialect. What is no reply of it is Broken."""
     changes = Changes(source)
     try:
-        answer = _GRAMMARS[source].parse_reply(decode(body, Json), changes)
+        answer = GRAMMARS[source].parse_reply(decode(body, Json), changes)
     except InvalidRequest as error:
         raise Broken(f"the reply is not one of {source}: {error.message}") from None
     for choice in answer.choices:
         choice.parts = changes.bare(choice.parts)
-    return msgspec.json.encode(_GRAMMARS[target].render_reply(answer, asked or Asked())), changes.all
+    return msgspec.json.encode(GRAMMARS[target].render_reply(answer, asked or Asked())), changes.all
 
 
 class StreamTranslator:
@@ -118,8 +118,8 @@ class StreamTranslator:
     def __init__(self, source: Spoken, target: Spoken, asked: Asked | None = None) -> None:
         self._source = source
         self._splitter = EventSplitter()
-        self._reader = _GRAMMARS[source].reader()
-        self._writer = _GRAMMARS[target].writer(asked or Asked())
+        self._reader = GRAMMARS[source].reader()
+        self._writer = GRAMMARS[target].writer(asked or Asked())
         self._order = Order(single=target in ("anthropic", "openai-responses"))
         self._made: list[bytes] = []  # since the last return
         self.ended = False  # the source said that its stream is whole

@@ -31,6 +31,13 @@ class Reservation(msgspec.Struct):
     settled: bool = False
 
 
+class Spent(msgspec.Struct, frozen=True):
+    """What counts of one bucket now."""
+
+    used: int  # what is held among it
+    resets: int  # milliseconds until none of it counts
+
+
 class Limiter(Protocol):
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
         """`now`: seconds since the epoch; `hold`: seconds the call may take. Raises LimitExceeded, or StoreFailed."""
@@ -38,6 +45,10 @@ class Limiter(Protocol):
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
         """What was really used, in place of what was reserved. Never waits and never fails, so it can end a call."""
+        ...
+
+    async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
+        """Of each one's bucket; all are of one gateway. Takes nothing. Raises StoreFailed."""
         ...
 
     async def close(self) -> None:

@@ -34,8 +34,10 @@ class Bucket:
         """Time passes. A clock that is put back does not bring old slots back."""
         while self.expiring and self.expiring[0][0] <= now:
             self.settle(heapq.heappop(self.expiring)[1], None, 0)
-        self.slot = max(self.slot, self.window.slot(now))
-        while self.used and (oldest := next(iter(self.used))) <= self.slot - self.window.live:
+        if (slot := self.window.slot(now)) <= self.slot:
+            return
+        self.slot = slot
+        while self.used and (oldest := next(iter(self.used))) <= slot - self.window.live:
             self.total -= self.used.pop(oldest)
 
     def grant(self, limit: int, amount: int) -> int | None:

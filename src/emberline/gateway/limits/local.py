@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from emberline.gateway.errors import LimitExceeded
-from emberline.gateway.limits.base import Grant, Reservation, refusal
+from emberline.gateway.limits.base import Grant, Reservation, Spent, refusal
 from emberline.gateway.limits.bucket import Bucket
 from emberline.gateway.limits.rule import Amount, Claim
 
@@ -40,6 +40,9 @@ class LocalLimiter:
             bucket = self._bucket(grant.claim, round(now * 1000))
             bucket.settle(reservation.name, grant.slot, actual.get(grant.claim.rule.amount, 0))
 
+    async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
+        return [self._spent(claim, round(now * 1000)) for claim in claims]
+
     async def close(self) -> None:
         pass
 
@@ -54,6 +57,11 @@ class LocalLimiter:
             bucket = self._buckets[key] = Bucket(claim.window)
         bucket.roll(now)
         return bucket
+
+    def _spent(self, claim: Claim, now: int) -> Spent:
+        bucket = self._buckets.get((claim.gateway, claim.bucket)) or Bucket(claim.window)
+        bucket.roll(now)
+        return Spent(bucket.total, bucket.resets(now))
 
     def _sweep(self, now: int) -> None:
         for key in list(itertools.islice(self._buckets, SWEPT)):

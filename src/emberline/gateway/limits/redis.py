@@ -18,7 +18,7 @@ from importlib import resources
 from typing import Any, Literal
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.limits.base import Grant, Reservation, refusal
+from emberline.gateway.limits.base import Grant, Reservation, Spent, refusal
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Amount, Claim
 from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
@@ -41,7 +41,7 @@ class RedisLimiter:
     def __init__(self, link: RedisLink, *, degraded: Degraded = "local", prefix: str = "emberline") -> None:
         self._link, self._degraded, self._prefix = link, degraded, prefix
         self._local = LocalLimiter()
-        self._reserve, self._settle = _script("reserve.lua"), _script("settle.lua")
+        self._reserve, self._settle, self._spent = map(_script, ("reserve.lua", "settle.lua", "spent.lua"))
         self._owed: deque[list[str | int]] = deque()
         self._sent: set[asyncio.Future[Any]] = set()
         self.stats = LimiterStats()
@@ -70,6 +70,14 @@ class RedisLimiter:
         for grant in reservation.grants:
             words += [grant.slot, grant.amount, actual.get(grant.claim.rule.amount, 0), *_window(grant.claim)]
         self._send(words)
+
+    async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
+        values: list[str | int] = [number for claim in claims for number in _window(claim)]
+        try:
+            said = await self._link.run(self._spent, self._keys(claims), values)
+        except LinkDown as e:
+            raise StoreFailed(f"what was spent is not known: {e.message}", hint="Redis is asked again next time") from e
+        return [Spent(*said[2 * i : 2 * i + 2]) for i in range(len(claims))]
 
     async def close(self) -> None:
         self._pay()

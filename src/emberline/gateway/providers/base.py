@@ -12,15 +12,17 @@ import msgspec
 
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.dialects.recipient import Recipient
+from emberline.gateway.prefill import Prefill
+from emberline.trace.context import HEADERS as TRACES
 
 if TYPE_CHECKING:
     from emberline.gateway.providers.decoder import Decoder
     from emberline.gateway.upstream import Incoming, Upstream
 
-# Of one connection, or of us: never sent on.
+# Of one connection, or of us: never sent on as they came.
 HELD = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                   "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "cookie",
-                  "x-auth-token", "forwarded", "x-real-ip", "cf-cache-ttl", "cf-skip-cache"})  # fmt: skip
+                  "x-auth-token", "forwarded", "x-real-ip", "cf-cache-ttl", "cf-skip-cache", *TRACES})  # fmt: skip
 OURS = ("cf-aig-", "x-emberline-", "x-forwarded-")
 CHANGED = "x-emberline-changed"
 CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key")
@@ -44,6 +46,8 @@ class Provider:
     own_errors: ClassVar[bool] = False  # not in the shape of the dialect that it speaks
     counts_streams: ClassVar[bool] = True  # knows stream_options.include_usage
     takes_thoughts: ClassVar[bool] = False  # of others, in a conversation's history
+    realtime: ClassVar[str] = ""  # the path of its WebSocket
+    prefill: Prefill = ""  # how its chat goes on with the assistant's last turn
     max_tokens_name: ClassVar[str] = (
         "max_completion_tokens"  # in OpenAI's chat dialect; older ones know only max_tokens
     )
@@ -95,8 +99,7 @@ class Provider:
 
     def request(self, call: Call, key: str | None) -> Outgoing:
         """`call` speaks one of the provider's dialects by now; without a key the caller's own is in its headers."""
-        headers = forwarded(call.headers)
-        headers.update(self._headers)
+        headers = {**forwarded(call.headers), **call.trace, **self._headers}
         if key is not None:
             for name in CREDENTIALS:
                 headers.pop(name, None)

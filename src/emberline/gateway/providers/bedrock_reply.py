@@ -7,11 +7,9 @@ import binascii
 import uuid
 from typing import Any
 
-import msgspec
-
 from emberline.api import sse
 from emberline.gateway.errors import Broken
-from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.providers.decoder import Decoder, decoded_object
 from emberline.gateway.providers.eventstream import KIND, EventStream, Message
 
 Json = dict[str, Any]
@@ -40,7 +38,7 @@ class Unwrapped(Decoder):
         return b""
 
     def _said(self, message: Message) -> bytes:
-        found = _decoded(message.payload)
+        found = decoded_object(message.payload or b"{}")
         if kind := message.exception:
             text = found.get("message") or found.get("Message") or message.headers.get(":error-message") or kind
             error = {"type": _KINDS.get(kind, "api_error"), "message": str(text)}
@@ -54,7 +52,7 @@ class Unwrapped(Decoder):
             said = base64.b64decode(found["bytes"], validate=True)
         except (binascii.Error, TypeError, ValueError) as e:
             raise Broken("an event of the stream is not base64") from e
-        name = str(_decoded(said).get("type") or "")
+        name = str(decoded_object(said).get("type") or "")
         return b"event: %b\ndata: %b\n\n" % (name.encode(), said)
 
 
@@ -70,7 +68,7 @@ class Conversed(Unwrapped):
         self._over = False
 
     def whole(self, body: bytes) -> bytes:
-        found = _decoded(body)
+        found = decoded_object(body)
         message = (found.get("output") or {}).get("message")
         if not isinstance(message, dict):
             raise Broken("the reply has no message")
@@ -163,13 +161,3 @@ def _usage(said: Any) -> Json:
 
 def _event(kind: str, **more: Any) -> bytes:
     return sse.event(kind, {"type": kind, **more})
-
-
-def _decoded(data: bytes) -> Json:
-    try:
-        found = msgspec.json.decode(data or b"{}")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
-        raise Broken(f"what came is not JSON: {e}") from e
-    if not isinstance(found, dict):
-        raise Broken("what came is no object of JSON")
-    return found

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import ClassVar
+import sys
+from typing import Any, ClassVar
 
-from emberline.gateway.errors import TimedOut
+import msgspec
+
+from emberline.gateway.errors import Broken, TimedOut
 from emberline.gateway.upstream import Incoming
+from emberline.net.connection import FOREVER
 
 EVENTS = "text/event-stream"
 
@@ -40,7 +44,7 @@ class Decoded(Incoming):
             self.kind = EVENTS
             self.headers = {**incoming.headers, "content-type": EVENTS}
 
-    async def read(self, seconds: float) -> bytes:
+    async def read(self, seconds: float = FOREVER) -> bytes:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not self._ended:
@@ -53,7 +57,7 @@ class Decoded(Incoming):
                 return made
         return b""
 
-    async def whole(self, seconds: float, limit: int) -> bytes:
+    async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
         return self._decoder.whole(await self._incoming.whole(seconds, limit))
 
     def close(self) -> None:
@@ -68,12 +72,22 @@ class Given(Incoming):
     def __init__(self, status: int, headers: dict[str, str], body: bytes, kind: str = "application/json") -> None:
         self.status, self.headers, self.kind, self.body = status, headers, kind, body
 
-    async def read(self, seconds: float) -> bytes:
+    async def read(self, seconds: float = FOREVER) -> bytes:
         body, self.body = self.body, b""
         return body
 
-    async def whole(self, seconds: float, limit: int) -> bytes:
+    async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
         return await self.read(seconds)
 
     def close(self) -> None:
         pass
+
+
+def decoded_object(data: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Broken(f"what came is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise Broken("what came is no object of JSON")
+    return found

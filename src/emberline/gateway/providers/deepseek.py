@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +18,12 @@ class DeepSeek(Chatty):
     slug = "deepseek"
     base_url = "https://api.deepseek.com"
     takes_thoughts = True
+
+    def __init__(
+        self, base_url: str | None = None, headers: Mapping[str, str] | None = None, *, public: bool = False
+    ) -> None:
+        super().__init__(base_url, headers, public=public)
+        self.prefill = "prefix" if self._base_url.endswith("/beta") else ""  # it is known nowhere else
 
     def reword(self, said: dict[str, Any], call: Call) -> None:
         form = decoded_field(said, "response_format")

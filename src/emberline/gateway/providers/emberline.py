@@ -21,3 +21,4 @@ class Emberline(Provider):
     }
     needs_key = False
     takes_thoughts = True
+    prefill = "flag"

@@ -45,6 +45,7 @@ class GoogleAIStudio(Gemini):
         "gemini": "v1beta/models/{model}",
         "openai-embeddings": "v1beta/openai/embeddings",
     }
+    realtime = "ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
         if endpoint == self.paths["openai-embeddings"]:
@@ -63,6 +64,8 @@ class GoogleAIStudio(Gemini):
         headers["x-goog-api-key"] = key
 
     def request(self, call: Call, key: str | None) -> Outgoing:
+        if call.endpoint == self.realtime:  # where the first message names the model
+            call = call.moved(query="&".join(e for e in call.query.split("&") if not e.startswith("model=")))
         out = super().request(call, key)
         if "/openai/" in call.endpoint and (given := out.headers.pop("x-goog-api-key", None)):
             out.headers["authorization"] = f"Bearer {given}"

@@ -25,6 +25,7 @@ class Mistral(Chatty):
     base_url = "https://api.mistral.ai/v1"
     paths: ClassVar[Mapping[Dialect, str]] = {"openai-chat": "chat/completions", "openai-embeddings": "embeddings"}
     counts_streams = False
+    prefill = "prefix"
     renames: ClassVar[Mapping[str, str]] = {"seed": "random_seed"}
     refuses = frozenset({"logit_bias", "logprobs", "top_logprobs", "user", "store", "service_tier", "verbosity",
                          "modalities", "safety_identifier", "prompt_cache_key"})  # fmt: skip

@@ -17,3 +17,4 @@ class OpenAI(Provider):
         "openai-responses": "responses",
         "openai-embeddings": "embeddings",
     }
+    realtime = "realtime"

@@ -8,9 +8,7 @@ import msgspec
 
 from emberline.api import sse
 from emberline.gateway.errors import Broken
-from emberline.gateway.ids import born
-from emberline.gateway.providers.decoder import Decoder
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.providers.chunked import Chunked, failed
 
 Json = dict[str, Any]
 
@@ -26,11 +24,7 @@ class _Done(msgspec.Struct):
     reason: str = ""
 
 
-class Predicted(Decoder):
-    def __init__(self, model: str, id: str) -> None:
-        self._head = {"id": f"chatcmpl-{id}", "created": born(id), "model": model}
-        self._splitter = Splitter()
-
+class Predicted(Chunked):
     def whole(self, body: bytes) -> bytes:
         try:
             found = msgspec.json.decode(body, type=_Prediction)
@@ -39,24 +33,15 @@ class Predicted(Decoder):
         if found.status != "succeeded":
             raise Broken(f"the prediction is {found.status}: {str(found.error or 'no reason given')[:300]}")
         text = "".join(map(str, found.output)) if isinstance(found.output, list) else str(found.output or "")
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        reply = {**self._head, "object": "chat.completion", "choices": [choice]}
-        return sse.dumps(reply | _usage(found.metrics))
+        message = {"role": "assistant", "content": text}
+        return self.reply({"message": message, "finish_reason": "stop"}, _usage(found.metrics))
 
-    def push(self, data: bytes) -> bytes:
-        return b"".join(self._event(*payload_of(event)) for event in self._splitter.push(data))
-
-    def end(self) -> bytes:
-        if self._splitter.rest.strip():
-            raise Broken("the stream ended within an event")
-        return b""
-
-    def _event(self, name: bytes, payload: bytes) -> bytes:
+    def event(self, name: bytes, payload: bytes) -> bytes:
         match name:
             case b"output" if payload:
-                return self._chunk({"content": payload.decode("utf-8", "replace")})
+                return self.chunk({"content": payload.decode("utf-8", "replace")})
             case b"error":
-                return _failed(payload.decode("utf-8", "replace"))
+                return failed(payload.decode("utf-8", "replace"))
             case b"done":
                 return self._done(payload)
         return b""
@@ -66,15 +51,7 @@ class Predicted(Decoder):
             reason = msgspec.json.decode(payload or b"{}", type=_Done).reason
         except msgspec.MsgspecError:
             reason = ""
-        return _failed(f"the prediction was ended: {reason}") if reason else self._chunk({}, "stop") + sse.DONE
-
-    def _chunk(self, delta: Json, reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        return sse.data({**self._head, "object": "chat.completion.chunk", "choices": [choice]})
-
-
-def _failed(text: str) -> bytes:
-    return sse.data({"error": {"message": text or "no reason given", "type": "server_error"}})
+        return failed(f"the prediction was ended: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
 
 
 def _usage(metrics: Json) -> Json:

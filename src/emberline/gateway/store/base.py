@@ -18,7 +18,7 @@ from emberline.gateway.record import Payload, Record, Scalar
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import Cell, RollupQuery
 
-HOURS_KEPT = 90  # days
+PATIENCE = 0.1  # seconds of a page
 Kind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
                "batch", "batch_part"]  # fmt: skip
 
@@ -102,7 +102,7 @@ class Store(Protocol):
 
     async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None: ...
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = 0.15) -> Page:
+    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
         """`before`: a cursor. After `patience` seconds what was found is returned, incomplete."""
         ...
 

@@ -28,6 +28,7 @@ class Filters:
     until: int | None = None  # ms, itself not
     success: bool | None = None
     cached: bool | None = None
+    rescued: bool | None = None  # answered by a later step
     status: tuple[int, ...] = ()
     provider: tuple[str, ...] = ()
     model: tuple[str, ...] = ()

@@ -4,8 +4,9 @@ ids begin with), and retention drops partitions. A batch, its rollups included, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import date, timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,17 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict, StoreFailed
 from emberline.gateway.record import Payload, Record, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import HOURS_KEPT, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
-from emberline.gateway.store.rollup import MS, Cell, RollupQuery, tally
+from emberline.gateway.store.rollup import MS, OTHERS, Cell, Place, RollupQuery, tally
 from emberline.gateway.store.scan import bound, day_start, scan
 from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
 
 if TYPE_CHECKING:
     from asyncpg import Connection, Pool
+
+log = logging.getLogger("emberline.gateway.log")
 
 WORDS = {
     "int": "BIGINT",
@@ -36,7 +40,9 @@ WORDS = {
 BY_DAY = ("logs", "labels", "payloads")
 LONGEST = 10.0  # seconds of one query
 _ALONE = 0x456D6265726C  # the advisory lock of whoever changes the schema
+_FOLDS = 0x456D6265  # of whoever folds the crowds of an account
 _ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
+_CROWD, _TAKE_OUT = sql.select_crowd("$", KEPT), sql.take_out("$", shared=True)
 
 _UNLABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
 
@@ -65,6 +71,7 @@ class PostgresStore:
         self._pool = pool
         self._clock = clock
         self._failures: tuple[type[Exception], ...] = (OSError, TimeoutError, *failures)
+        self._crowd = Crowd()
         self._partitions: set[date] = set()  # known to be there
 
     async def close(self) -> None:
@@ -117,13 +124,17 @@ class PostgresStore:
         days = {day_of(each.created) for each, _ in batch}
         try:
             await self._have(days - self._partitions)
+            cells = tally(each for each, _ in batch)
             async with self._transaction() as db:
-                await self._append(db, batch)
+                await self._append(db, batch, cells)
         except StoreFailed:
             self._partitions -= days  # another replica may have dropped one
             raise
+        for crowded in self._crowd.add(cells):
+            await self._fold(crowded)
+        await self._look_ahead(max(days) + timedelta(days=1))
 
-    async def _append(self, db: Connection, batch: Batch) -> None:
+    async def _append(self, db: Connection, batch: Batch, cells: Mapping[Place, Sequence[int]]) -> None:
         first = (bytes.fromhex(batch[0][0].id), batch[0][0].created)
         if await db.execute("INSERT INTO batches VALUES ($1, $2) ON CONFLICT DO NOTHING", *first) != "INSERT 0 1":
             return
@@ -136,12 +147,26 @@ class PostgresStore:
         if kept:
             packed = await asyncio.to_thread(_pack, kept)
             await db.copy_records_to_table("payloads", records=packed, columns=("id", "request", "response"))
-        cells = tally(r for r, _ in batch)
         for wide, upsert in _ROLLUPS:  # last, as others wait for these rows
             await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = 0.15) -> Page:
-        return await scan(self._select, await self.days(), filters, before, limit, patience, self._clock)
+    async def _fold(self, day: Day) -> None:
+        """Alone, and without waiting for those who count: so nobody waits for each other in a circle."""
+        async with self._transaction() as db:
+            if not await db.fetchval("SELECT pg_try_advisory_xact_lock($1, hashtext($2))", _FOLDS, day[0]):
+                return  # another replica does it
+            small = await db.fetch(_CROWD, *day, OTHERS)
+            if len(small) > KEPT:
+                gone = await db.fetch(_TAKE_OUT, *day, OTHERS, *small[0])
+                await db.executemany(_ROLLUPS[1][1], others(day, gone))
+
+    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
+        days = await self._attached()
+        return await scan(self._newest, self._select, days, filters, before, limit, patience, self._clock)
+
+    async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
+        rows = await self._read(sql.select_newest("$"), (low, high))
+        return rows[0][0] if rows else None
 
     async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
         return [record(found) for found in await self._read(*sql.select_logs("$", filters, low, high, limit))]
@@ -182,6 +207,13 @@ class PostgresStore:
         return [Cell(start, value, tuple(counts)) for start, value, *counts in rows]
 
     async def days(self) -> list[date]:
+        found = await self._attached()
+        while found and not await self._read(f"SELECT 1 FROM {_partition('logs', found[-1])} LIMIT 1", ()):
+            found.pop()  # it was made ahead
+        return found
+
+    async def _attached(self) -> list[date]:
+        """The days that have partitions."""
         text = (
             "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid"
             " WHERE i.inhparent = 'logs'::regclass"
@@ -189,17 +221,17 @@ class PostgresStore:
         return sorted(date.fromisoformat(name.removeprefix("logs_")) for (name,) in await self._read(text, ()))
 
     async def drop_before(self, day: date) -> list[date]:
-        gone = [each for each in await self.days() if each < day]
+        gone = [each for each in await self._attached() if each < day]
         self._partitions -= set(gone)
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
             for table in (_partition(parent, each) for each in gone for parent in BY_DAY):
                 await db.execute(f"DROP TABLE IF EXISTS {table}")
-            start = day_start(day)
-            await db.execute("DELETE FROM rollups WHERE unit = 'minute' AND start < $1", start)
-            oldest = start - HOURS_KEPT * MS["day"]
-            for table in ("rollups", "spends"):
-                await db.execute(f"DELETE FROM {table} WHERE unit = 'hour' AND start < $1", oldest)
+        async with self._transaction() as db:
+            for table, unit, dimension, before in sql.outdated(day_start(day)):
+                following, account = sql.next_account("$", table), ""
+                while account := await db.fetchval(following, unit, account):
+                    await db.execute(sql.delete_cells("$", table), unit, account, dimension, before)
         return gone
 
     # Schema
@@ -216,6 +248,14 @@ class PostgresStore:
                 noted = "INSERT INTO migrations VALUES ($1, $2) ON CONFLICT (family) DO UPDATE SET done = $2"
                 await db.execute(noted, family, len(steps))
 
+    async def _look_ahead(self, day: date) -> None:
+        """The next day is there before its records, whichever replica is first; if not now, with the next batch."""
+        if day > max(self._partitions):
+            try:
+                await self._have({day})
+            except StoreFailed as e:
+                log.warning("%s has no partition yet: %s", day, e)
+
     async def _have(self, days: set[date]) -> None:
         """Partitions for these days."""
         if not days:
@@ -223,11 +263,8 @@ class PostgresStore:
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
             for day in sorted(days):
-                low, high = (bound(day_start(each)).hex() for each in (day, day + timedelta(days=1)))
                 for parent in BY_DAY:
-                    span = rf"FROM ('\x{low}') TO ('\x{high}')"
-                    name = _partition(parent, day)
-                    await db.execute(f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF {parent} FOR VALUES {span}")
+                    await _attach(db, parent, day)
         self._partitions |= days
 
     async def _read(self, text: str, values: Sequence[object]) -> list[Any]:
@@ -251,6 +288,16 @@ def _failed(e: Exception) -> StoreFailed:
 
 def _partition(parent: str, day: date) -> str:
     return f"{parent}_{day:%Y%m%d}"
+
+
+async def _attach(db: Connection, parent: str, day: date) -> None:
+    """Made apart first: a table that is made as a partition waits for all who read its parent, and all wait for it."""
+    name = _partition(parent, day)
+    if await db.fetchval("SELECT to_regclass($1)", name) is None:
+        low, high = (bound(day_start(each)).hex() for each in (day, day + timedelta(days=1)))
+        await db.execute(f"CREATE TABLE {name} (LIKE {parent} INCLUDING ALL)")
+        span = rf"FROM ('\x{low}') TO ('\x{high}')"
+        await db.execute(f"ALTER TABLE {parent} ATTACH PARTITION {name} FOR VALUES {span}")
 
 
 async def _put(db: Connection, document: Document, at: int) -> None:

@@ -1,7 +1,7 @@
 """Scan: a page of the log, from the newest record to the oldest, in bounded time.
 
-Days are looked at one after the other, and each in stretches of time that grow while they are quick, so that a filter
-which almost nothing passes cannot hold a page up: what was found until then is returned, with where to go on.
+Days are looked at one after the other, and each in stretches of time that are as long as was quick before, so that a
+filter which almost nothing passes cannot hold a page up: what was found until then is returned, with where to go on.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import MS
 
 FIRST_STRETCH = 10 * MS["minute"]
-QUICK, SLOW = 0.02, 0.06  # seconds a stretch takes: the next is four times as long, half as long
+SHORTEST = 1000  # ms
+QUICK = 0.02  # seconds that a stretch should take
 END = 1 << 48
 
+Newest = Callable[[date, bytes, bytes], Awaitable[bytes | None]]  # the id of the last record between two
 Select = Callable[[date, Filters, bytes, bytes, int], Awaitable[Sequence[Record]]]
 
 
@@ -32,7 +34,14 @@ def bound(ms: int) -> bytes:
 
 
 async def scan(
-    select: Select, days: Sequence[date], filters: Filters, before: str, limit: int, patience: float, clock: Clock
+    newest: Newest,
+    select: Select,
+    days: Sequence[date],
+    filters: Filters,
+    before: str,
+    limit: int,
+    patience: float,
+    clock: Clock,
 ) -> Page:
     """`days`: those there are, in any order."""
     deadline = clock.now() + patience
@@ -43,6 +52,12 @@ async def scan(
     found: list[Record] = []
     stretch = FIRST_STRETCH
     ranges = _ranges(days, low, high)
+    while ranges:  # today has hours to come, and tomorrow may be prepared: there is nothing to look for
+        day, floor, upper = ranges[0]
+        if (last := await newest(day, floor, upper)) is not None:
+            ranges[0] = (day, floor, last + b"\0")
+            break
+        del ranges[0]
     for day, floor, upper in ranges:
         while floor < upper:
             lower = max(floor, bound(created(upper.hex()) - stretch))
@@ -51,7 +66,7 @@ async def scan(
             now = clock.now()
             if len(found) > limit:
                 return Page(found[:limit], True, found[limit - 1].id)
-            stretch, upper = _next(stretch, now - began), lower
+            stretch, upper = _next(stretch, now - began, deadline - now), lower
             if now > deadline and lower > ranges[-1][1]:
                 return Page(found, True, lower.hex(), complete=False)
     return Page(found)
@@ -68,7 +83,7 @@ def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, b
     return ranges
 
 
-def _next(stretch: int, took: float) -> int:
-    if took < QUICK:
-        return min(stretch * 4, MS["day"])
-    return max(stretch // 2, MS["minute"]) if took > SLOW else stretch
+def _next(stretch: int, took: float, left: float) -> int:
+    """As much as should be quick, judged by the last one, and fits into the time that is left."""
+    aim = max(min(QUICK, left), QUICK / 4)
+    return min(max(round(stretch * min(aim / max(took, 1e-6), 4.0)), SHORTEST), MS["day"])

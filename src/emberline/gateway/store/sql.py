@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from emberline.gateway.store.filters import Filters, Span
-from emberline.gateway.store.rollup import COUNTERS, MS, SUMS, WIDE, Dimension, Place, RollupQuery
+from emberline.gateway.store.rollup import (
+    COUNTERS,
+    DIMENSIONS,
+    HOURS_KEPT,
+    MANY,
+    MS,
+    SUMS,
+    WIDE,
+    Dimension,
+    Place,
+    RollupQuery,
+    Unit,
+)
 from emberline.gateway.store.tables import COLUMNS, PLACE, quoted
 
 _ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "feedback")
@@ -66,6 +78,8 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
         query.clauses.append(f"success = {int(success)}")
     if filters.cached is not None:
         query.clauses.append(f"cached = {int(filters.cached)}")
+    if filters.rescued is not None:
+        query.clauses.append("step > 0 AND success = 1" if filters.rescued else "(step = 0 OR success = 0)")
     for name in _ONE_OF:
         query.one_of(f'"{name}"', getattr(filters, name))
     query.one_of("id", tuple(bytes.fromhex(id) for id in filters.id))
@@ -79,6 +93,11 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
     return f"SELECT {quoted(COLUMNS)} FROM logs WHERE {query.where} {order}", query.values
 
 
+def select_newest(mark: str) -> str:
+    """The id of the last record. Parameters: from which id on, and before which."""
+    return f"SELECT id FROM logs WHERE id >= {mark}1 AND id < {mark}2 ORDER BY id DESC LIMIT 1"
+
+
 def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, list[Any]]:
     """One record."""
     low = bytes.fromhex(id)
@@ -87,26 +106,51 @@ def select_log(mark: str, account: str, gateway: str, id: str) -> tuple[str, lis
 
 def select_rollups(mark: str, asked: RollupQuery) -> tuple[str, list[Any]]:
     query = Query(mark)
-    query.holds("unit", "=", asked.unit)
+    if not asked.over_time:
+        return _select_whole(query, asked), query.values
+    table, counters = _cells(asked.dimension)
+    since = asked.since - asked.since % MS[asked.unit]
+    where = _rollups_where(query, asked, asked.unit, since, asked.until)
+    if asked.gateway:  # these are the cells themselves, as the table lies
+        by = f"ORDER BY start, gateway, value LIMIT {int(asked.limit)}"
+        return f"SELECT start, value, {', '.join(counters)} FROM {table} WHERE {where} {by}", query.values
+    by = f"GROUP BY start, value ORDER BY start, value LIMIT {int(asked.limit)}"
+    return f"SELECT start, value, {_sums(counters)} FROM {table} WHERE {where} {by}", query.values
+
+
+def _select_whole(query: Query, asked: RollupQuery) -> str:
+    """One cell for each value: those that cost most."""
+    table, counters = _cells(asked.dimension)
+    places = [_rollups_where(query, asked, *piece) for piece in asked.pieces()] or ["1 = 0"]
+
+    def cells(columns: str, also: str = "") -> str:
+        return " UNION ALL ".join(f"SELECT {columns} FROM {table} WHERE {place}{also}" for place in places)
+
+    by = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(asked.limit)}"
+    among = ""
+    if asked.dimension in MANY:  # all counters of a few are added up after the few were found
+        among = f" AND value IN (SELECT value FROM ({cells('value, micros, requests')}) AS narrow {by})"
+    start = query.value(asked.since)
+    found = cells(", ".join(("value", *counters)), among)
+    return f"SELECT CAST({start} AS BIGINT), value, {_sums(counters)} FROM ({found}) AS cells {by}"
+
+
+def _rollups_where(query: Query, asked: RollupQuery, unit: Unit, since: int, until: int) -> str:
+    query.clauses.clear()
+    query.holds("unit", "=", unit)
     query.holds("account", "=", asked.account)
     query.holds("dimension", "=", asked.dimension)
-    query.holds("start", ">=", asked.since - asked.since % MS[asked.unit])
-    query.holds("start", "<", asked.until)
+    query.holds("start", ">=", since)
+    query.holds("start", "<", until)
     if asked.gateway:
         query.holds("gateway", "=", asked.gateway)
     if asked.value:
         query.holds("value", "=", asked.value)
-    table, counters = _cells(asked.dimension)
-    if asked.over_time and asked.gateway:  # these are the cells themselves
-        by = f"ORDER BY start, gateway, value LIMIT {int(asked.limit)}"  # as the table lies
-        return f"SELECT start, value, {', '.join(counters)} FROM {table} WHERE {query.where} {by}", query.values
-    sums = ", ".join(f"CAST(SUM({counter}) AS BIGINT)" for counter in counters)
-    if asked.over_time:
-        by = f"GROUP BY start, value ORDER BY start, value LIMIT {int(asked.limit)}"
-        return f"SELECT start, value, {sums} FROM {table} WHERE {query.where} {by}", query.values
-    by = f"GROUP BY value ORDER BY SUM(micros) DESC, SUM(requests) DESC, value LIMIT {int(asked.limit)}"
-    start = query.value(asked.since)
-    return f"SELECT CAST({start} AS BIGINT), value, {sums} FROM {table} WHERE {query.where} {by}", query.values
+    return query.where
+
+
+def _sums(counters: Sequence[str]) -> str:
+    return ", ".join(f"CAST(SUM({counter}) AS BIGINT)" for counter in counters)
 
 
 def upsert_rollup(mark: str, dimension: Dimension) -> str:
@@ -125,6 +169,49 @@ def rollup_values(cells: Mapping[Place, Sequence[int]], wide: bool) -> list[tupl
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
         if (dimension in WIDE) == wide
     )
+
+
+def next_account(mark: str, table: str) -> str:
+    """The first account after one that has cells of a unit. Parameters: unit, account."""
+    return f"SELECT MIN(account) FROM {table} WHERE unit = {mark}1 AND account > {mark}2"
+
+
+def delete_cells(mark: str, table: str) -> str:
+    """As the table lies, so that nothing else is read. Parameters: unit, account, dimension, before which start."""
+    return f"DELETE FROM {table} WHERE unit = {mark}1 AND account = {mark}2 AND dimension = {mark}3 AND start < {mark}4"
+
+
+def outdated(start: int) -> list[tuple[str, Unit, Dimension, int]]:
+    """Cells that go with the days before one: their table, unit and dimension, and before which start."""
+    kept: dict[Unit, int] = {"minute": 0, "hour": HOURS_KEPT}
+    return [
+        (_cells(dimension)[0], unit, dimension, start - days * MS["day"])
+        for unit, days in kept.items()
+        for dimension, units in DIMENSIONS.items()
+        if unit in units
+    ]
+
+
+_CROWD = "unit = 'day' AND account = {0}1 AND dimension = 'user' AND start = {0}2 AND value <> {0}3"
+_LARGEST = "micros, requests, gateway, value"
+
+
+def select_crowd(mark: str, kept: int) -> str:
+    """Users of a day who are not among the `kept` largest, the largest first, up to one more than as many again.
+    Parameters: account, start, OTHERS."""
+    by = ", ".join(f"{name} DESC" for name in _LARGEST.split(", "))
+    where = _CROWD.format(mark)
+    return f"SELECT {_LARGEST} FROM spends WHERE {where} ORDER BY {by} LIMIT {kept + 1} OFFSET {kept}"
+
+
+def take_out(mark: str, *, shared: bool) -> str:
+    """Takes out users of a day from one on, the largest; gives what they had. Parameters: account, start, OTHERS, the
+    one's micros, requests, gateway, value. `shared`: leaves those alone that another replica is counting just now."""
+    largest = ", ".join(f"{mark}{i}" for i in range(4, 8))
+    where = f"{_CROWD.format(mark)} AND ({_LARGEST}) <= ({largest})"
+    if shared:
+        where = f"ctid = ANY(ARRAY(SELECT ctid FROM spends WHERE {where} FOR UPDATE SKIP LOCKED))"
+    return f"DELETE FROM spends WHERE {where} RETURNING gateway, {', '.join(SUMS)}"
 
 
 def _cells(dimension: Dimension) -> tuple[str, tuple[str, ...]]:

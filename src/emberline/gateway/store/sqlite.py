@@ -7,10 +7,11 @@ one batch.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import date
 from itertools import cycle
 from pathlib import Path
@@ -22,10 +23,11 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict
 from emberline.gateway.record import Payload, Record, created, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import HOURS_KEPT, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.lane import Lane
-from emberline.gateway.store.rollup import MS, Cell, RollupQuery, tally
+from emberline.gateway.store.rollup import MS, OTHERS, Cell, RollupQuery, tally
 from emberline.gateway.store.scan import day_start, scan
 from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, quoted, record, row, words
 
@@ -40,6 +42,7 @@ WORDS = {
 READERS = 2
 _LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)}) VALUES ({sql.marks('?', len(COLUMNS))})"
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
+_CROWD, _TAKE_OUT = sql.select_crowd("?", KEPT), sql.take_out("?", shared=False)
 
 T = TypeVar("T")
 Batch = Sequence[tuple[Record, Payload | None]]
@@ -56,6 +59,7 @@ class SQLiteStore:
         self._directory = directory
         self._main = directory / "gateway.db"
         self._clock = clock
+        self._crowd = Crowd()
         self._writer = Lane("writer", writes=True)
         self._readers = [Lane(f"reader-{i}", writes=False) for i in range(READERS)]
         self._turns = cycle(self._readers)
@@ -120,6 +124,15 @@ class SQLiteStore:
             cells = tally(r for r, _ in batch)
             for wide, upsert in _ROLLUPS:
                 main.executemany(upsert, sql.rollup_values(cells, wide))
+        for crowded in self._crowd.add(cells):
+            self._fold(lane, crowded)
+
+    def _fold(self, lane: Lane, day: Day) -> None:
+        with _transaction(lane.connection(self._main)) as db:
+            small = db.execute(_CROWD, (*day, OTHERS)).fetchall()
+            if len(small) > KEPT:
+                gone = db.execute(_TAKE_OUT, (*day, OTHERS, *small[0])).fetchall()
+                db.executemany(_ROLLUPS[1][1], others(day, gone))
 
     def _append_day(self, lane: Lane, day: date, entries: Batch) -> None:
         with _transaction(self._day(lane, day)) as db:
@@ -130,8 +143,13 @@ class SQLiteStore:
             with _transaction(self._day(lane, day, payloads=True)) as db:
                 db.executemany("INSERT OR IGNORE INTO payloads VALUES (?1, ?2, ?3)", payloads)
 
-    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = 0.15) -> Page:
-        return await scan(self._select, await self.days(), filters, before, limit, patience, self._clock)
+    async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
+        days = await self.days()
+        return await scan(self._newest, self._select, days, filters, before, limit, patience, self._clock)
+
+    async def _newest(self, day: date, low: bytes, high: bytes) -> bytes | None:
+        rows = await self._read(self._path("logs", day), sql.select_newest("?"), (low, high))
+        return rows[0][0] if rows else None
 
     async def _select(self, day: date, filters: Filters, low: bytes, high: bytes, limit: int) -> list[Record]:
         rows = await self._read(self._path("logs", day), *sql.select_logs("?", filters, low, high, limit))
@@ -199,11 +217,11 @@ class SQLiteStore:
                 Path(f"{path}{suffix}").unlink(missing_ok=True)
 
         def do(lane: Lane) -> None:
-            db, start = lane.connection(self._main), day_start(day)
-            db.execute("DELETE FROM rollups WHERE unit = 'minute' AND start < ?1", (start,))
-            for table in ("rollups", "spends"):
-                before = (start - HOURS_KEPT * MS["day"],)
-                db.execute(f"DELETE FROM {table} WHERE unit = 'hour' AND start < ?1", before)
+            with _transaction(lane.connection(self._main)) as db:
+                for table, unit, dimension, before in sql.outdated(day_start(day)):
+                    following, account = sql.next_account("?", table), ""
+                    while account := db.execute(following, (unit, account)).fetchall()[0][0]:
+                        db.execute(sql.delete_cells("?", table), (unit, account, dimension, before))
 
         await self._writer.run(do)
         return gone
@@ -223,11 +241,9 @@ class SQLiteStore:
     def _day(self, lane: Lane, day: date, *, payloads: bool = False) -> sqlite3.Connection:
         """To write; made if it is not there."""
         path = self._path("payloads" if payloads else "logs", day)
-        is_new = not path.exists()
-        db = lane.connection(path)
-        if is_new:
-            _migrate(db, PAYLOADS if payloads else LOGS)
-        return db
+        if not path.exists():
+            _make(path, PAYLOADS if payloads else LOGS)
+        return lane.connection(path)
 
     async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         def do(lane: Lane) -> list[tuple[Any, ...]]:
@@ -259,6 +275,17 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")
+
+
+def _make(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
+    """A file that has its tables when it is first seen. Of two that make it at once, the first is it."""
+    draft = path.with_suffix(f".{os.urandom(8).hex()}")
+    with closing(sqlite3.connect(draft, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        _migrate(db, steps)
+    with suppress(FileExistsError):
+        os.link(draft, path)
+    draft.unlink()
 
 
 def _migrate(db: sqlite3.Connection, steps: Sequence[tuple[str, ...]]) -> None:

@@ -81,6 +81,7 @@ LOGS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX logs_session ON logs (session_id, id) WHERE session_id IS NOT NULL",
         "CREATE INDEX logs_feedback ON logs (feedback, id) WHERE feedback IS NOT NULL",
         "CREATE INDEX logs_failed ON logs (id) WHERE success = 0",
+        "CREATE INDEX logs_later ON logs (id) WHERE step > 0",
     ),
 )
 PAYLOADS: tuple[tuple[str, ...], ...] = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TierStats
@@ -32,6 +32,7 @@ class HostTier:
             )
         # Pages cost nothing until they are written.
         self.area = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
+        self.on_close: Callable[[], None] = lambda: None  # of whoever has pinned it
         self._free = list(range(self.capacity - 1, -1, -1))
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
@@ -140,7 +141,7 @@ class HostTier:
             )
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        self.on_close()
 
     def check(self) -> None:
         """Conservation: every buffer is free, filling or kept; only kept ones are pinned."""

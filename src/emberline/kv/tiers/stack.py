@@ -255,7 +255,7 @@ class TierStack:
         self._to_write.set()
         for thread in self._threads:
             thread.join(seconds)
-        for tier in self.below:
+        for tier in (*self.below, self.host):
             tier.close()
 
     def stats(self) -> dict[str, TierStats]:

@@ -16,6 +16,8 @@ class Progress:
         self.ticket: Ticket | None = None  # its newest state
         self.blocks = 0  # of the ticket, that were planned for so far
         self.bytes = 0  # landed
+        self.moving = 0.0  # seconds in which they did
+        self.hidden = 0.0  # of these, while the peer had more to compute: nobody waited for them
         self.proven = 0  # blocks of the ticket, from the first on, that have landed and are known to be right
         self.complete = False  # all of it landed, and the lease was still alive then
         self._purpose: tuple[object, ...] = ()

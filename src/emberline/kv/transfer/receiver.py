@@ -126,8 +126,11 @@ class Receiver:
             new = range(max(progress.blocks, first), len(ticket.blocks))
             progress.plan(ticket, cut(layers, new, theirs, self._piece_bytes))
             blocks, marks = np.asarray(ticket.blocks, np.int64), np.asarray(ticket.generations, np.uint64)
+            began = self._clock.now()
             link.fetch(Fetch(ticket, blocks, marks, progress.missing, self.region, ids, progress, deadline))
             assert not progress.missing
+            took = self._clock.now() - began
+            progress.moving += took
             if ticket.complete:
                 break
             left = deadline - self._clock.now()
@@ -135,6 +138,7 @@ class Receiver:
                 raise TransferTimeout(f"{len(ticket.blocks)} blocks arrived in time, and more were to come")
             wait, known = min(left, WAIT, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
             ticket = ticket.grown(link.state(ticket, known, wait, deadline))
+            progress.hidden += took if len(ticket.blocks) > known else 0.0  # the last blocks hide behind nothing
             if not ticket.checksums:
                 progress.proven = known  # for the lease was alive after they landed
             if not follow and len(ticket.blocks) == known and not ticket.complete:

@@ -18,8 +18,8 @@ from emberline.gateway.models import ModelList
 from emberline.gateway.paths import Target
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
+from emberline.net.turn import CutOff
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.gateway.atonce import replied_at_once
 from emberline.server.gateway.attended import Attended
 from emberline.server.gateway.gateway_metrics import GatewayMetrics
 from emberline.server.gateway.gateway_socket import GatewaySocket
@@ -88,14 +88,14 @@ class GatewayApp:
             if page is not None:
                 await page(x)
             else:
-                await self._answer(x, path, receive, send)
+                await self._answer(x, path, receive)
         except ClientGone:
             x.note["client"] = "gone"
         except Exception as e:
-            if not isinstance(e, EmberlineError | _CutOff):
+            if not isinstance(e, EmberlineError | CutOff):
                 log.exception("%s %s", x.method, x.path)
             if x.status is not None:
-                raise _CutOff from None  # by which the server breaks the connection: nobody takes it for whole
+                raise CutOff from None  # by which the server breaks the connection: nobody takes it for whole
             reply = openai_error(e)
             await x.json(reply.body, reply.status, reply.headers)
         self._replies.replied(x.path if x.path in self._pages else "other", x.status or 499)
@@ -111,7 +111,7 @@ class GatewayApp:
             return self._manage
         return None
 
-    async def _answer(self, x: Exchange, path: str, receive: Receive, send: Send) -> None:
+    async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
         body = None
         try:
             with Attended(receive) as attended:
@@ -121,30 +121,22 @@ class GatewayApp:
                 request = Request(x.method, path, x.query, _headers(x), body)
                 reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
                 attended.within(max(reply.patience, 0.0) + LAST_WORDS)
-                await self._given(x, reply, attended, send)
+                await self._given(x, reply, attended)
         except TimeoutError:
             if body is None:
                 raise InvalidRequest(f"the body had not come after {BODY:.0f} s") from None
             log.warning("%s: the client did not take its reply", x.path)
-            raise _CutOff from None
+            raise CutOff from None
 
-    async def _given(self, x: Exchange, reply: Reply, attended: Attended, send: Send) -> None:
+    async def _given(self, x: Exchange, reply: Reply, attended: Attended) -> None:
         try:
-            if not self._sent_at_once(x, reply, attended, send):
-                await self._send(x, reply, attended)
+            await self._send(x, reply, attended)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream knows by itself
             raise
         finally:
             attended.over()
             await reply.close()
-
-    def _sent_at_once(self, x: Exchange, reply: Reply, attended: Attended, send: Send) -> bool:
-        if not isinstance(reply.body, bytes) or len(reply.body) > PIECE:
-            return False
-        attended.unwatch()
-        kind = {} if "content-type" in reply.headers else {"content-type": ANY_KIND}
-        return replied_at_once(x, send, reply.status, reply.body, {**reply.headers, **kind})
 
     async def _send(self, x: Exchange, reply: Reply, attended: Attended) -> None:
         headers = dict(reply.headers)  # the reply's own are looked at when it has ended
@@ -165,7 +157,7 @@ class GatewayApp:
     async def _send_pieces(self, x: Exchange, reply: Reply, kind: str, headers: dict[str, str]) -> None:
         """A large reply, as fast as its client takes it: no server keeps it for one who does not."""
         assert isinstance(reply.body, bytes)
-        await x.start(reply.status, kind, {**headers, "content-length": str(len(reply.body))})
+        await x.start(reply.status, kind, headers, len(reply.body))
         for at in range(0, len(reply.body), PIECE):
             await x.send_events([reply.body[at : at + PIECE]], last=at + PIECE >= len(reply.body))
 
@@ -214,7 +206,3 @@ class GatewayApp:
 
 def _headers(x: Exchange) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in x.headers.items()}
-
-
-class _CutOff(Exception):
-    """A reply that broke after it began."""

@@ -9,9 +9,9 @@ from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.gateway.cached import CacheStats
 from emberline.gateway.call import Call, Handler, Reply
-from emberline.gateway.collector import Collector
 from emberline.gateway.logwriter import LogWriter
 from emberline.server.metrics import SECONDS, Family, Histogram
+from emberline.server.tracing import Tracing
 
 MOST = 1000  # different models that are told apart; the rest is "other"
 
@@ -19,11 +19,19 @@ MOST = 1000  # different models that are told apart; the rest is "other"
 class GatewayMetrics:
     """A layer, too: the outermost."""
 
-    def __init__(self, clock: Clock, breakers: Mapping[str, Breaker], journal: LogWriter, cache: CacheStats) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        breakers: Mapping[str, Breaker],
+        journal: LogWriter,
+        cache: CacheStats,
+        spans: Tracing | None,
+    ) -> None:
         self._clock = clock
         self._breakers = breakers
         self._journal = journal
         self._cache = cache
+        self._spans = spans
         self.open = 0
         self._requests: Counter[tuple[str, str, str, str]] = Counter()  # provider, model, status, how it ended
         self._tokens: Counter[tuple[str, str, str]] = Counter()
@@ -34,7 +42,6 @@ class GatewayMetrics:
         self._whole = Histogram("emberline:gateway_request_seconds", "From arrival to the end.", SECONDS)
         self._findings: Counter[tuple[str, str, str]] = Counter()  # of guardrails
         self._models: set[str] = set()
-        self.spans: Collector | None = None  # where there is one
 
     def layer(self, inner: Handler) -> Handler:
         async def handle(call: Call) -> Reply:
@@ -95,13 +102,8 @@ class GatewayMetrics:
         ):
             full = f"emberline:gateway_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {count}"])
-        if self.spans is not None:
-            for name, help_, count in (
-                ("spans_sent", "Spans that the collector took.", self.spans.sent),
-                ("spans_dropped", "Spans that it did not take.", self.spans.dropped),
-            ):
-                full = f"emberline:gateway_{name}_total"
-                yield Family(full, help_, "counter", [f"{full} {count}"])
+        if self._spans is not None:
+            yield from self._spans.families()
         open_ = f"emberline:gateway_open_requests {self.open}"
         yield Family("emberline:gateway_open_requests", "Requests open now.", "gauge", [open_])
         states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers.items()]

@@ -1,5 +1,5 @@
-"""GatewaySocket: the gateway over a WebSocket, as Cloudflare's clients speak. Several requests may be open on one;
-what belongs to which is told by its eventId.
+"""GatewaySocket: the gateway over a WebSocket, as Cloudflare's clients speak: a provider's own, where the path names
+one, or else ours. Several requests may be open on that; what belongs to which is told by its eventId.
 
     {"type": "universal.create", "request": {"eventId", "provider", "endpoint", "headers", "query", "config"}}
     {"type": "universal.created", "metadata": {...}, "response"}      the response only of what comes in one piece
@@ -25,13 +25,19 @@ from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target, target_of
 from emberline.gateway.splitter import Splitter, payload_of
 from emberline.server.exchange import Receive, Scope, Send
+from emberline.server.gateway.realtime_socket import RealtimeSocket
 
 log = logging.getLogger("emberline.gateway")
 
 MOST = 100  # requests open at any time
 LAST_WORDS = 2.0  # seconds beyond a call's deadline for its client to take what is told then
 EVENTS = "text/event-stream"
-SPOKEN = ("cf-aig-authorization", "xi-api-key", "fal-api-key")  # headers that a browser can only say as subprotocols
+SPOKEN = {  # what a browser can only say as subprotocols -> the header, and what its value begins with
+    "cf-aig-authorization": ("cf-aig-authorization", "Bearer "),
+    "openai-insecure-api-key": ("authorization", "Bearer "),
+    "xi-api-key": ("xi-api-key", ""),
+    "fal-api-key": ("fal-api-key", ""),
+}
 Json = dict[str, Any]
 
 
@@ -57,8 +63,14 @@ class GatewaySocket:
         opening = await self._receive()
         assert opening["type"] == "websocket.connect"
         try:
-            self._headers, chosen = _said(self._scope)
-            await self._gateway.entered(self._target(), self._headers)
+            self._headers, plain, chosen = _said(self._scope)
+            target = self._target()
+            if target.kind == "native":
+                await RealtimeSocket(self._gateway, target, self._receive, self._send).run(
+                    self._path, self._scope["query_string"].decode("latin-1"), self._headers, plain, chosen
+                )
+                return
+            await self._gateway.entered(target, self._headers)
         except EmberlineError as e:
             await self._refuse(e)
             return
@@ -72,9 +84,15 @@ class GatewaySocket:
             await asyncio.gather(*self._open.values(), return_exceptions=True)
 
     def _target(self) -> Target:
+        match self._path.strip("/").split("/"):
+            case ["v1", account, gateway, provider]:
+                return Target("native", account, gateway, provider)
         target = target_of(self._path)
-        if target.kind != "universal":
-            raise NotFound(f"there is no WebSocket at {self._path[:200]!r}", hint="it is at /v1/ACCOUNT/GATEWAY")
+        if target.kind not in ("universal", "native"):
+            raise NotFound(
+                f"there is no WebSocket at {self._path[:200]!r}",
+                hint="it is at /v1/ACCOUNT/GATEWAY, a provider's at /v1/ACCOUNT/GATEWAY/PROVIDER",
+            )
         return target
 
     async def _refuse(self, error: EmberlineError) -> None:
@@ -145,8 +163,9 @@ class GatewaySocket:
         await self._send({"type": "websocket.send", "text": text})
 
 
-def _said(scope: Scope) -> tuple[dict[str, str], str | None]:
-    """The headers, with what was said as a subprotocol; and which of those is taken, for a browser wants one to be."""
+def _said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
+    """The headers, with what was said as a subprotocol; the others of those, which say no key; and which is taken, for
+    a browser wants one to be."""
     headers = {
         name.decode("latin-1").lower(): value.decode("latin-1")
         for name, value in scope["headers"]
@@ -155,9 +174,10 @@ def _said(scope: Scope) -> tuple[dict[str, str], str | None]:
     offered: list[str] = scope.get("subprotocols", [])
     for name, dot, value in (each.partition(".") for each in offered):
         if dot and name in SPOKEN:
-            headers[name] = f"Bearer {value}" if name == SPOKEN[0] else value
+            header, before = SPOKEN[name]
+            headers[header] = before + value
     plain = [each for each in offered if each.partition(".")[0] not in SPOKEN]
-    return headers, next(iter([*plain, *offered]), None)
+    return headers, plain, next(iter([*plain, *offered]), None)
 
 
 def _read(message: str | bytes) -> dict[str, msgspec.Raw]:

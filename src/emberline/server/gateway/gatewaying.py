@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+import secrets
 from collections.abc import Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from emberline import __version__
-from emberline.core.clock import Clock, SystemClock
+from emberline.core.clock import SystemClock, WallClock
 from emberline.core.config import MASTER_KEY, GatewayConfig, secret
 from emberline.core.errors import EmberlineError
 from emberline.gateway.admin.admin import Admin
@@ -22,15 +22,15 @@ from emberline.gateway.balanced import balanced
 from emberline.gateway.book import Book, read_gateways
 from emberline.gateway.cache.opening import open_cache, semantic_by
 from emberline.gateway.cached import Cached
-from emberline.gateway.call import Layer
 from emberline.gateway.catalogue import CatalogueFiles
-from emberline.gateway.collector import Collector
+from emberline.gateway.continued import Continued
 from emberline.gateway.gateway import Gateway
 from emberline.gateway.guardrails.guarded import Guarded
 from emberline.gateway.hedge import hedged
 from emberline.gateway.identity import Identity
 from emberline.gateway.keys import Keys
 from emberline.gateway.limited import Claims, limited
+from emberline.gateway.limited_session import limited_sessions
 from emberline.gateway.limits.opening import open_limiter
 from emberline.gateway.logged import logged
 from emberline.gateway.logwriter import LogWriter
@@ -39,11 +39,13 @@ from emberline.gateway.models import ModelList
 from emberline.gateway.permitted import permitted
 from emberline.gateway.prices import Prices
 from emberline.gateway.providers.registry import Registry
+from emberline.gateway.realtime import Realtime
 from emberline.gateway.retention import Retention
 from emberline.gateway.routed import routed
 from emberline.gateway.routes.dynamic import Dynamic
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.run.runs import Runs
+from emberline.gateway.secretfile import SecretFile
 from emberline.gateway.secrets import Secrets
 from emberline.gateway.stack import stacked
 from emberline.gateway.store.opening import open_store
@@ -56,14 +58,11 @@ from emberline.server.gateway.gateway_app import GatewayApp
 from emberline.server.gateway.gateway_metrics import GatewayMetrics
 from emberline.server.listening import bind, listen
 from emberline.server.pages import load_pages
+from emberline.server.tracing import tracing
 
 log = logging.getLogger("emberline.gateway")
 
 LOOK = 5.0  # seconds between two looks at the catalogue's files
-
-
-class WallClock:
-    now = staticmethod(time.time)
 
 
 async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None:
@@ -72,7 +71,8 @@ async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None
     port = listener.getsockname()[1]
     async with AsyncExitStack() as stack:
         app = await build(config, found, stack)
-        told = lambda: log.info("gateway at http://%s:%d", config.host, port)  # noqa: E731
+        where = "" if config.api_keys else f"; the dashboard's key is in {config.admin_file}"
+        told = lambda: log.info("gateway at http://%s:%d%s", config.host, port, where)  # noqa: E731
         await listen(app, listener, told, largest_message=config.max_body, proxied=False)  # nobody asks for addresses
 
 
@@ -93,41 +93,40 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     kept = await open_cache(config.cache, clock, wall, stack)
     cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
-    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached.stats)
-    layers = (
+    spans = await stack.enter_async_context(tracing(config.trace, "emberline-gateway"))
+    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached.stats, spans)
+    outer = (
         metrics.layer,
-        *await _traced(config, upstream, clock, metrics, stack),
+        *([traced(spans.tracer, payloads=config.otlp_payloads)] if spans is not None else []),
         logged(journal, clock),
         told,
         permitted,
+    )
+    layers = (
+        *outer,
         Dynamic(limiter, claims, clock, wall).layer,
         balanced(Balance(), claims, clock),
         limited(limiter, catalogue, prices, clock, wall),
         Guarded(routed(attempts), clock).layer,
         cached.layer,
         hedged(prices, clock),
+        Continued(attempts, registry).layer,
         routed,
     )
     fixed = read_gateways(found, config.engine)
     book = Book(fixed, store, watch, config.engine)
     keys = Keys(store, watch, wall, _configured(config))
-    gateway = Gateway(stacked(layers, attempts), registry, book, keys, clock, wall)
-    admin = Admin(Desk(store, vault, wall, fixed=fixed, allow_private=config.private_providers), __version__)
+    realtime = Realtime(registry, Secrets(vault), upstream, prices, clock, largest=config.max_body)
+    sockets = stacked((*outer, limited_sessions(limiter, claims, clock, wall)), realtime)
+    gateway = Gateway(stacked(layers, attempts), sockets, registry, book, keys, clock, wall)
+    desk = Desk(store, vault, wall, limiter, fixed=fixed, allow_private=config.private_providers)
+    admin = Admin(desk, __version__)
     models = ModelList(registry, vault, upstream, catalogue)
     _beside(stack, Retention(store, fixed, wall).run())
     _beside(stack, _follow(catalogue))
     queue = await stack.enter_async_context(Queue(store, gateway.answer, lambda: metrics.open, wall).running())
     runs = Runs(gateway, queue, clock)
     return GatewayApp(config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"))
-
-
-async def _traced(
-    config: GatewayConfig, upstream: Upstream, clock: Clock, metrics: GatewayMetrics, stack: AsyncExitStack
-) -> tuple[Layer, ...]:
-    if config.otlp is None:
-        return ()
-    metrics.spans = await stack.enter_async_context(Collector(upstream, config.otlp, config.otlp_headers, __version__))
-    return (traced(metrics.spans, clock, payloads=config.otlp_payloads),)
 
 
 def _beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:
@@ -147,6 +146,8 @@ async def _follow(catalogue: CatalogueFiles) -> None:
 
 
 def _configured(config: GatewayConfig) -> dict[str, Identity]:
-    """Tokens of the configuration."""
-    tokens = enumerate(config.api_keys)
-    return {token: Identity(f"configured-{i}", f"configured {i}", "token", admin=True) for i, token in tokens}
+    """Tokens of the configuration; without any, one that was made for whoever owns the machine."""
+    tokens = config.api_keys or (SecretFile(config.admin_file).read(lambda: secrets.token_urlsafe(24)).strip(),)
+    return {
+        token: Identity(f"configured-{i}", f"configured {i}", "token", admin=True) for i, token in enumerate(tokens)
+    }

@@ -28,6 +28,7 @@ from emberline.router.split import split
 from emberline.router.worker import Worker
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.router_metrics import RouterMetrics
+from emberline.server.routing.spans import leg_ended
 
 log = logging.getLogger("emberline.router")
 
@@ -59,7 +60,7 @@ class Dispatch:
             self.workers[card.name].peers = _peers(card)  # its engine may be another
             return
         if old is not None:
-            log.info("worker %s: replaced by a newer process", card.name)
+            log.info("worker %s: replaced by another process", card.name)
             self._retire(self.workers[card.name], lost=self.membership.health(old, now) is Health.LOST)
         runs = max(1, sum(model.max_running for model in card.models))
         breaker = Breaker(self._config.breaker_failures, self._config.breaker_pause)
@@ -74,6 +75,7 @@ class Dispatch:
             role=card.role,
             peers=_peers(card),
         )
+        self._retired.discard(self.workers[card.name].id)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
 
     def beat(self, beat: Beat) -> None:
@@ -271,6 +273,8 @@ class Dispatch:
             case _:
                 worker.breaker.neither()
         self.metrics.closed(worker.name, outcome, seconds, None if leg.first is None else leg.first - leg.began)
+        if leg.span is not None:
+            leg_ended(leg, leg.span)
 
 
 def _peers(card: Card) -> dict[str, str]:

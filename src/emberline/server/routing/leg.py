@@ -14,6 +14,8 @@ from emberline.router.chains import Link
 from emberline.router.policy import Decision
 from emberline.router.upstream import Broken, Reply, Upstream
 from emberline.router.usage import Usage
+from emberline.trace.context import PARENT
+from emberline.trace.span import Span
 
 Outcome = Literal["answered", "refused", "failed", "left", "moved"]
 # refused: by a worker that is well; left: by the client; moved: to another worker, as somebody wished
@@ -32,6 +34,8 @@ class Leg:
     outcome: Outcome = "left"  # unless somebody knows better
     usage: Usage = field(default_factory=Usage)
     link: Link | None = None  # where its prompt ends, if the worker says so
+    status: int = 0  # of the reply, when that has begun
+    span: Span | None = None  # where it is traced
     _timer: asyncio.Timeout | None = None  # while it waits for the reply to begin
     _reply: Reply | None = None
 
@@ -41,8 +45,11 @@ class Leg:
         try:
             if self.lost:
                 raise TimeoutError
+            if self.span is not None:
+                call = call.with_headers({PARENT: str(self.span.context)})
             async with asyncio.timeout(None) as self._timer:
                 self._reply = await upstream.request(url, call)
+            self.status = self._reply.status
         except TimeoutError as e:
             raise Broken(self.lost) from e
         finally:

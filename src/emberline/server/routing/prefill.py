@@ -45,12 +45,12 @@ class Prefill:
         peer = dispatch.peer(self.worker, ask.model)
         call, self._words, self.ticket = dialect.prefill(peer, deadline - loop.time())
         self._account = contextlib.ExitStack()
-        self._leg = self._account.enter_context(dispatch.opened(ask, decision))
+        self.leg = self._account.enter_context(dispatch.opened(ask, decision))
         self._first: asyncio.Future[Refusal | None] = loop.create_future()
         if self.ticket is not None:
             self._first.set_result(None)
         self._needing: Leg | None = None
-        self._left = dialect.detached
+        self.left = dialect.detached  # nobody needs it any more, or it does not matter
         self._task = asyncio.create_task(self._run(call))
 
     def needed_by(self, leg: Leg) -> None:
@@ -69,12 +69,12 @@ class Prefill:
 
     def leave(self) -> None:
         """Nobody needs it any more, and it may be about to end."""
-        if not self._left:
-            self._left = True
+        if not self.left:
+            self.left = True
             asyncio.get_running_loop().call_later(GRACE, self._task.cancel)
 
     async def close(self) -> None:
-        if self._left:  # it ends by itself
+        if self.left:  # it ends by itself
             self._dispatch.detach(self._task)
             return
         self._task.cancel()
@@ -83,7 +83,7 @@ class Prefill:
         self._account.close()  # it may never have begun
 
     async def _run(self, call: Call) -> None:
-        how, leg = "left", self._leg
+        how, leg = "left", self.leg
         with self._account:
             try:
                 async with asyncio.timeout_at(self._deadline):
@@ -120,11 +120,11 @@ class Prefill:
     def _take(self, words: Iterable[Word]) -> bool:
         """Whether it is done."""
         for word in words:
-            self._dispatch.heard(self._leg)
+            self._dispatch.heard(self.leg)
             if word.error is not None:
                 raise Broken(str(word.error)[:200])
             if word.done is not None:
-                self._leg.outcome = "answered"
+                self.leg.outcome = "answered"
                 return True
             self.ticket = word.ticket
             if not self._first.done():

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from emberline.api import sse
 from emberline.api.errors import anthropic_error, openai_error
+from emberline.core.clock import WallClock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, Overloaded, WorkerLost
 from emberline.router.ask import Ask
@@ -26,7 +27,9 @@ from emberline.server.exchange import Exchange
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.prefill import Prefill
+from emberline.server.routing.spans import fell_back, leg_begun, trip_ended
 from emberline.server.routing.trip import Setback, Trip
+from emberline.trace.span import Span
 
 log = logging.getLogger("emberline.router")
 
@@ -55,6 +58,8 @@ class Relay:
             await self._broke(trip, DeadlineExceeded(f"no end within {self._config.request_timeout:.0f} s"))
         finally:
             await trip.close()
+            if x.span is not None:
+                trip_ended(x.span, trip)
 
     def _trip(self, x: Exchange, ask: Ask, body: bytes) -> Trip:
         given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
@@ -63,8 +68,9 @@ class Relay:
             headers[CHAIN] = "1"
         call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
-        seed, generates = secrets.randbits(64), x.path in GENERATING
-        return Trip(x, ask, call, seed, config.cluster_key, deadline, config.attempts, config.migrations, generates)
+        seed, created, generates = secrets.randbits(64), int(WallClock.now()), x.path in GENERATING
+        ours = (seed, created, config.cluster_key)
+        return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, generates)
 
     async def _travel(self, trip: Trip) -> None:
         while (decision := self._next(trip) or await self._wait(trip)) is not None:
@@ -73,6 +79,8 @@ class Relay:
             if setback is None:
                 return
             log.info("%s at %s: %s", trip.x.path, decision.worker.name, setback.reason)
+            if trip.x.span is not None:
+                fell_back(trip.x.span, setback, decision.worker.name, started=trip.started)
             trip.fell_back(setback, decision, self._now())
         await self._give_up(trip)
 
@@ -104,7 +112,9 @@ class Relay:
         return None
 
     async def _attempt(self, trip: Trip, decision: Decision) -> Setback | None:
+        trip.legs += 1
         with self._dispatch.opened(trip.ask, decision) as leg:
+            leg.span = self._span(trip, decision, "resume" if trip.started else "plain")
             leg.movable = trip.may_move
             try:
                 begun = trip.started
@@ -128,27 +138,34 @@ class Relay:
                 return Setback(leg.lost or ("garbled" if isinstance(e, Garbled) else "broken"), crash=True)
 
     async def _split(self, trip: Trip, leg: Leg) -> Setback | None:
-        """Has the prompt computed elsewhere if that is worth it, and waits for the first of its blocks. If the call is
-        bad, it is answered here."""
+        """Has the prompt computed elsewhere if that is worth it, be it to answer or to go on, and waits for the first
+        of its blocks. If the call is bad, it is answered here."""
         to = leg.decision.worker
         dialect = trip.speak(to)
         must = to.role == "decode" and not dialect.computes
-        if not trip.generates or trip.started or (trip.setback is not None and not must):
+        if not trip.generates or not (trip.may_split or must) or (trip.started and to.dialect != "native"):
             return None
+        trip.may_split = False
         decision = self._dispatch.split(trip.ask, leg.decision, must=must)
         if decision is None:
             return Setback("no prefill") if must else None
         await trip.close()
         prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, trip.deadline)
+        prefill.leg.span = self._span(trip, decision, "prefill")
         if must:
             prefill.needed_by(leg)
         refusal = await prefill.begun(self._config.ticket_timeout)
-        if refusal is not None:
+        if refusal is not None and not trip.started:
             leg.outcome = "refused"
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
         elif prefill.ticket is not None:
             to.prefilled(leg.key)
         return None
+
+    def _span(self, trip: Trip, decision: Decision, kind: str) -> Span | None:
+        """Of a leg, where it is traced."""
+        request = trip.x.span
+        return None if request is None else leg_begun(request, decision, kind, trip.legs)
 
     async def _answer(self, trip: Trip, reply: Reply, leg: Leg, *, resumed: bool) -> Setback | None:
         unable = resumed and reply.status in (401, 403, 404)  # it does not know how, or does not trust us
@@ -247,7 +264,9 @@ class Relay:
         x, track = trip.x, trip.track
         if not trip.started or not track.started or track.torn:
             raise error
-        self._metrics.broken += not track.ended
+        if not track.ended:
+            self._metrics.broken += 1
+            x.note["error"] = error.code
         log.warning("%s: %s", x.path, error)
         try:
             async with asyncio.timeout(LAST_WORDS):  # its client may have stopped reading

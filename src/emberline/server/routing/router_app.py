@@ -18,6 +18,7 @@ from emberline.cluster.membership import Health
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
+from emberline.net.turn import CutOff
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
@@ -27,6 +28,7 @@ from emberline.server.pages import Page
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.relay import Relay
 from emberline.server.routing.router_metrics import Seen, status
+from emberline.server.tracing import OPERATIONS, Tracing
 
 log = logging.getLogger("emberline.router")
 
@@ -57,16 +59,25 @@ class Route:
 
 
 class RouterApp:
-    def __init__(self, config: RouterConfig, upstream: Upstream, clock: Clock, pages: dict[str, Page]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        upstream: Upstream,
+        clock: Clock,
+        pages: dict[str, Page],
+        tracing: Tracing | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock
         self.dispatch = Dispatch(config, clock)
         self._relay = Relay(self.dispatch, upstream, config)
         self._replies = Replies()
         self._pages = pages
+        self._tracing = tracing
         self._began = int(time.time())
         self._routes = {
             **{path: Route(self._proxy) for path in PROXIED},
+            **({path: Route(tracing.traced(self._proxy)) for path in OPERATIONS} if tracing is not None else {}),
             "/v1/models": Route(self._models, "GET"),
             "/cluster/register": Route(self._register, needs="cluster"),
             "/cluster/beat": Route(self._beat, needs="cluster"),
@@ -91,7 +102,7 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         x = Exchange(scope, receive, send)
-        known = x.path if x.path in self._routes else "other"
+        known, cut = x.path if x.path in self._routes else "other", False
         try:
             await self._dispatched(x)
         except ClientGone:
@@ -99,12 +110,14 @@ class RouterApp:
         except Exception as e:
             if not isinstance(e, EmberlineError | TimeoutError):
                 log.exception("%s %s", x.method, x.path)
-            if x.status is not None:
+            if cut := x.status is not None:
                 log.warning("%s cut off: %s", x.path, e)
             else:
                 await self._refuse(x, e)
         self._replies.replied(known, x.status or (499 if "client" in x.note else 500))
         log.debug("%s %s %s %s", x.method, x.path, x.status, x.note)
+        if cut:
+            raise CutOff
 
     async def _refuse(self, x: Exchange, error: Exception) -> None:
         reply = (anthropic_error if x.path.startswith("/v1/messages") else openai_error)(error)
@@ -204,5 +217,6 @@ class RouterApp:
 
     async def _scrape(self, x: Exchange) -> None:
         families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes), self.dispatch.kv)
-        text = exposition([*families, self._replies.family()])
+        traced = self._tracing.families() if self._tracing is not None else ()
+        text = exposition([*families, self._replies.family(), *traced])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

@@ -13,6 +13,7 @@ from emberline.server.pages import load_pages
 from emberline.server.routing.following import Following
 from emberline.server.routing.router_app import RouterApp
 from emberline.server.routing.sponsor import Sponsor
+from emberline.server.tracing import tracing
 
 log = logging.getLogger("emberline.router")
 
@@ -21,8 +22,8 @@ async def route(config: RouterConfig) -> None:
     """Runs until told to stop by a signal."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
-    async with Upstream() as upstream:
-        app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"))
+    async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
+        app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
         sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
         work = [app.tick(), sponsor.run()]
         if (index := app.dispatch.kv) is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from emberline.router.ask import Ask
 from emberline.router.call import Call
-from emberline.router.dialect import Dialect
+from emberline.router.dialect import Dialect, Ticket
 from emberline.router.native import Native
 from emberline.router.policy import Decision
 from emberline.router.sglang import SGLang
@@ -38,6 +38,7 @@ class Trip:
     ask: Ask
     asked: Call  # as it came, without what belongs to one connection
     seed: int
+    created: int  # when its reply is said to be made
     key: str | None  # the cluster's
     deadline: float
     attempts: int  # workers to be tried, until one of them says something
@@ -45,6 +46,7 @@ class Trip:
     generates: bool
     track: Track = field(default_factory=Track)
     prefill: Prefill | None = None
+    may_split: bool = True  # its prompt may be computed elsewhere for who is asked next
     setback: Setback | None = None  # the last
     moving: str = ""  # why it goes on elsewhere, until it does
     since: float = 0.0  # when it had to
@@ -54,6 +56,7 @@ class Trip:
     crashes: int = 0
     moves: int = 0
     tries: int = 0
+    legs: int = 0  # workers that were to answer so far
     origin: Decision | None = None  # where it was before somebody wished it away
 
     @property
@@ -104,6 +107,7 @@ class Trip:
         if self._can_move:
             self.track.moved()
             self.moves += not self.moving
+            self.may_split = self.may_split or not self.moving
             self.since = self.since if self.moving else now
             self.moving = self.moving or setback.reason
 
@@ -113,22 +117,27 @@ class Trip:
                 return VLLM(self.asked)
             case "sglang":
                 return SGLang(self.asked, secrets.randbits(63))
-        return Native(self.asked, self.seed, self.key)
+        return Native(self.asked, self.seed, self.key, self.created)
 
     def call(self, to: Worker, now: float) -> Call | None:
         """What is asked of the next worker: all of it, or to go on after what the client has. None: it does not know
         how."""
-        left = self.deadline - now
+        left, ticket = self.deadline - now, self._ticket(to)
         if self.started:
-            return self.speak(to).resume(self.track.handoff(), left, *self.track.named())
+            handoff = replace(self.track.handoff(), source=ticket)
+            return self.speak(to).resume(handoff, left, *self.track.named())
         if not self.generates:
             return self.asked
+        if self.prefill is None or ticket is None:
+            return self.speak(to).plain(self.ask.stream)
+        return self.prefill.dialect.answer(ticket, left)
+
+    def _ticket(self, to: Worker) -> Ticket | None:
+        """With which it finds blocks of the prompt elsewhere."""
         prefill = self.prefill
-        if prefill is None or prefill.failed or prefill.ticket is None:
-            return self.speak(to).plain(self.ask.stream)
-        if not to.takes_from(prefill.worker, self.ask.model):
-            return self.speak(to).plain(self.ask.stream)
-        return prefill.dialect.answer(prefill.ticket, left)
+        if prefill is None or prefill.failed or not to.takes_from(prefill.worker, self.ask.model):
+            return None
+        return None if self.started and prefill.left else prefill.ticket
 
     async def close(self) -> None:
         if self.prefill is not None:

@@ -18,6 +18,7 @@ from emberline.engine.stream import AsyncEngine
 from emberline.hub.source import resolve
 from emberline.server.metrics import Metrics
 from emberline.server.pages import load_pages
+from emberline.server.tracing import Tracing
 from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.engine_app import EngineApp
@@ -70,9 +71,9 @@ class Assembled:
             self.embeddings.stop()
 
 
-def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine) -> Assembled:
+def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, tracing: Tracing | None) -> Assembled:
     catalog = Catalog(_served(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items())
-    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages())
+    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages(), tracing)
     return Assembled(app, catalog, parts.embeddings)
 
 

@@ -74,6 +74,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
                 raise
             if not isinstance(e, EmberlineError):
                 log.exception("a stream broke")
+            x.note["error"] = e.code if isinstance(e, EmberlineError) else EmberlineError.code
             unsent = reply.fail(e)
     if x.status is None:
         await x.start_events()

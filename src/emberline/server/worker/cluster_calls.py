@@ -56,13 +56,13 @@ class ClusterCalls:
 
     async def resume(self, x: Exchange) -> None:
         envelope = await self._open(x)
-        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1")
+        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1", span=x.span)
         await self._calls.answer(x, envelope.path, bytes(envelope.body), journey)
 
     async def prefill(self, x: Exchange) -> None:
         """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""
         envelope = await self._open(x)
-        journey = envelope.journey()
+        journey = replace(envelope.journey(), span=x.span)
         call, model = self._calls.read(envelope.path, bytes(envelope.body), journey)
         await x.while_connected(_tell(x, model.generator.prefill(call, journey)))
 
@@ -99,6 +99,7 @@ async def _tell(x: Exchange, outputs: AsyncGenerator[Output, None]) -> None:
             if not isinstance(e, EmberlineError):
                 log.exception("a prefill broke")
             reply = openai_error(e)
+            x.note["error"] = reply.body["error"]["code"]
             told = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
             await _send(x, [_line("error", told | {"status": reply.status})], last=True)
 

@@ -17,10 +17,12 @@ from emberline.core.config import ServerConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
+from emberline.net.turn import CutOff
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from emberline.server.keys import admit, authorize
 from emberline.server.metrics import Family, Replies, exposition
 from emberline.server.pages import Page
+from emberline.server.tracing import Tracing
 from emberline.server.worker.block_events import BlockEvents
 from emberline.server.worker.calls import Calls
 from emberline.server.worker.catalog import Catalog, Served
@@ -51,6 +53,7 @@ class EngineApp:
         catalog: Catalog,
         embeddings: Embeddings | None,
         pages: dict[str, Page],
+        tracing: Tracing | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -62,10 +65,12 @@ class EngineApp:
         self._pages = pages
         self._began = time.time()
         self._document = document(__version__)
+        self._tracing = tracing
+        traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.traced
         self._routes: dict[str, Route] = {
-            **{path: Route(self._generate) for path in PROTOCOLS},
+            **{path: Route(traced(self._generate)) for path in PROTOCOLS},
             "/v1/messages/count_tokens": Route(self._count_tokens),
-            "/v1/embeddings": Route(self._embed),
+            "/v1/embeddings": Route(traced(self._embed)),
             "/v1/models": Route(self._models, "GET"),
             "/tokenize": Route(self._tokenize),
             "/detokenize": Route(self._detokenize),
@@ -79,15 +84,15 @@ class EngineApp:
         }
         if config.worker is not None:
             cluster = ClusterCalls(self._calls, config.max_body)
-            self._routes["/cluster/resume"] = Route(cluster.resume, needs="cluster")
-            self._routes["/cluster/prefill"] = Route(cluster.prefill, needs="cluster")
+            self._routes["/cluster/resume"] = Route(traced(cluster.resume), needs="cluster")
+            self._routes["/cluster/prefill"] = Route(traced(cluster.prefill), needs="cluster")
             self._routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         x = Exchange(scope, receive, send)
         began = time.perf_counter()
-        known = x.path if x.path in self._routes else "other"
+        known, cut = x.path if x.path in self._routes else "other", False
         try:
             await self._dispatch(x)
         except ClientGone:
@@ -95,7 +100,8 @@ class EngineApp:
         except Exception as e:
             if not isinstance(e, EmberlineError):
                 log.exception("%s %s", x.method, x.path)
-            if x.status is None:
+            cut = x.status is not None
+            if not cut:
                 shape = anthropic_error if x.speaks.startswith("/v1/messages") else openai_error
                 reply = shape(e)
                 allow = {"allow": e.allowed} if isinstance(e, MethodNotAllowed) else {}
@@ -105,6 +111,8 @@ class EngineApp:
         level = logging.INFO if x.note else logging.DEBUG
         note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
         log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
+        if cut:
+            raise CutOff
 
     async def _dispatch(self, x: Exchange) -> None:
         if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
@@ -140,6 +148,8 @@ class EngineApp:
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="serve with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
+        if x.span is not None:
+            x.span.about |= {"gen_ai.request.model": self._embeddings.name, "gen_ai.usage.input_tokens": tokens}
         await x.json(embeddings.render(call, vectors, tokens))
 
     async def _tokenize(self, x: Exchange) -> None:
@@ -215,7 +225,9 @@ class EngineApp:
         )
 
     async def _scrape(self, x: Exchange) -> None:
-        text = exposition([*(f for model in self._catalog for f in self._families(model)), self._replies.family()])
+        models = (f for model in self._catalog for f in self._families(model))
+        traced = self._tracing.families() if self._tracing is not None else ()
+        text = exposition([*models, self._replies.family(), *traced])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _families(self, model: Served) -> Iterator[Family]:

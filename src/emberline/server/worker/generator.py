@@ -19,6 +19,7 @@ from emberline.server.worker.groups import Group, Groups
 from emberline.server.worker.journey import Journey
 from emberline.server.worker.order import Order
 from emberline.server.worker.past import Past
+from emberline.server.worker.phases import Phases
 from emberline.server.worker.preparation import Preparation
 from emberline.server.worker.prompts import Prompts
 from emberline.tokens.blockhash import last_full, root_hash
@@ -51,40 +52,57 @@ class Generator:
         return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:
-        order = await self._preparation.order(call, journey.id)
+        order = await self._preparation.order(call, journey.id, journey.created)
         errand = self._errand(order, journey)
         chain = self._chain(order) if journey.chained else ""
-        groups = Groups(order, self.prompts.tokenizer, self._metrics, journey.handoff)
+        phases = self._phases(order, journey)
+        groups = Groups(order, self.prompts.tokenizer, self._metrics, journey.handoff, phases)
         if journey.handoff.started and not journey.handoff.said:
             yield groups.opening()
-        async with aclosing(errand.steps(groups.choices)) as steps:
-            async for step in steps:
-                group = groups.take(step, self.engine.now())
-                choice = groups.choices[step.job.first + step.output.index]
-                if choice.stopped_early and not step.told:
-                    choice.stopped_early = False
-                    self.engine.abort_one(step.output.id, step.output.index)
-                if chain and not group.told:
-                    group.chain, chain = chain, ""
-                if group.deltas or group.output:
-                    yield group
+        try:
+            async with aclosing(errand.steps(groups.choices)) as steps:
+                async for step in steps:
+                    group = groups.take(step, self.engine.now())
+                    choice = groups.choices[step.job.first + step.output.index]
+                    if choice.stopped_early and not step.told:
+                        choice.stopped_early = False
+                        self.engine.abort_one(step.output.id, step.output.index)
+                    if chain and not group.told:
+                        group.chain, chain = chain, ""
+                    if group.deltas or group.output:
+                        yield group
+        finally:
+            if phases is not None:
+                phases.close(self.engine.now())
         yield groups.ending()
 
     async def prefill(self, call: Call, journey: Journey) -> AsyncGenerator[Output, None]:
         """The prompt alone, for another worker to go on."""
-        order = await self._preparation.order(call, journey.id)
+        order = await self._preparation.order(call, journey.id, journey.created)
         job = order.jobs[0]
         if len(order.jobs) > 1 or order.params.n > 1 or job.echo:
             raise InvalidRequest("only one plain reply to one prompt can be begun here and go on elsewhere", param="n")
         self._metrics.asked(len(job.ids), 1, order.params.max_tokens)
-        async with aclosing(self._errand(order, journey).prefill()) as outputs:
-            async for output in outputs:
-                if output.error is not None:
-                    raise output_error(output.error)
-                if output.finish is not None:
-                    self._metrics.began(len(job.ids), output.cached_tokens)
-                    self._metrics.ended(output.finish.value, output.timing, len(output.tokens))
-                yield output
+        phases = self._phases(order, journey)
+        try:
+            async with aclosing(self._errand(order, journey).prefill()) as outputs:
+                async for output in outputs:
+                    if phases is not None:
+                        phases.take(0, output)
+                    if output.error is not None:
+                        raise output_error(output.error)
+                    if output.finish is not None:
+                        self._metrics.began(len(job.ids), output.cached_tokens)
+                        self._metrics.ended(output.finish.value, output.timing, len(output.tokens))
+                    yield output
+        finally:
+            if phases is not None:
+                phases.close(self.engine.now())
+
+    def _phases(self, order: Order, journey: Journey) -> Phases | None:
+        if journey.span is None:
+            return None
+        return Phases(journey.span, self.served_name, [len(job.ids) for job in order.jobs])
 
     def _chain(self, order: Order) -> str:
         """Where its first prompt ends, as the engine will name its blocks."""

@@ -12,6 +12,7 @@ from emberline.core.plan import TokenLogprob
 from emberline.server.metrics import Metrics
 from emberline.server.worker.choice import Choice, token_info
 from emberline.server.worker.order import Job, Order
+from emberline.server.worker.phases import Phases
 from emberline.tokens.tokenizer import Tokenizer
 
 
@@ -41,7 +42,9 @@ class Group:
 
 
 class Groups:
-    def __init__(self, order: Order, tokenizer: Tokenizer, metrics: Metrics, handoff: Handoff) -> None:
+    def __init__(
+        self, order: Order, tokenizer: Tokenizer, metrics: Metrics, handoff: Handoff, phases: Phases | None
+    ) -> None:
         self.choices = [
             Choice(index, tokenizer, order.params, order.splitter(index), kept=order.kept, continuing=order.continuing)
             for index in range(len(order.jobs) * order.params.n)
@@ -49,6 +52,7 @@ class Groups:
         self._order = order
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._phases = phases
         self._cached = handoff.cached_tokens or 0
         self._counts_cached = handoff.cached_tokens is None or len(order.jobs) > 1
         self._begun: set[int] = set()  # jobs that have put something out, by their first choice
@@ -65,6 +69,8 @@ class Groups:
         job, output, told = step
         choice = self.choices[job.first + output.index]
         group = Group([], told)
+        if self._phases is not None and not told:
+            self._phases.take(choice.index, output)
         if job.first not in self._begun and output.index == 0:
             self._begin(step, group)
         if not self._opened:

@@ -7,14 +7,18 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 from emberline.core.errors import InvalidRequest
 from emberline.core.handoff import Handoff
 from emberline.server.exchange import Exchange
+from emberline.trace.span import Span
 
 SEED = "x-emberline-seed"
+CREATED = "x-emberline-created"
 TRACK = "x-emberline-track"
 CHAIN = "x-emberline-chain"
+LATEST = 1 << 37  # seconds since 1970; calendars end not much later
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,23 @@ class Journey:
     tracked: bool = False  # the stream tells which tokens its events came from
     chained: bool = False  # the reply tells where the prompt ends, in blocks
     handoff: Handoff = field(default_factory=Handoff)
+    span: Span | None = None  # where it is traced
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.created < LATEST:
+            raise InvalidRequest(f"{self.created} is no time at which a reply is made", param="created")
 
     @staticmethod
     def begun_by(x: Exchange) -> Journey:
         """A router says in headers what it wants to know or to decide."""
-        seed = x.header(SEED)
-        if seed and not (seed.isascii() and seed.isdigit() and int(seed) < 1 << 64):
-            raise InvalidRequest(f"{SEED} is {seed[:40]!r}; it must be in [0, 2**64)")
+        seed, created = _number(x, SEED), _number(x, CREATED)
         tracked, chained = x.header(TRACK) == "1", x.header(CHAIN) == "1"
-        return Journey(seed=int(seed) if seed else None, tracked=tracked, chained=chained)
+        when: dict[str, Any] = {} if created is None else {"created": created}
+        return Journey(seed=seed, tracked=tracked, chained=chained, span=x.span, **when)
+
+
+def _number(x: Exchange, name: str) -> int | None:
+    value = x.header(name)
+    if value and not (value.isascii() and value.isdigit() and len(value) <= 20 and int(value) < 1 << 64):
+        raise InvalidRequest(f"{name} is {value[:40]!r}; it must be in [0, 2**64)")
+    return int(value) if value else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from emberline.api import reasoning, tools
@@ -30,8 +31,9 @@ class Prompts:
         self._reasoning = reasoning.style_for("".join(sources))
         self.closing = _closing(tokenizer, self._reasoning)  # ends the reasoning; empty: nothing does
 
-    def render(self, call: ChatCall) -> str:
-        """The conversation as the model was trained to see it."""
+    def render(self, call: ChatCall, created: int | None = None) -> str:
+        """The conversation as the model was trained to see it. `created`: what the time is, in seconds since 1970; a
+        reply that goes on elsewhere, or after midnight, has the prompt that it began with. None: now."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template", hint="use /v1/completions, or serve with --chat-template"
@@ -48,8 +50,9 @@ class Prompts:
                 param="thinking.budget_tokens",
                 hint="leave thinking out",
             )
+        dated = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
         text = self._template.render(
-            messages, listed, call.generation_prompt and not call.continue_last, **call.template_args
+            messages, listed, call.generation_prompt and not call.continue_last, **call.template_args, **dated
         )
         return _unfinished(text, messages[-1]) if call.continue_last else text
 

@@ -38,26 +38,29 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
     assembled = registrar = None
     try:
+        from emberline.server.tracing import tracing
         from emberline.server.worker.assembly import assemble, read_parts
 
         parts = await asyncio.to_thread(read_parts, config, directories)
         await starting
-        assembled = assemble(config, parts, engine)
-        _announce(engine.ready)
-        if config.worker is not None:
-            registrar = _registrar(config.worker, config, port, assembled.app)
+        service = "emberline-server" if config.worker is None else "emberline-worker"
+        async with tracing(config.trace, service, _name(config.worker, port)) as spans:
+            assembled = assemble(config, parts, engine, spans)
+            _announce(engine.ready)
+            if config.worker is not None:
+                registrar = _registrar(config.worker, config, port, assembled.app)
 
-        def ready() -> None:
-            _ready(config.host, port, engine.ready, began)
-            if registrar is not None:
-                registrar.start()
+            def ready() -> None:
+                _ready(config.host, port, engine.ready, began)
+                if registrar is not None:
+                    registrar.start()
 
-        async def leaving() -> None:
-            engine.ledger.close()
-            if registrar is not None:
-                await registrar.leave()
+            async def leaving() -> None:
+                engine.ledger.close()
+                if registrar is not None:
+                    await registrar.leave()
 
-        await listen(assembled.app, listener, ready, leaving)
+            await listen(assembled.app, listener, ready, leaving)
     finally:
         if registrar is not None:
             await registrar.stop()
@@ -76,8 +79,8 @@ def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: Engin
     return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
 
 
-def _name(worker: WorkerConfig, port: int) -> str:
-    return worker.name or f"{socket.gethostname()}:{port}"
+def _name(worker: WorkerConfig | None, port: int) -> str:
+    return worker.name if worker is not None and worker.name else f"{socket.gethostname()}:{port}"
 
 
 def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:

@@ -23,6 +23,8 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
         ("emberline:kv_transfer_published", "Prompts computed for other engines.", stats.published),
         ("emberline:kv_transfer_published_blocks", "KV blocks of these.", stats.published_blocks),
         ("emberline:kv_transfer_sent_bytes", "Bytes that other engines took.", stats.sent_bytes),
+        ("emberline:kv_transfer_copy_seconds", "Time in which bytes of pulls moved.", stats.copy_seconds),
+        ("emberline:kv_transfer_hidden_seconds", "Of it, while the peer still computed.", stats.hidden_seconds),
     ):
         yield Family.of(f"{name}_total", help_, "counter", [(labels, counter)])
     for name, help_, gauge in (

@@ -37,6 +37,8 @@ const short = {
 };
 
 export const moment = known((ms) => (Date.now() - ms < DAY / 2 ? time.format(ms) : full.format(ms)));
+/** A moment to come. */
+export const until = known((ms) => (ms - Date.now() < DAY ? short.minute : date).format(ms));
 export const exactly = known((ms) => full.format(ms));
 export const day = known((ms) => date.format(ms));
 /** When a cell began. */

@@ -23,14 +23,14 @@ async function follow(session, where, alert, rows) {
   while (!where.signal.aborted) {
     if (!document.hidden) {
       try {
-        const { items } = await session.api.get("logs", { gateway: session.gateway, limit: LOOKED }, where.signal);
+        const { items, complete } = await session.api.get("logs", { gateway: session.gateway, limit: LOOKED }, where.signal);
         where.live("ready", "live", Date.now() - Date.parse(items[0]?.created_at) < AT_WORK);
         const key = items.map(({ id, feedback }) => id + feedback).join();
-        if (key !== shown) {
+        if (key !== shown && (items.length || complete)) {
           rows.replaceChildren(records("Live requests", items.slice(0, SHOWN)));
           warn(alert, items);
+          shown = key;
         }
-        shown = key;
       } catch (error) {
         if (where.signal.aborted) return;
         if (error.status === 401) return where.expelled(error);
@@ -48,5 +48,5 @@ function warn(alert, items) {
   if (!rescued.length) return;
   const by = [...new Set(rescued.map(({ provider, model }) => `${provider}/${model}`))].slice(0, 3).join(", ");
   const text = `A fallback answered ${rescued.length} of the last ${items.length} requests: ${by}. `;
-  alert.replaceChildren(element("strong", {}, "Served by a later step. "), text, link(`#/logs/${rescued[0].id}`, "See the newest"));
+  alert.replaceChildren(element("strong", {}, "Served by a later step. "), text, link("#/logs?rescued=true", "See them"));
 }

@@ -8,7 +8,7 @@ import { records } from "./records.js";
 const PAGE = 50;
 const AGES = [["", "any time"], ["3600", "last hour"], ["86400", "last day"], ["604800", "last week"], ["2592000", "last 30 days"]];
 /** Names in the address that go to the server as they are. */
-const PLAIN = ["success", "cached", "status", "provider", "model", "key_id", "user", "error", "feedback", "session_id", "event_id", "min_cost", "min_tokens_out", "min_duration"];
+const PLAIN = ["success", "cached", "rescued", "status", "provider", "model", "key_id", "user", "error", "feedback", "session_id", "event_id", "min_cost", "min_tokens_out", "min_duration"];
 
 export async function logs(session, where) {
   if (where.rest[0]) return record(session, where, where.rest[0]);
@@ -44,6 +44,7 @@ class Explorer {
       text("status", "Status", { placeholder: "429, 500", inputMode: "numeric" }),
       text("error", "Error code"),
       choice("cached", "Cache", [["", "any"], ["true", "hit"], ["false", "miss"]]),
+      choice("rescued", "Rescued", [["", "any"], ["true", "by a fallback"], ["false", "not"]]),
       choice("feedback", "Feedback", [["", "any"], ["1", "liked"], ["-1", "disliked"]]),
       amount("min_cost", "At least, $", { step: "any" }),
       amount("min_tokens_out", "Tokens out, at least"),

@@ -22,7 +22,8 @@ const DIMENSIONS = {
   error: ["Errors", "hour", "error"],
 };
 
-const fine = ({ requests, errors, cached }) => Math.max(0, requests - errors - cached);
+const OTHERS = "\u2026"; // all users but those that cost most
+const fine = ({ requests, errors, cached, rescued }) => Math.max(0, requests - errors - cached - rescued);
 const rate = (name) => (cell) => ratio(cell[name], cell.requests);
 const one = (title, format, label, tone, value, more = {}) => new TimeChart({ title, format, series: [{ label, tone, value }], ...more });
 
@@ -91,7 +92,7 @@ class Overview {
   draw(cells, unit, all) {
     const { requests, cost, tokens, latency, cache, errors } = this.charts;
     const unpriced = all.unpriced ? `${count(all.unpriced)} without a price` : "";
-    requests.draw(cells, unit, count(all.requests), "");
+    requests.draw(cells, unit, count(all.requests), all.rescued ? `${count(all.rescued)} rescued by a fallback` : "");
     cost.draw(cells, unit, money(all.micros), unpriced);
     tokens.draw(cells, unit, count(all.tokens_in + all.tokens_out), `${count(all.tokens_in)} in, ${count(all.tokens_out)} out`);
     latency.draw(cells, unit, millis(all.duration_p50), `p99 ${millis(all.duration_p99)}, first content ${millis(all.first_byte_p50)}`);
@@ -107,19 +108,21 @@ class Overview {
       node.style.setProperty("--share", requests / most);
       return element("span", { className: "amount" }, element("span", {}, count(requests)), node);
     };
-    const name = ({ value }) => (value ? link(`#/logs?${asked(this.dimension, filter, value)}`, value) : NONE);
+    const name = ({ value }) => (value === OTHERS ? "all others" : value ? link(`#/logs?${asked(this.dimension, filter, value)}`, value) : NONE);
     const timed = items.some((item) => "duration_p50" in item);
     const columns = [
       [title.slice(0, -1), name, "wide"],
       ["Requests", bar, "number"],
       ["Errors", (c) => percent(ratio(c.errors, c.requests)), "number"],
       ["Cached", (c) => percent(ratio(c.cached, c.requests)), "number"],
+      ["Rescued", (c) => percent(ratio(c.rescued, c.requests)), "number"],
       ["Tokens", (c) => count(c.tokens_in + c.tokens_out), "number"],
       ["Cost", cost, "number"],
       ...(timed ? [["p50", (c) => millis(c.duration_p50), "number"], ["p99", (c) => millis(c.duration_p99), "number"]] : []),
     ];
     const none = this.dimension === "error" ? "Nothing has failed." : "No requests in this time.";
-    return table(title, columns, items.map((item) => ({ ...item, id: item.value })).sort((a, b) => b.requests - a.requests), { none });
+    const order = (a, b) => (a.value === OTHERS) - (b.value === OTHERS) || b.requests - a.requests;
+    return table(title, columns, items.map((item) => ({ ...item, id: item.value })).sort(order), { none });
   }
 }
 
@@ -142,6 +145,7 @@ function charts() {
       series: [
         { label: "answered", tone: "ember", value: fine },
         { label: "cached", tone: "sage", value: (c) => c.cached },
+        { label: "rescued", tone: "sand", value: (c) => c.rescued },
         { label: "failed", tone: "fail", value: (c) => c.errors },
       ],
     }),
@@ -165,7 +169,7 @@ function charts() {
   };
 }
 
-const ZERO = { requests: 0, errors: 0, cached: 0, unpriced: 0, micros: 0, tokens_in: 0, tokens_out: 0 };
+const ZERO = { requests: 0, errors: 0, cached: 0, rescued: 0, unpriced: 0, micros: 0, tokens_in: 0, tokens_out: 0 };
 
 /** A cell for each unit: where there was nothing there is none. */
 function filled(items, { since, until }, size) {

@@ -101,7 +101,7 @@ export class TimeChart {
     this.at = index;
     const cell = index === null ? null : this.cells[index];
     this.series.forEach(({ value }, i) => (this.values[i].value.textContent = cell ? this.format(value(cell)) : ""));
-    this.told.textContent = cell ? begun(cell.start, this.unit) : "";
+    this.told.textContent = cell ? tick(cell.start, this.unit) : "";
     const at = cell ? ((index + 0.5) * WIDTH) / this.cells.length : 0;
     this.cursor.setAttribute("d", cell ? `M${at} 0V${HEIGHT}` : "");
     const spoken = cell ? this.series.map(({ label, value }) => `${label} ${this.format(value(cell))}`).join(", ") : this.total.textContent;

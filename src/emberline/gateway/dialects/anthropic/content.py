@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.dialects import seals
-from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.fields import Fields, parse_content, unknown
 from emberline.gateway.dialects.inner import (
     File,
     Image,
@@ -30,17 +30,12 @@ def parse_message(raw: object, path: str) -> Message:
     role = said.need("role", str)
     if role not in ("user", "assistant", "system"):
         raise unknown(role, f"{path}.role", "user, assistant, system")
-    parts, shape = parse_content(said.raw("content"), f"{path}.content")
+    parts, shape = parse_blocks(said.raw("content"), f"{path}.content")
     return Message(role, parts, shape, said.left)  # type: ignore[arg-type]  # checked above
 
 
-def parse_content(content: object, path: str) -> tuple[list[Part], str]:
-    if content is None:
-        return [], "absent"
-    if isinstance(content, str):
-        return [Text(content)], "text"
-    blocks = expect(content, list, path)
-    return [_parse_block(raw, f"{path}[{at}]") for at, raw in enumerate(blocks)], "list"
+def parse_blocks(content: object, path: str) -> tuple[list[Part], str]:
+    return parse_content(content, path, _parse_block)
 
 
 def _parse_block(raw: object, path: str) -> Part:
@@ -58,13 +53,13 @@ def _parse_block(raw: object, path: str) -> Part:
             arguments = msgspec.json.encode(said.take("input", dict, {})).decode()
             return ToolCall(said.need("id", str), said.need("name", str), arguments, said.left)
         case "tool_result":
-            parts, shape = parse_content(said.raw("content"), f"{path}.content")
+            parts, shape = parse_blocks(said.raw("content"), f"{path}.content")
             id, failed = said.need("tool_use_id", str), said.take("is_error", bool)
             return ToolResult(id, parts, is_error=failed, shape=shape, extra=said.left)
         case "image" | "document" if isinstance(said.left.get("source"), dict):
             return _parse_source(kind, said)
         case _:
-            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+            return Opaque(kind, said.whole)
 
 
 def _parse_source(kind: str, said: Fields) -> Part:

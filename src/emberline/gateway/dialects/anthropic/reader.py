@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
+from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.calls import Calls
+from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish import ANTHROPIC
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
@@ -66,22 +56,18 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Event)
+_EVENTS = EventDecoder(_Event, "Anthropic's")
 
 
 class Reader:
     def __init__(self) -> None:
         self._kinds: dict[int, str] = {}  # open blocks
-        self._slots: dict[int, int] = {}  # block -> call
-        self._bare: set[int] = set()  # calls that have no arguments yet
+        self._calls = Calls()
         self._usage = Usage()
         self._finished = False
 
-    def read(self, event: bytes) -> Iterator[Delta]:
-        try:
-            said = _DECODER.decode(event)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Broken(f"an event of the stream is not one of Anthropic's: {error}") from None
+    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+        said = _EVENTS.decode(event)
         if said.type == "content_block_delta" and said.delta is not None:  # nearly all are
             yield from self._piece(said.index, said.delta)
             return
@@ -91,77 +77,72 @@ class Reader:
             case _Event(type="content_block_stop"):
                 yield from self._stop(said.index)
             case _Event(type="message_start", message=_Message() as message):
-                yield Opened(message.id, message.model)
+                yield deltas.Opened(message.id, message.model)
                 yield from self._count(message.usage)
             case _Event(type="message_delta", delta=_Piece() as piece):
                 yield from self._finish(piece)
                 yield from self._count(said.usage)
             case _Event(type="message_stop"):
-                yield Ended()
+                yield deltas.Ended()
             case _Event(type="error"):
                 raise raised({"error": said.error})
             case _Event(type="content_block_delta" | "content_block_start" | "message_start" | "message_delta"):
                 raise Broken(f"an event of the stream has nothing in it: {said.type}")
         # all others, as ping, tell nothing of the reply
 
-    def end(self) -> tuple[Delta, ...]:
+    def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _start(self, index: int, block: _Block) -> Iterator[Delta]:
-        if index in self._kinds or index in self._slots:
+    def _start(self, index: int, block: _Block) -> Iterator[deltas.Delta]:
+        if index in self._kinds or index in self._calls:
             raise Broken("a block of the stream opens twice")
         self._kinds[index] = block.type
         match block:
             case _Block(type="text", text=str(text)) if text:
-                yield TextPiece(text)
+                yield deltas.TextPiece(text)
             case _Block(type="thinking", thinking=str(text)) if text:
-                yield ThinkingPiece(text)
+                yield deltas.ThinkingPiece(text)
             case _Block(type="redacted_thinking", data=str(data)):
-                yield Sealed(data, "anthropic", redacted=True)
+                yield deltas.Sealed(data, "anthropic", redacted=True)
             case _Block(type="tool_use", id=str(id), name=str(name)):
-                slot = self._slots[index] = len(self._slots)
-                yield ToolOpened(slot, id, name)
+                yield self._calls.open(index, id, name)
                 if block.input:
-                    yield ToolPiece(slot, msgspec.json.encode(block.input).decode())
-                else:
-                    self._bare.add(slot)
+                    yield self._calls.piece(index, msgspec.json.encode(block.input).decode())
             case _Block(type="tool_use"):
                 raise Broken("a call of the stream has no name")
 
-    def _piece(self, index: int, piece: _Piece) -> Iterator[Delta]:
+    def _piece(self, index: int, piece: _Piece) -> Iterator[deltas.Delta]:
         kind = self._kinds.get(index)
         if kind is None:
             raise Broken("a piece of the stream belongs to no open block")
         match piece:
             case _Piece(type="text_delta", text=str(text)):
-                yield TextPiece(text)
+                yield deltas.TextPiece(text)
             case _Piece(type="input_json_delta", partial_json=str(text)):
                 if text and kind == "tool_use":
-                    self._bare.discard(self._slots[index])
-                    yield ToolPiece(self._slots[index], text)
+                    yield self._calls.piece(index, text)
             case _Piece(type="thinking_delta", thinking=str(text)):
-                yield ThinkingPiece(text)
+                yield deltas.ThinkingPiece(text)
             case _Piece(type="signature_delta", signature=str(seal)):
-                yield Sealed(seal, "anthropic")
+                yield deltas.Sealed(seal, "anthropic")
             case _Piece(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
                 raise Broken(f"a piece of the stream has nothing in it: {piece.type}")
 
-    def _stop(self, index: int) -> Iterator[Delta]:
-        if self._kinds.pop(index, None) is None:
+    def _stop(self, index: int) -> Iterable[deltas.Delta]:
+        kind = self._kinds.pop(index, None)
+        if kind is None:
             raise Broken("a block of the stream is closed that is not open")
-        if (slot := self._slots.get(index)) is not None and slot in self._bare:
-            self._bare.discard(slot)
-            yield ToolPiece(slot, "{}")
+        return self._calls.rest(index) if kind == "tool_use" else ()
 
-    def _finish(self, piece: _Piece) -> Iterator[Delta]:
+    def _finish(self, piece: _Piece) -> Iterator[deltas.Delta]:
         if piece.stop_reason is None or self._finished:
             return
         self._finished = True
         if piece.stop_details and isinstance(why := piece.stop_details.get("explanation"), str):
-            yield RefusalPiece(why)
-        yield Finished(ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
+            yield deltas.RefusalPiece(why)
+        yield deltas.Finished(ANTHROPIC.get(piece.stop_reason, "stop"), piece.stop_sequence)
 
-    def _count(self, said: Json | None) -> Iterator[Delta]:
+    def _count(self, said: Json | None) -> Iterator[deltas.Delta]:
         if (usage := Usage.read("anthropic", said)) is not None:
             self._usage = self._usage.joined(usage)
-            yield Counted(self._usage)
+            yield deltas.Counted(self._usage)

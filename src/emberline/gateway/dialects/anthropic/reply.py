@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from emberline.gateway.dialects import counts
-from emberline.gateway.dialects.anthropic.content import parse_content, render_part
+from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
 from emberline.gateway.dialects.fields import Fields
@@ -18,7 +18,7 @@ _IDLE = ("type", "role", "usage")
 def parse(body: Json, changes: Changes) -> Answer:
     said = Fields(body, "")
     id, model = said.take("id", str, ""), said.take("model", str, "")
-    parts, _ = parse_content(said.need("content", list), "content")
+    parts, _ = parse_blocks(said.need("content", list), "content")
     reason = ANTHROPIC.get(said.take("stop_reason", str, "end_turn"), "stop")
     details = said.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
@@ -31,13 +31,14 @@ def parse(body: Json, changes: Changes) -> Answer:
 def render(answer: Answer, asked: Asked) -> Json:
     if not answer.choices:
         raise Broken("the reply has no answer in it")
+    asked.name(answer)
     choice = answer.choices[0]
     stop_reason, stop_sequence = rendered_stop(choice.reason or "stop", choice.stop_sequence, _refuses(choice.parts))
     return {
-        "id": answer.id or asked.id,
+        "id": answer.id,
         "type": "message",
         "role": "assistant",
-        "model": asked.model or answer.model,
+        "model": answer.model,
         "content": [_render(part) for part in choice.parts if not isinstance(part, Opaque | Image)],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,

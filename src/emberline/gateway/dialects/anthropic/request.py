@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from emberline.gateway.dialects.adapt import merged
 from emberline.gateway.dialects.anthropic.content import (
     object_of,
-    parse_content,
+    parse_blocks,
     parse_message,
     render_content,
     tool_id,
 )
-from emberline.gateway.dialects.anthropic.thinking import parse_reasoning, render_reasoning
+from emberline.gateway.dialects.anthropic.thinking import EFFORTS, parse_reasoning, render_reasoning
+from emberline.gateway.dialects.anthropic.words import WORDS
 from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.fields import Fields, unknown
+from emberline.gateway.dialects.fields import Fields, each, unknown
 from emberline.gateway.dialects.inner import (
     Conversation,
     Json,
@@ -29,54 +31,45 @@ from emberline.gateway.dialects.recipient import Recipient
 from emberline.gateway.dialects.schemas import ANTHROPIC, closed, restricted
 
 DEFAULT_MAX_TOKENS = 4096
-_PLAIN: dict[str, tuple[str, type[Any]]] = {  # ours -> theirs
-    "max_output": ("max_tokens", int),
-    "temperature": ("temperature", float),
-    "top_p": ("top_p", float),
-    "top_k": ("top_k", int),
-    "stop": ("stop_sequences", list),
-    "stream": ("stream", bool),
-}
+_NO_ARGUMENTS: Json = {"type": "object", "properties": {}}
 
 
 def parse(body: Json) -> Conversation:
     said = Fields(body, "")
     asked = Conversation("anthropic", said.take("model", str, ""))
-    messages = said.need("messages", list)
-    asked.messages = [parse_message(raw, f"messages[{at}]") for at, raw in enumerate(messages)]
+    asked.messages = each(said.need("messages", list), "messages", parse_message)
     if (system := said.raw("system")) is not None:
-        asked.system, _ = parse_content(system, "system")
+        asked.system, _ = parse_blocks(system, "system")
         asked.kept["system"] = system
-    for ours, (theirs, kind) in _PLAIN.items():
-        setattr(asked, ours, said.take(theirs, kind))
+    WORDS.take(said, asked)
     parse_reasoning(said, asked)
     if (config := said.take("output_config", dict)) is not None:
-        asked.kept["output_config"] = config
-        asked.response_format = _parse_format(config.get("format"))
-        said.left |= {f"output_config.{name}": v for name, v in config.items() if name not in ("effort", "format")}
+        known = ("format", "effort") if config.get("effort") in EFFORTS else ("format",)
+        asked.keep("output_config", config, read=known)
+        asked.response_format = _parse_format(config.get("format"), "output_config.format")
+    if (form := said.take("output_format", dict)) is not None:  # where it was before
+        asked.kept["output_format"] = form
+        asked.response_format = asked.response_format or _parse_format(form, "output_format")
     _parse_tools(said, asked)
     if (metadata := said.take("metadata", dict)) is not None:
-        asked.kept["metadata"] = metadata
+        asked.keep("metadata", metadata, read=("user_id",))
         user = metadata.get("user_id")
         asked.user = user if isinstance(user, str) else None
     asked.extra = said.left
     return asked
 
 
-def _parse_format(raw: object) -> ResponseFormat | None:
+def _parse_format(raw: object, path: str) -> ResponseFormat | None:
     match raw:
         case {"type": "json_schema", "schema": dict(schema)}:
             return ResponseFormat("schema", schema)
         case None:
             return None
-    raise unknown(raw, "output_config.format", "json_schema")
+    raise unknown(raw, path, "json_schema")
 
 
 def _parse_tools(said: Fields, asked: Conversation) -> None:
-    if (tools := said.take("tools", list)) is not None:
-        asked.tools = [_parse_tool(raw, f"tools[{at}]") for at, raw in enumerate(tools)]
-        if not tools:
-            said.left["tools"] = []
+    asked.tools = said.each("tools", _parse_tool)
     if (choice := said.take("tool_choice", dict)) is None:
         return
     asked.kept["tool_choice"] = choice
@@ -105,10 +98,10 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     body: Json = {"model": to.model or asked.model}
     if asked.dialect == "anthropic":
         body["messages"] = [_render_message(message) for message in asked.messages]
-        body |= _plain(asked)
+        body |= WORDS.said(asked)
         if asked.tools:
             body["tools"] = [_render_tool(tool) for tool in asked.tools]
-        return {**body, **asked.kept, **{k: v for k, v in asked.extra.items() if not k.startswith("output_config.")}}
+        return {**body, **asked.kept, **asked.extra}
     _hoist_system(asked, to, changes)
     _check_calls(asked, changes)
     body["messages"] = [_render_message(message) for message in merged(asked.messages, roles=("user", "assistant"))]
@@ -118,23 +111,20 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
         asked.max_output = to.max_output or DEFAULT_MAX_TOKENS
         changes.say("max_output", f"anthropic needs a limit: {asked.max_output}")
     if asked.tools:
-        body["tools"] = [_render_tool(tool) for tool in asked.tools]
+        _unforce(asked, to, changes)
+        body["tools"] = [_render_tool(_fit_tool(tool, to, changes)) for tool in asked.tools]
         _render_choice(asked, body, changes)
     body |= render_reasoning(asked, to, changes)
     _limit_sampling(asked, to, "thinking" in body, changes)
-    body |= _plain(asked)
+    body |= WORDS.said(asked)
     if asked.response_format:
-        _render_format(asked.response_format, body, changes)
+        _render_format(asked.response_format, to, body, changes)
     if asked.user:
         body["metadata"] = {"user_id": asked.user}
     changes.dropped(asked.metadata or None, "metadata", "anthropic")
     for name in ("seed", "presence_penalty", "frequency_penalty", "logprobs", "verbosity"):
         changes.dropped(getattr(asked, name), name, "anthropic")
     return body
-
-
-def _plain(asked: Conversation) -> Json:
-    return {theirs: value for ours, (theirs, _) in _PLAIN.items() if (value := getattr(asked, ours)) is not None}
 
 
 def _render_message(message: Message) -> Json:
@@ -170,14 +160,30 @@ def _check_calls(asked: Conversation, changes: Changes) -> None:
                     changes.say("messages", "ids have signs that anthropic refuses", within=".tool_call_id")
 
 
+def _fit_tool(tool: Tool | Opaque, to: Recipient, changes: Changes) -> Tool | Opaque:
+    if isinstance(tool, Opaque) or not tool.strict:
+        return tool
+    if to.claude_has_schemas:
+        return replace(tool, schema=_kept_to(tool.schema or _NO_ARGUMENTS, "tools[]", changes))
+    changes.say("tools[]", "this model keeps to no schema", within=".strict")
+    return replace(tool, strict=None)
+
+
 def _render_tool(tool: Tool | Opaque) -> Json:
     if isinstance(tool, Opaque):
         return tool.raw
     made: Json = {"name": tool.name}
     made |= {} if tool.description is None else {"description": tool.description}
-    made["input_schema"] = tool.schema if tool.schema is not None else {"type": "object", "properties": {}}
+    made["input_schema"] = tool.schema if tool.schema is not None else _NO_ARGUMENTS
     made |= {} if tool.strict is None else {"strict": tool.strict}
     return {**made, **tool.extra}
+
+
+def _unforce(asked: Conversation, to: Recipient, changes: Changes) -> None:
+    choice = asked.tool_choice
+    if to.claude_is_never_forced and choice and choice.mode in ("required", "named"):
+        asked.tool_choice = ToolChoice("auto", choice.names)
+        changes.say("tool_choice", "this model cannot be forced to call a tool")
 
 
 def _render_choice(asked: Conversation, body: Json, changes: Changes) -> None:
@@ -218,14 +224,20 @@ def _limit_sampling(asked: Conversation, to: Recipient, thinks: bool, changes: C
             changes.say(name, "this model takes none while it thinks" if thinks and to.claude_has_sampling else why)
 
 
-def _render_format(form: ResponseFormat, body: Json, changes: Changes) -> None:
+def _render_format(form: ResponseFormat, to: Recipient, body: Json, changes: Changes) -> None:
+    if form.kind == "text":
+        return
     if form.kind == "json":
         changes.say("response_format", "anthropic needs a schema; the prompt has to ask for JSON")
-    elif form.kind == "schema":
-        schema = restricted(form.schema, ANTHROPIC, lambda word: _lost(changes, word))
-        schema = closed(schema, lambda word: changes.say("response_format", "objects were closed", within=f".{word}"))
+    elif not to.claude_has_schemas:
+        changes.say("response_format", "this model keeps to no schema; the prompt has to ask for JSON")
+    else:
+        schema = _kept_to(form.schema, "response_format", changes)
         body.setdefault("output_config", {})["format"] = {"type": "json_schema", "schema": schema}
 
 
-def _lost(changes: Changes, word: str) -> None:
-    changes.say("response_format", "anthropic does not know this word of schemas", within=f".{word}")
+def _kept_to(schema: Json | None, field: str, changes: Changes) -> Any:
+    """A schema that Claude is held to has fewer words, and closed objects."""
+    lost = "anthropic does not know this word of schemas"
+    schema = restricted(schema, ANTHROPIC, lambda word: changes.say(field, lost, within=f".{word}"))
+    return closed(schema, lambda word: changes.say(field, "objects were closed", within=f".{word}"))

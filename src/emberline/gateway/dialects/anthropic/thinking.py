@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.effort import LEAST_BUDGET, budget_of, effort_of
+from emberline.gateway.dialects.effort import LEAST_BUDGET, budget_of, effort_of, nearest
 from emberline.gateway.dialects.fields import Fields
 from emberline.gateway.dialects.inner import Conversation, Effort, Json, Reasoning, Thinking, ToolCall
 from emberline.gateway.dialects.recipient import Recipient
 
-_EFFORTS: tuple[Effort, ...] = ("low", "medium", "high", "xhigh", "max")
+EFFORTS: tuple[Effort, ...] = ("low", "medium", "high", "xhigh", "max")
 
 
 def parse_reasoning(said: Fields, asked: Conversation) -> None:
     config = said.left.get("output_config")
     effort = config.get("effort") if isinstance(config, dict) else None
-    known: Effort | None = effort if effort in _EFFORTS else None
+    known: Effort | None = effort if effort in EFFORTS else None
     thinking = said.take("thinking", dict)
     if thinking is None:
         asked.reasoning = Reasoning(known) if known else None
@@ -35,7 +35,12 @@ def render_reasoning(asked: Conversation, to: Recipient, changes: Changes) -> Js
     if wish is None:
         return {}
     if wish.effort == "none" or wish.budget == 0:
-        return {"thinking": {"type": "disabled"}}
+        if to.claude_thinks_between:
+            changes.say("reasoning", "this model thinks at least between calls of tools")
+            return {"thinking": {"type": "between_tools"}}
+        if "none" in to.claude_efforts:
+            return {"thinking": {"type": "disabled"}}
+        wish = Reasoning("none", show=wish.show)
     if why := _cannot_think(asked, to):
         changes.say("reasoning", why)
         return {}
@@ -43,21 +48,21 @@ def render_reasoning(asked: Conversation, to: Recipient, changes: Changes) -> Js
     if wish.budget is not None and wish.budget > 0 and to.claude_has_budget and wish.effort is None:
         return _budgeted(wish.budget, asked, shown, changes, asked_for=True)
     if to.claude_has_effort:
-        return _adaptive(wish, shown, changes)
+        return _adaptive(wish, to, shown, changes)
     return _budgeted(budget_of(wish.effort or "medium"), asked, shown, changes, asked_for=False)
 
 
-def _adaptive(wish: Reasoning, shown: Json, changes: Changes) -> Json:
+def _adaptive(wish: Reasoning, to: Recipient, shown: Json, changes: Changes) -> Json:
     made: Json = {"thinking": {"type": "adaptive", **shown}}
     effort = wish.effort
     if effort is None and wish.budget is not None and wish.budget > 0:
         effort = effort_of(wish.budget)
         changes.say("reasoning", f"a budget of {wish.budget} tokens was asked for as effort {effort}")
-    if effort == "minimal":
-        effort = "low"
-        changes.say("reasoning", "the least effort anthropic knows is low")
     if effort is not None:
-        made["output_config"] = {"effort": effort}
+        known = nearest(effort, to.claude_efforts)
+        if known != effort:
+            changes.say("reasoning", f"effort {effort} was asked for as {known}")
+        made["output_config"] = {"effort": known}
     return made
 
 

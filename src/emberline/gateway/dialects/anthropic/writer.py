@@ -6,23 +6,10 @@ message_start, { content_block_start, content_block_delta ..., content_block_sto
 from __future__ import annotations
 
 from emberline.api import sse
-from emberline.gateway.dialects import counts, seals
+from emberline.gateway.dialects import counts, deltas, seals
 from emberline.gateway.dialects.anthropic.content import tool_id
 from emberline.gateway.dialects.anthropic.reply import rendered_stop
 from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.errors import Broken
@@ -37,44 +24,45 @@ _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","inde
 class Writer:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._opened: Opened | None = None
+        self._opened: deltas.Opened | None = None
         self._begun = False
         self._index = -1  # of the last block
         self._kind = ""  # of the open one; "": none is
         self._slot = -1  # of the open call
         self._signed = False  # the open thinking
         self._refused = False
-        self._finished: Finished | None = None
+        self._finished: deltas.Finished | None = None
         self._usage = Usage()
 
-    def push(self, delta: Delta) -> bytes:
+    def push(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case TextPiece():
+            case deltas.TextPiece():
                 return self._grow("text", _TEXT, delta.text)
-            case ToolPiece():
+            case deltas.ToolPiece():
                 if self._kind != "tool_use" or delta.slot != self._slot:
                     raise Broken("the pieces of several calls are mixed")
                 return _DELTA % (self._index, _JSON, sse.dumps(delta.text))
-            case ThinkingPiece():
+            case deltas.ThinkingPiece():
                 return self._grow("thinking", _THOUGHT, delta.text)
-            case RefusalPiece():
+            case deltas.RefusalPiece():
                 self._refused = True
                 return self._grow("text", _TEXT, delta.text)
-            case ToolOpened():
+            case deltas.ToolOpened():
                 self._slot = delta.slot
                 call = {"id": tool_id(delta.id), "name": delta.name, "input": {}}
                 return self._open("tool_use", {"type": "tool_use", **call})
-            case Sealed():
+            case deltas.Sealed():
                 return self._seal(delta)
-            case Opened():
+            case deltas.Opened():
                 assert self._opened is None, "a stream begins once"
+                self._asked.name(delta)
                 self._opened = delta
-            case Counted():
+            case deltas.Counted():
                 self._usage = delta.usage
-            case Finished():
+            case deltas.Finished():
                 self._finished = delta
                 return self._start() + self._close()
-            case Ended():
+            case deltas.Ended():
                 return self._end()
         return b""
 
@@ -87,7 +75,7 @@ class Writer:
             before = self._open(kind, _OPENINGS[kind])
         return before + _DELTA % (self._index, piece, sse.dumps(text))
 
-    def _seal(self, sealed: Sealed) -> bytes:
+    def _seal(self, sealed: deltas.Sealed) -> bytes:
         """The open thinking is signed; where there is none, an empty one carries the signature."""
         if sealed.redacted:
             block = {"type": "redacted_thinking", "data": sealed.seal}
@@ -105,10 +93,10 @@ class Writer:
         assert self._opened is not None, "a stream is opened before its first piece"
         self._begun = True
         message: Json = {
-            "id": self._opened.id or self._asked.id,
+            "id": self._opened.id,
             "type": "message",
             "role": "assistant",
-            "model": self._asked.model or self._opened.model,
+            "model": self._opened.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

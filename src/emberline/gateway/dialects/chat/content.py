@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.fields import Fields, parse_content, unknown
 from emberline.gateway.dialects.inner import (
     Audio,
     File,
@@ -51,10 +51,7 @@ def parse_assistant(said: Fields) -> Message:
     parts += content
     if (refusal := said.take("refusal", str)) is not None:
         parts.append(Refusal(refusal))
-    if (calls := said.take("tool_calls", list)) is not None:
-        if not calls:
-            said.left["tool_calls"] = calls
-        parts += [_parse_call(call, f"{said.at('tool_calls')}[{at}]") for at, call in enumerate(calls)]
+    parts += said.each("tool_calls", _parse_call)
     return Message("assistant", parts, shape, said.left)
 
 
@@ -72,13 +69,13 @@ def _parse_call(raw: object, path: str) -> Part:
 def _content(said: Fields) -> tuple[list[Part], str]:
     if "content" not in said.left:
         return [], "absent"
-    content = said.left.pop("content")
-    if content is None:
-        return [], "null"
-    if isinstance(content, str):
-        return [Text(content)] if content else [], "text"
-    parts = expect(content, list, said.at("content"))
-    return [_parse_part(part, f"{said.at('content')}[{at}]") for at, part in enumerate(parts)], "list"
+    match said.left.pop("content"):
+        case None:
+            return [], "null"
+        case "":
+            return [], "text"
+        case content:
+            return parse_content(content, said.at("content"), _parse_part)
 
 
 def _parse_part(raw: object, path: str) -> Part:
@@ -101,7 +98,7 @@ def _parse_part(raw: object, path: str) -> Part:
         case "file":
             return _parse_file(said, Fields(said.need("file", dict), f"{path}.file"))
         case _:
-            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+            return Opaque(kind, said.whole)
 
 
 def thought_of(row: Json) -> str:

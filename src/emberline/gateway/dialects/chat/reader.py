@@ -7,19 +7,9 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.chat.content import thought_of
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
+from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish import CHAT
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
@@ -67,7 +57,7 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Chunk)
+_EVENTS = EventDecoder(_Chunk, "OpenAI's chat")
 
 
 class Reader:
@@ -76,19 +66,16 @@ class Reader:
         self._calls: dict[int, list[tuple[int, str]]] = {}  # choice -> (index, id) of each slot
         self._finished: set[int] = set()
 
-    def read(self, event: bytes) -> Iterator[Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
-            yield Ended()
+            yield deltas.Ended()
             return
-        try:
-            chunk = _DECODER.decode(event)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Broken(f"an event of the stream is no chunk: {error}") from None
+        chunk = _EVENTS.decode(event)
         if chunk.error is not None:
             raise raised({"error": chunk.error})
         if not self._opened and (chunk.id or chunk.choices):  # Azure begins with its filters' results
             self._opened = True
-            yield Opened(chunk.id or "", chunk.model or "", int(chunk.created or 0))
+            yield deltas.Opened(chunk.id or "", chunk.model or "", int(chunk.created or 0))
         for choice in chunk.choices or ():
             if choice.delta is not None:
                 yield from self._piece(choice, choice.delta)
@@ -99,33 +86,33 @@ class Reader:
                 reason = CHAT.get(choice.finish_reason, "stop")
                 if reason == "stop" and self._calls.get(choice.index):
                     reason = "tool_calls"  # some say stop
-                yield Finished(reason, choice=choice.index)
+                yield deltas.Finished(reason, choice=choice.index)
         said = chunk.usage or (chunk.x_groq or {}).get("usage")
         if said and (usage := Usage.read("openai-chat", said)):
-            yield Counted(usage)
+            yield deltas.Counted(usage)
 
-    def end(self) -> tuple[Delta, ...]:
+    def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[Delta]:
+    def _piece(self, choice: _Choice, piece: _Piece) -> Iterator[deltas.Delta]:
         at = choice.index
         if isinstance(piece.content, str):
             if piece.content:
-                yield TextPiece(piece.content, at, choice.logprobs.content if choice.logprobs else None)
+                yield deltas.TextPiece(piece.content, at, choice.logprobs.content if choice.logprobs else None)
         elif piece.content:
             for row in piece.content:
                 if text := thought_of(row):
-                    yield ThinkingPiece(text, at)
+                    yield deltas.ThinkingPiece(text, at)
                 elif isinstance(said := row.get("text"), str):
-                    yield TextPiece(said, at)
+                    yield deltas.TextPiece(said, at)
         if thought := piece.reasoning_content or piece.reasoning:
-            yield ThinkingPiece(thought, at)
+            yield deltas.ThinkingPiece(thought, at)
         if piece.refusal:
-            yield RefusalPiece(piece.refusal, at)
+            yield deltas.RefusalPiece(piece.refusal, at)
         for call in piece.tool_calls or ():
             yield from self._call(at, call)
 
-    def _call(self, choice: int, call: _Call) -> Iterator[Delta]:
+    def _call(self, choice: int, call: _Call) -> Iterator[deltas.Delta]:
         slots = self._calls.setdefault(choice, [])
         function = call.function or _Function()
         slot = self._slot(slots, call)
@@ -134,9 +121,9 @@ class Reader:
                 raise Broken("a call of the stream has no name")
             slot = len(slots)
             slots.append((slot if call.index is None else call.index, call.id or ""))
-            yield ToolOpened(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
+            yield deltas.ToolOpened(slot, call.id or f"call_{choice}_{slot}", function.name, choice)
         if function.arguments:
-            yield ToolPiece(slot, function.arguments, choice)
+            yield deltas.ToolPiece(slot, function.arguments, choice)
 
     @staticmethod
     def _slot(slots: list[tuple[int, str]], call: _Call) -> int | None:

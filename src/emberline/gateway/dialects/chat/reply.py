@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
 from emberline.gateway.dialects.chat.content import google_extra, parse_assistant, render_call, thought_of
-from emberline.gateway.dialects.fields import Fields
+from emberline.gateway.dialects.fields import Fields, each
 from emberline.gateway.dialects.finish import CHAT, TO_CHAT, settled
 from emberline.gateway.dialects.inner import Answer, Choice, Json, Opaque, Part, Refusal, Text, Thinking, ToolCall
 from emberline.gateway.usage import Usage
@@ -17,7 +19,7 @@ _IDLE = ("object", "system_fingerprint", "service_tier", "usage", "metadata", "i
 def parse(body: Json, changes: Changes) -> Answer:
     said = Fields(body, "")
     id, model, created = said.take("id", str, ""), said.take("model", str, ""), said.take("created", float, 0)
-    choices = [_parse_choice(raw, f"choices[{at}]", changes) for at, raw in enumerate(said.need("choices", list))]
+    choices = each(said.need("choices", list), "choices", partial(_parse_choice, changes=changes))
     changes.reply_left(said.left, _IDLE)
     return Answer("openai-chat", id, model, choices, int(created), Usage.found("openai-chat", body))
 
@@ -37,11 +39,12 @@ def _parse_choice(raw: object, path: str, changes: Changes) -> Choice:
 
 
 def render(answer: Answer, asked: Asked) -> Json:
+    asked.name(answer)
     body: Json = {
-        "id": answer.id or asked.id,
+        "id": answer.id,
         "object": "chat.completion",
-        "created": answer.created or asked.created,
-        "model": asked.model or answer.model,
+        "created": answer.created,
+        "model": answer.model,
         "choices": [_render_choice(at, choice) for at, choice in enumerate(answer.choices)],
     }
     if answer.usage is not None:

@@ -7,8 +7,9 @@ from typing import Any
 from emberline.gateway.dialects.adapt import merged
 from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
 from emberline.gateway.dialects.chat.content import parse_message, render_message
-from emberline.gateway.dialects.effort import effort_of
-from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.chat.words import WORDS
+from emberline.gateway.dialects.effort import EFFORTS, effort_of, nearest
+from emberline.gateway.dialects.fields import Fields, Parse, each, expect, unknown
 from emberline.gateway.dialects.inner import (
     Conversation,
     Effort,
@@ -25,31 +26,14 @@ from emberline.gateway.dialects.inner import (
 )
 from emberline.gateway.dialects.recipient import Recipient
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LIMITS = ("max_completion_tokens", "max_tokens")
-_PLAIN = {  # ours -> theirs
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "seed": "seed",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "n": "n",
-    "parallel_tools": "parallel_tool_calls",
-    "verbosity": "verbosity",
-    "stream": "stream",
-    "user": "user",
-    "metadata": "metadata",
-}
 
 
 def parse(body: Json) -> Conversation:
     said = Fields(body, "")
     asked = Conversation("openai-chat", said.take("model", str, ""))
-    messages = said.need("messages", list)
-    asked.messages = [parse_message(raw, f"messages[{at}]") for at, raw in enumerate(messages)]
-    for ours, theirs, kind in _kinds():
-        setattr(asked, ours, said.take(theirs, kind))
+    asked.messages = each(said.need("messages", list), "messages", parse_message)
+    WORDS.take(said, asked)
     for name in reversed(_LIMITS):
         if (limit := said.take(name, int)) is not None:
             asked.max_output = asked.kept[name] = limit
@@ -62,12 +46,12 @@ def parse(body: Json) -> Conversation:
             asked.logprobs = said.take("top_logprobs", int)
             asked.kept |= {} if asked.logprobs is None else {"top_logprobs": asked.logprobs}
             asked.logprobs = asked.logprobs or 0
-    if (options := said.left.get("stream_options")) and isinstance(options, dict):
+    if (options := said.take("stream_options", dict)) is not None:
         asked.include_usage = bool(options.get("include_usage"))
-        asked.kept["stream_options"] = said.left.pop("stream_options")
+        asked.keep("stream_options", options, read=("include_usage",))
     if (effort := said.take("reasoning_effort", str)) is not None:
         asked.reasoning = Reasoning(parse_effort(effort, "reasoning_effort"))
-    _parse_tools(said, asked)
+    parse_tools(said, asked, _parse_tool)
     if (form := said.take("response_format", dict)) is not None:
         asked.response_format = _parse_format(form)
         asked.kept["response_format"] = form
@@ -75,27 +59,16 @@ def parse(body: Json) -> Conversation:
     return asked
 
 
-def _kinds() -> list[tuple[str, str, type[Any]]]:
-    kinds: dict[str, type[Any]] = {"seed": int, "n": int, "top_k": int, "parallel_tools": bool, "stream": bool}
-    kinds |= {"verbosity": str, "user": str, "metadata": dict}
-    return [(ours, theirs, kinds.get(ours, float)) for ours, theirs in _PLAIN.items()]
-
-
 def parse_effort(effort: str, path: str) -> Effort:
     for known in EFFORTS:
         if effort == known:
-            return known  # type: ignore[return-value]  # EFFORTS are the Efforts
+            return known
     raise unknown(effort, path, ", ".join(EFFORTS))
 
 
-def _parse_tools(said: Fields, asked: Conversation) -> None:
-    tools = said.take("tools", list)
-    if tools is not None:
-        asked.tools = [_parse_tool(raw, f"tools[{at}]") for at, raw in enumerate(tools)]
-        if not tools:
-            said.left["tools"] = []
-    choice = said.raw("tool_choice")
-    if choice is not None:
+def parse_tools(said: Fields, asked: Conversation, parse_tool: Parse[Tool | Opaque]) -> None:
+    asked.tools = said.each("tools", parse_tool)
+    if (choice := said.raw("tool_choice")) is not None:
         asked.tool_choice = parse_choice(choice)
         asked.kept["tool_choice"] = choice
 
@@ -104,7 +77,7 @@ def _parse_tool(raw: object, path: str) -> Tool | Opaque:
     said = Fields(raw, path)
     kind = said.take("type", str, "function")
     if kind != "function":
-        return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+        return Opaque(kind, said.whole)
     function = Fields(said.need("function", dict), f"{path}.function")
     name, about = function.need("name", str), function.take("description", str)
     tool = Tool(name, about, function.take("parameters", dict), function.take("strict", bool), said.left)
@@ -154,7 +127,9 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     if not own:
         changes.dropped(asked.top_k, "top_k", "openai-chat")
         asked.top_k = None
-    body |= {theirs: value for ours, theirs in _PLAIN.items() if (value := getattr(asked, ours)) is not None}
+        if not asked.tools:
+            asked.parallel_tools = None  # which is refused where there are none to call
+    body |= WORDS.said(asked)
     if asked.tools:
         body["tools"] = [_render_tool(tool) for tool in asked.tools]
     if own:
@@ -173,7 +148,7 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     if asked.response_format:
         body["response_format"] = _render_format(asked.response_format)
     if asked.reasoning:
-        body |= _render_effort(asked.reasoning, changes)
+        body |= _render_effort(asked.reasoning, to, changes)
     if asked.dialect in OPENAI:
         body |= {name: value for name, value in asked.extra.items() if name in OPENAI_SHARED}
     return body
@@ -192,19 +167,25 @@ def _fit_results(messages: list[Message], changes: Changes) -> list[Message]:
     return messages
 
 
-def _render_effort(reasoning: Reasoning, changes: Changes) -> Json:
-    if effort := rendered_effort(reasoning, changes):
-        return {"reasoning_effort": effort}
-    changes.say("reasoning", "chat knows only an effort")
-    return {}
+def _render_effort(reasoning: Reasoning, to: Recipient, changes: Changes) -> Json:
+    effort = rendered_effort(reasoning, to, changes)
+    if reasoning.effort is None and reasoning.budget is None:
+        changes.say("reasoning", "chat knows only an effort")
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
-def rendered_effort(reasoning: Reasoning, changes: Changes) -> Effort | None:
-    if reasoning.effort is None and reasoning.budget is not None:
+def rendered_effort(reasoning: Reasoning, to: Recipient, changes: Changes) -> Effort | None:
+    effort, known = reasoning.effort, to.gpt_efforts
+    if known == ():
+        changes.say("reasoning", "this model does not think")
+        return None
+    if effort is None and reasoning.budget is not None:
         effort = effort_of(reasoning.budget)
         changes.say("reasoning", f"a budget of {reasoning.budget} tokens was asked for as effort {effort}")
+    if effort is None or known is None or effort in known:
         return effort
-    return reasoning.effort
+    changes.say("reasoning", f"effort {effort} was asked for as {nearest(effort, known)}")
+    return nearest(effort, known)
 
 
 def _render_tool(tool: Tool | Opaque) -> Json:

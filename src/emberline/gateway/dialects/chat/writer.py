@@ -8,22 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.api import sse
-from emberline.gateway.dialects import counts
+from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.chat.content import google_extra
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
 from emberline.gateway.dialects.finish import TO_CHAT
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import error_body
@@ -43,25 +30,25 @@ class Writer:
         self._seals: dict[int, str] = {}  # choice -> what Gemini signed the next call with
         self._usage: Usage | None = None
 
-    def push(self, delta: Delta) -> bytes:
+    def push(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case TextPiece(logprobs=None):
+            case deltas.TextPiece(logprobs=None):
                 return self._chunk(delta.choice, _TEXT % sse.dumps(delta.text))
-            case ToolPiece():
+            case deltas.ToolPiece():
                 return self._chunk(delta.choice, _PIECE % (delta.slot, sse.dumps(delta.text)))
-            case ThinkingPiece():
+            case deltas.ThinkingPiece():
                 return self._chunk(delta.choice, _THOUGHT % sse.dumps(delta.text))
-            case Opened():
+            case deltas.Opened():
                 self._open(delta)
                 return b""
-            case Counted():
+            case deltas.Counted():
                 self._usage = delta.usage
                 return b""
-            case Sealed():
+            case deltas.Sealed():
                 if delta.family == "gemini":
                     self._seals[delta.choice] = delta.seal
                 return b""
-            case Ended():
+            case deltas.Ended():
                 return self._end()
             case _:
                 return self._chunk(delta.choice, self._rare(delta))
@@ -69,10 +56,11 @@ class Writer:
     def fail(self, error: Exception) -> bytes:
         return sse.data(error_body(error, "openai-chat")) + sse.DONE
 
-    def _open(self, opened: Opened) -> None:
+    def _open(self, opened: deltas.Opened) -> None:
         assert not self._head, "a stream begins once"
-        names: Json = {"id": opened.id or self._asked.id, "object": "chat.completion.chunk"}
-        names |= {"created": opened.created or self._asked.created, "model": self._asked.model or opened.model}
+        self._asked.name(opened)
+        names: Json = {"id": opened.id, "object": "chat.completion.chunk"}
+        names |= {"created": opened.created, "model": opened.model}
         self._head = b"data: " + sse.dumps(names)[:-1] + b',"choices":'
 
     def _chunk(self, choice: int, rest: bytes) -> bytes:
@@ -83,17 +71,17 @@ class Writer:
         first = self._said({"role": "assistant", "content": ""})
         return self._chunk(choice, first) + self._chunk(choice, rest)
 
-    def _rare(self, delta: TextPiece | RefusalPiece | ToolOpened | Finished) -> bytes:
+    def _rare(self, delta: deltas.TextPiece | deltas.RefusalPiece | deltas.ToolOpened | deltas.Finished) -> bytes:
         match delta:
-            case TextPiece():
+            case deltas.TextPiece():
                 return self._said({"content": delta.text}, logprobs={"content": delta.logprobs, "refusal": None})
-            case RefusalPiece():
+            case deltas.RefusalPiece():
                 return self._said({"refusal": delta.text})
-            case ToolOpened():
+            case deltas.ToolOpened():
                 function = {"name": delta.name, "arguments": ""}
                 call: Json = {"index": delta.slot, "id": delta.id, "type": "function", "function": function}
                 return self._said({"tool_calls": [call | google_extra(self._seals.pop(delta.choice, ""))]})
-            case Finished():
+            case deltas.Finished():
                 return self._said({}, finish_reason=TO_CHAT[delta.reason])
 
     @staticmethod

@@ -8,24 +8,12 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
+from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.gemini.content import MADE
 from emberline.gateway.dialects.gemini.reply import blocked, logprobs_of, reason_of
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
-from emberline.gateway.errors import Broken
 from emberline.gateway.usage import Usage
 
 
@@ -62,7 +50,7 @@ class _Event(msgspec.Struct, rename="camel"):
     error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Event)
+_EVENTS = EventDecoder(_Event, "Gemini's")
 
 
 class Reader:
@@ -73,54 +61,53 @@ class Reader:
         self._finished: set[int] = set()
         self._usage: Usage | None = None
 
-    def read(self, event: bytes) -> Iterator[Delta]:
-        try:
-            said = _DECODER.decode(event)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Broken(f"an event of the stream is not one of Gemini's: {error}") from None
+    def read(self, event: bytes) -> Iterator[deltas.Delta]:
+        said = _EVENTS.decode(event)
         if said.error is not None:
             raise raised({"error": said.error})
         if not self._opened:
             self._opened = True
             self._id = said.response_id or ""
-            yield Opened(self._id, said.model_version or "")
+            yield deltas.Opened(self._id, said.model_version or "")
         for row in said.candidates or ():
             yield from self._candidate(row, row.index or 0)
         if not said.candidates and (said.prompt_feedback or {}).get("blockReason"):
-            yield RefusalPiece(blocked(said.prompt_feedback or {}))
+            yield deltas.RefusalPiece(blocked(said.prompt_feedback or {}))
             self._finished.add(0)
-            yield Finished("filter")
+            yield deltas.Finished("filter")
         if (usage := Usage.read("gemini", said.usage_metadata)) is not None:
             self._usage = usage if self._usage is None else self._usage.joined(usage)
 
-    def end(self) -> Iterator[Delta]:
+    def end(self) -> Iterator[deltas.Delta]:
         if self._finished:
             if self._usage is not None:
-                yield Counted(self._usage)
-            yield Ended()
+                yield deltas.Counted(self._usage)
+            yield deltas.Ended()
 
-    def _candidate(self, row: _Candidate, choice: int) -> Iterator[Delta]:
+    def _candidate(self, row: _Candidate, choice: int) -> Iterator[deltas.Delta]:
         logprobs = logprobs_of(row.logprobs_result)
         for part in (row.content.parts if row.content else None) or ():
             if part.function_call is not None:
                 yield from self._call(part.function_call, part.thought_signature, choice)
             elif part.thought:
-                yield ThinkingPiece(part.text or "", choice)
+                yield deltas.ThinkingPiece(part.text or "", choice)
                 if part.thought_signature:
-                    yield Sealed(part.thought_signature, "gemini", choice=choice)
+                    yield deltas.Sealed(part.thought_signature, "gemini", choice=choice)
             elif part.text:
-                yield TextPiece(part.text, choice, logprobs)
+                yield deltas.TextPiece(part.text, choice, logprobs)
                 logprobs = None
         if row.finish_reason and choice not in self._finished:
             self._finished.add(choice)
             reason = reason_of(row.finish_reason)
-            yield Finished("tool_calls" if reason == "stop" and self._calls.get(choice) else reason, choice=choice)
+            if reason == "stop" and self._calls.get(choice):
+                reason = "tool_calls"  # it has no other word
+            yield deltas.Finished(reason, choice=choice)
 
-    def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[Delta]:
+    def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[deltas.Delta]:
         slot = self._calls.get(choice, 0)
         self._calls[choice] = slot + 1
         if seal:
-            yield Sealed(seal, "gemini", choice=choice)
+            yield deltas.Sealed(seal, "gemini", choice=choice)
         id = call.id or f"{MADE}{self._id + '-' if self._id else ''}{slot}"
-        yield ToolOpened(slot, id, call.name, choice)
-        yield ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)
+        yield deltas.ToolOpened(slot, id, call.name, choice)
+        yield deltas.ToolPiece(slot, msgspec.json.encode(call.args or {}).decode(), choice)

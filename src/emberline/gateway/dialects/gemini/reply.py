@@ -71,6 +71,7 @@ def _parse_choice(raw: object, path: str, id: str, changes: Changes) -> Choice:
 
 
 def render(answer: Answer, asked: Asked) -> Json:
+    asked.name(answer)
     rows = []
     for at, choice in enumerate(answer.choices):
         refuses = any(isinstance(part, Refusal) for part in choice.parts)
@@ -81,7 +82,7 @@ def render(answer: Answer, asked: Asked) -> Json:
         if choice.logprobs:
             row["logprobsResult"] = logprobs_result(choice.logprobs)
         rows.append(row)
-    body: Json = {"candidates": rows, "modelVersion": asked.model or answer.model, "responseId": answer.id or asked.id}
+    body: Json = {"candidates": rows, "modelVersion": answer.model, "responseId": answer.id}
     if answer.usage is not None:
         body["usageMetadata"] = counts.gemini(answer.usage)
     return body

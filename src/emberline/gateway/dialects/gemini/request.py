@@ -3,14 +3,13 @@ the URL."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from emberline.gateway.dialects.adapt import merged
 from emberline.gateway.dialects.changes import Changes
-from emberline.gateway.dialects.fields import Fields, unknown
+from emberline.gateway.dialects.fields import Fields, each, unknown
 from emberline.gateway.dialects.gemini.content import FOREIGN_SEAL, ContentsParser, render_parts
 from emberline.gateway.dialects.gemini.names import camel
 from emberline.gateway.dialects.gemini.thinking import parse_reasoning, render_reasoning
+from emberline.gateway.dialects.gemini.words import WORDS
 from emberline.gateway.dialects.inner import (
     Conversation,
     Json,
@@ -25,17 +24,7 @@ from emberline.gateway.dialects.inner import (
 from emberline.gateway.dialects.recipient import Recipient
 from emberline.gateway.dialects.schemas import GEMINI, from_gemini, restricted
 
-_PLAIN: dict[str, tuple[str, type[Any]]] = {  # ours -> theirs, in generationConfig
-    "max_output": ("maxOutputTokens", int),
-    "temperature": ("temperature", float),
-    "top_p": ("topP", float),
-    "top_k": ("topK", int),
-    "stop": ("stopSequences", list),
-    "seed": ("seed", int),
-    "presence_penalty": ("presencePenalty", float),
-    "frequency_penalty": ("frequencyPenalty", float),
-    "n": ("candidateCount", int),
-}
+_COUNTS = ("maxOutputTokens", "topK", "seed", "candidateCount")  # which may be written 40.0
 _MODES = {"AUTO": "auto", "ANY": "required", "NONE": "none", "VALIDATED": "auto"}
 
 
@@ -45,25 +34,24 @@ def parse(body: Json) -> Conversation:
     if asked.model:
         asked.kept["model"] = camel(body)["model"]
     parser = ContentsParser()
-    contents = said.need("contents", list)
-    asked.messages = [parser.message(raw, f"contents[{at}]") for at, raw in enumerate(contents)]
+    asked.messages = each(said.need("contents", list), "contents", parser.message)
     if (system := said.take("systemInstruction", dict)) is not None:
         asked.system = parser.message(system, "systemInstruction").parts
         asked.kept["systemInstruction"] = system
     _parse_tools(said, asked)
     if (config := said.take("generationConfig", dict)) is not None:
-        asked.kept["generationConfig"] = config
-        _parse_config(Fields(config, "generationConfig"), asked, said.left)
+        left = _parse_config(Fields(config, "generationConfig"), asked)
+        asked.keep("generationConfig", config, read=config.keys() - left)
     asked.extra = said.left
     return asked
 
 
-def _parse_config(config: Fields, asked: Conversation, extra: Json) -> None:
-    for ours, (theirs, kind) in _PLAIN.items():
-        value = config.left.get(theirs)
-        if kind is int and isinstance(value, float) and value.is_integer():
-            config.left[theirs] = int(value)  # topK may be written so
-        setattr(asked, ours, config.take(theirs, kind))
+def _parse_config(config: Fields, asked: Conversation) -> Json:
+    """What of it was not understood."""
+    for name in _COUNTS:
+        if isinstance(value := config.left.get(name), float) and value.is_integer():
+            config.left[name] = int(value)
+    WORDS.take(config, asked)
     mime, schema = config.take("responseMimeType", str), config.raw("responseJsonSchema")
     if schema is None and (own := config.raw("responseSchema")) is not None:
         schema = from_gemini(own)
@@ -76,7 +64,7 @@ def _parse_config(config: Fields, asked: Conversation, extra: Json) -> None:
     if config.take("responseLogprobs", bool):
         asked.logprobs = config.take("logprobs", int, 0)
     asked.reasoning = parse_reasoning(config.take("thinkingConfig", dict))
-    extra |= {f"generationConfig.{name}": value for name, value in config.left.items()}
+    return config.left
 
 
 def _parse_tools(said: Fields, asked: Conversation) -> None:
@@ -85,17 +73,19 @@ def _parse_tools(said: Fields, asked: Conversation) -> None:
         for at, raw in enumerate(tools):
             kinds = Fields(raw, f"tools[{at}]")
             rows = kinds.take("functionDeclarations", list, [])
-            asked.tools += [_parse_tool(row, f"tools[{at}].functionDeclarations[{i}]") for i, row in enumerate(rows)]
+            asked.tools += each(rows, kinds.at("functionDeclarations"), _parse_tool)
             asked.tools += [Opaque(kind, {kind: value}) for kind, value in kinds.left.items()]
     if (config := said.take("toolConfig", dict)) is None:
         return
-    asked.kept["toolConfig"] = config
+    asked.keep("toolConfig", config, read=("functionCallingConfig",))
     calling = Fields(config.get("functionCallingConfig") or {}, "toolConfig.functionCallingConfig")
-    if (mode := calling.take("mode", str)) is None:
-        return
+    mode = calling.take("mode", str, "AUTO")
     if mode not in _MODES:
         raise unknown(mode, calling.at("mode"), ", ".join(_MODES))
     names = calling.texts("allowedFunctionNames") or []
+    if mode == "VALIDATED":
+        calling.left["mode"] = mode  # others only know auto
+    asked.unread |= {calling.at(name): value for name, value in calling.left.items()}
     known = "named" if mode == "ANY" and len(names) == 1 else _MODES[mode]
     asked.tool_choice = ToolChoice(known, names)  # type: ignore[arg-type]  # one of the modes
 
@@ -112,8 +102,7 @@ def _parse_tool(raw: object, path: str) -> Tool:
 def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     if asked.dialect == "gemini":
         contents = [_render_content(message, {}) for message in asked.messages]
-        extra = {name: value for name, value in asked.extra.items() if not name.startswith("generationConfig.")}
-        return {"contents": contents, **asked.kept, **extra}
+        return {"contents": contents, **asked.kept, **asked.extra}
     _hoist_system(asked, changes)
     messages = merged(asked.messages, roles=("user", "assistant"))
     names = {part.id: part.name for m in messages for part in m.parts if isinstance(part, ToolCall)}
@@ -126,7 +115,7 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     if asked.tools:
         body["tools"] = [{"functionDeclarations": [_render_tool(tool, changes) for tool in asked.tools]}]
         _render_choice(asked, body)
-    config = {theirs: value for ours, (theirs, _) in _PLAIN.items() if (value := getattr(asked, ours)) is not None}
+    config = WORDS.said(asked)
     if asked.response_format and asked.response_format.kind != "text":
         config |= _render_format(asked.response_format, changes)
     if asked.logprobs is not None:

@@ -4,23 +4,11 @@ end."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from emberline.api import sse
-from emberline.gateway.dialects import counts
+from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
 from emberline.gateway.dialects.finish import TO_GEMINI
 from emberline.gateway.dialects.gemini.content import render_parts, shown_seal
 from emberline.gateway.dialects.gemini.reply import logprobs_result
@@ -31,14 +19,16 @@ from emberline.gateway.usage import Usage
 
 _TEXT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 
+_Rare: TypeAlias = deltas.TextPiece | deltas.RefusalPiece | deltas.Sealed | deltas.ToolOpened | deltas.Finished
+
 
 @dataclass(slots=True)
 class _Candidate:
-    calls: dict[int, tuple[ToolOpened, list[str]]] = field(default_factory=dict)  # that wait, with their pieces
+    calls: dict[int, tuple[deltas.ToolOpened, list[str]]] = field(default_factory=dict)  # that wait, with their pieces
     seals: dict[int, str] = field(default_factory=dict)  # of calls
     seal: str = ""  # of the next one
     refused: bool = False
-    finished: Finished | None = None
+    finished: deltas.Finished | None = None
 
 
 class Writer:
@@ -48,24 +38,25 @@ class Writer:
         self._candidates: dict[int, _Candidate] = {}
         self._usage: Usage | None = None
 
-    def push(self, delta: Delta) -> bytes:
+    def push(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case TextPiece(logprobs=None):
+            case deltas.TextPiece(logprobs=None):
                 return self._flush(delta.choice) + _TEXT % (sse.dumps(delta.text), b"", delta.choice, self._tail)
-            case ThinkingPiece():
+            case deltas.ThinkingPiece():
                 text = sse.dumps(delta.text)
                 return self._flush(delta.choice) + _TEXT % (text, b',"thought":true', delta.choice, self._tail)
-            case ToolPiece():
+            case deltas.ToolPiece():
                 if delta.slot not in self._of(delta.choice).calls:
                     raise Broken("a piece of a call comes after other content")
                 self._of(delta.choice).calls[delta.slot][1].append(delta.text)
-            case Opened():
+            case deltas.Opened():
                 assert not self._tail, "a stream begins once"
-                names = {"modelVersion": self._asked.model or delta.model, "responseId": delta.id or self._asked.id}
+                self._asked.name(delta)
+                names = {"modelVersion": delta.model, "responseId": delta.id}
                 self._tail = b"," + sse.dumps(names)[1:] + b"\n\n"
-            case Counted():
+            case deltas.Counted():
                 self._usage = delta.usage
-            case Ended():
+            case deltas.Ended():
                 return self._end()
             case _:
                 return self._rare(delta, self._of(delta.choice))
@@ -74,23 +65,23 @@ class Writer:
     def fail(self, error: Exception) -> bytes:
         return sse.data(error_body(error, "gemini"))
 
-    def _rare(self, delta: TextPiece | RefusalPiece | Sealed | ToolOpened | Finished, candidate: _Candidate) -> bytes:
+    def _rare(self, delta: _Rare, candidate: _Candidate) -> bytes:
         match delta:
-            case TextPiece():
+            case deltas.TextPiece():
                 more = {"logprobsResult": logprobs_result(delta.logprobs or [])}
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
-            case RefusalPiece():
+            case deltas.RefusalPiece():
                 candidate.refused = True
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
-            case Sealed(family="gemini"):
+            case deltas.Sealed(family="gemini"):
                 candidate.seal = delta.seal
-            case Sealed(redacted=False):
+            case deltas.Sealed(redacted=False):
                 thought = {"text": "", "thought": True, "thoughtSignature": shown_seal(delta.seal, delta.family)}
                 return self._flush(delta.choice) + self._event(delta.choice, [thought])
-            case ToolOpened():
+            case deltas.ToolOpened():
                 candidate.calls[delta.slot] = (delta, [])
                 candidate.seals[delta.slot], candidate.seal = candidate.seal, ""
-            case Finished():
+            case deltas.Finished():
                 candidate.finished = delta
                 return self._flush(delta.choice)
         return b""

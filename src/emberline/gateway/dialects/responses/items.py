@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from emberline.gateway.dialects import seals
-from emberline.gateway.dialects.fields import Fields, expect, unknown
+from emberline.gateway.dialects.fields import Fields, expect, parse_content, unknown
 from emberline.gateway.dialects.inner import (
     File,
     Image,
@@ -55,13 +57,7 @@ def _parse_reasoning(said: Fields) -> Thinking:
 
 
 def _content(said: Fields, name: str, usual: str) -> tuple[list[Part], str]:
-    content = said.raw(name)
-    if content is None:
-        return [], "absent"
-    if isinstance(content, str):
-        return [Text(content)], "text"
-    rows = expect(content, list, said.at(name))
-    return [_parse_part(row, f"{said.at(name)}[{at}]", usual) for at, row in enumerate(rows)], "list"
+    return parse_content(said.raw(name), said.at(name), partial(_parse_part, usual=usual))
 
 
 def _parse_part(raw: object, path: str, usual: str) -> Part:
@@ -83,7 +79,7 @@ def _parse_part(raw: object, path: str, usual: str) -> Part:
             url, file_id, name = [said.take(field, str, "") for field in ("file_url", "file_id", "filename")]
             return File(url, data, mime, file_id, name, extra=said.left)
         case _:
-            return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+            return Opaque(kind, said.whole)
 
 
 def render_items(message: Message) -> list[Json]:

@@ -7,19 +7,9 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
+from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.calls import Calls
+from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
 from emberline.gateway.dialects.responses.reply import reason_of
@@ -60,34 +50,28 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Event)
+_EVENTS = EventDecoder(_Event, "Responses")
 
 
 class Reader:
     def __init__(self) -> None:
-        self._slots: dict[int, int] = {}  # output_index -> call
-        self._bare: set[int] = set()  # calls that have no arguments yet
+        self._calls = Calls()
         self._thought: tuple[int, int, int] | None = None  # which part of which item thinks
 
-    def read(self, event: bytes) -> Iterator[Delta]:
+    def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
             return  # some send it here too
-        try:
-            said = _DECODER.decode(event)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise Broken(f"an event of the stream is not one of Responses: {error}") from None
+        said = _EVENTS.decode(event)
         if said.type == "response.output_text.delta" and isinstance(said.delta, str):  # nearly all are
-            yield TextPiece(said.delta, logprobs=said.logprobs or None)
+            yield deltas.TextPiece(said.delta, logprobs=said.logprobs or None)
             return
         match said:
             case _Event(type="response.function_call_arguments.delta", delta=str(text)):
-                slot = self._slot(said.output_index)
-                self._bare.discard(slot)
-                yield ToolPiece(slot, text)
+                yield self._calls.piece(said.output_index, text)
             case _Event(type="response.reasoning_summary_text.delta" | "response.reasoning_text.delta", delta=str()):
                 yield from self._think(said)
             case _Event(type="response.refusal.delta", delta=str(text)):
-                yield RefusalPiece(text)
+                yield deltas.RefusalPiece(text)
             case _Event(type="response.output_item.added", item=_Item() as item):
                 yield from self._added(said.output_index, item)
             case _Event(type="response.output_item.done", item=_Item() as item):
@@ -100,49 +84,42 @@ class Reader:
                 raise Broken(f"an event of the stream has nothing in it: {kind}")
         # all others repeat what was said, or tell of the server's own tools
 
-    def end(self) -> tuple[Delta, ...]:
+    def end(self) -> tuple[deltas.Delta, ...]:
         return ()
 
-    def _whole(self, kind: str, response: _Response) -> Iterator[Delta]:
+    def _whole(self, kind: str, response: _Response) -> Iterator[deltas.Delta]:
         match kind:
             case "response.created":
-                yield Opened(response.id, response.model, int(response.created_at or 0))
+                yield deltas.Opened(response.id, response.model, int(response.created_at or 0))
             case "response.failed":
                 raise raised({"error": response.error or {"message": "the response failed"}})
             case "response.completed" | "response.incomplete":
                 reason = reason_of(response.status, response.incomplete_details)
-                yield Finished("tool_calls" if reason == "stop" and self._slots else reason)
+                yield deltas.Finished("tool_calls" if reason == "stop" and self._calls else reason)
                 if (usage := Usage.read("openai-responses", response.usage)) is not None:
-                    yield Counted(usage)
-                yield Ended()
+                    yield deltas.Counted(usage)
+                yield deltas.Ended()
 
-    def _think(self, said: _Event) -> Iterator[Delta]:
+    def _think(self, said: _Event) -> Iterator[deltas.Delta]:
         part = (said.output_index, said.summary_index, said.content_index)
         if self._thought is not None and self._thought[0] == part[0] and self._thought != part:
-            yield ThinkingPiece("\n\n")  # between the parts of one item
+            yield deltas.ThinkingPiece("\n\n")  # between the parts of one item
         self._thought = part
-        yield ThinkingPiece(said.delta)
+        yield deltas.ThinkingPiece(said.delta)
 
-    def _added(self, index: int, item: _Item) -> Iterator[Delta]:
+    def _added(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
         if item.type != "function_call":
             return
-        if item.call_id is None or item.name is None or index in self._slots:
+        if item.call_id is None or item.name is None or index in self._calls:
             raise Broken("a call of the stream has no name, or the place of another")
-        slot = self._slots[index] = len(self._slots)
-        self._bare.add(slot)
-        yield ToolOpened(slot, item.call_id, item.name)
+        yield self._calls.open(index, item.call_id, item.name)
 
-    def _done(self, index: int, item: _Item) -> Iterator[Delta]:
+    def _done(self, index: int, item: _Item) -> Iterator[deltas.Delta]:
         if item.type == "reasoning" and item.encrypted_content:
-            yield Sealed(item.encrypted_content, "openai-responses")
-        elif item.type == "function_call" and (slot := self._slot(index)) in self._bare:
-            self._bare.discard(slot)
-            yield ToolPiece(slot, item.arguments if isinstance(item.arguments, str) and item.arguments else "{}")
-
-    def _slot(self, index: int) -> int:
-        if (slot := self._slots.get(index)) is None:
-            raise Broken("a piece of the stream belongs to no call")
-        return slot
+            yield deltas.Sealed(item.encrypted_content, "openai-responses")
+        elif item.type == "function_call":
+            whole = item.arguments if isinstance(item.arguments, str) else ""
+            yield from self._calls.rest(index, whole or "{}")
 
 
 _NEEDED = frozenset(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from emberline.gateway.dialects import counts, seals
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.deltas import Opened
 from emberline.gateway.dialects.fields import Fields
 from emberline.gateway.dialects.finish import RESPONSES, TO_RESPONSES, settled
 from emberline.gateway.dialects.inner import (
@@ -52,18 +53,15 @@ def reason_of(status: object, details: Json | None) -> Reason:
 def render(answer: Answer, asked: Asked) -> Json:
     if not answer.choices:
         raise Broken("the reply has no answer in it")
+    asked.name(answer)
     choice = answer.choices[0]
-    id = answer.id or asked.id
     why = TO_RESPONSES[choice.reason or "stop"]
-    items = [_item(part, item_id(id, at), choice) for at, part in enumerate(choice.parts) if _has_place(part)]
-    model = asked.model or answer.model
-    return response(id, answer.created or asked.created, model, asked, items, why=why, usage=answer.usage)
+    items = [_item(part, item_id(answer.id, at), choice) for at, part in enumerate(choice.parts) if _has_place(part)]
+    return response(answer, asked, items, why=why, usage=answer.usage)
 
 
 def response(
-    id: str,
-    created: int,
-    model: str,
+    reply: Answer | Opened,
     asked: Asked,
     items: list[Json],
     *,
@@ -74,10 +72,10 @@ def response(
 ) -> Json:
     """The object itself, at any time of its life."""
     return {
-        "id": id,
+        "id": reply.id,
         "object": "response",
-        "created_at": created,
-        "model": model,
+        "created_at": reply.created,
+        "model": reply.model,
         **_ECHO,
         **asked.echo,
         "status": status or ("incomplete" if why else "completed"),

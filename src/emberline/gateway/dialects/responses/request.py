@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
-from emberline.gateway.dialects.chat.request import parse_choice, parse_effort, rendered_effort
+from emberline.gateway.dialects.chat.request import parse_effort, parse_tools, rendered_effort
 from emberline.gateway.dialects.fields import Fields, unknown
 from emberline.gateway.dialects.inner import (
     Conversation,
@@ -20,51 +18,34 @@ from emberline.gateway.dialects.inner import (
 )
 from emberline.gateway.dialects.recipient import Recipient
 from emberline.gateway.dialects.responses.items import parse_item, render_items
+from emberline.gateway.dialects.responses.words import WORDS
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
-_PLAIN: dict[str, tuple[str, type[Any]]] = {  # ours -> theirs
-    "max_output": ("max_output_tokens", int),
-    "temperature": ("temperature", float),
-    "top_p": ("top_p", float),
-    "parallel_tools": ("parallel_tool_calls", bool),
-    "stream": ("stream", bool),
-    "user": ("user", str),
-    "metadata": ("metadata", dict),
-}
 
 
 def parse(body: Json) -> Conversation:
     said = Fields(body, "")
     asked = Conversation("openai-responses", said.take("model", str, ""))
-    given = said.raw("input")
-    if isinstance(given, str):
-        asked.messages, asked.kept["input"] = [Message("user", [Text(given)], "text")], given
-    elif given is None:
-        said.left.setdefault("input", None)
+    if isinstance(given := said.left.get("input"), str):
+        asked.messages, asked.kept["input"] = [Message("user", [Text(given)], "text")], said.left.pop("input")
     else:
-        items = Fields({"input": given}, "").need("input", list)
-        asked.messages = [parse_item(raw, f"input[{at}]") for at, raw in enumerate(items)]
+        asked.messages = said.each("input", parse_item)
     if (instructions := said.take("instructions", str)) is not None:
         asked.system, asked.kept["instructions"] = [Text(instructions)], instructions
-    for ours, (theirs, kind) in _PLAIN.items():
-        setattr(asked, ours, said.take(theirs, kind))
-    _parse_tools(said, asked)
+    WORDS.take(said, asked)
+    parse_tools(said, asked, _parse_tool)
     if (text := said.take("text", dict)) is not None:
-        asked.kept["text"] = text
+        asked.keep("text", text, read=("format", "verbosity"))
         asked.verbosity, asked.response_format = text.get("verbosity"), _parse_format(text.get("format"))
-        said.left |= {f"text.{name}": value for name, value in text.items() if name not in ("format", "verbosity")}
     if (reasoning := said.take("reasoning", dict)) is not None:
-        asked.kept["reasoning"] = reasoning
+        asked.keep("reasoning", reasoning, read=("effort", "summary"))
         effort, summary = reasoning.get("effort"), reasoning.get("summary")
-        said.left |= {
-            f"reasoning.{name}": value for name, value in reasoning.items() if name not in ("effort", "summary")
-        }
         known = None if effort is None else parse_effort(effort, "reasoning.effort")
         asked.reasoning = Reasoning(known, None, None if summary is None else True)
     if (include := said.take("include", list)) is not None:
         asked.kept["include"] = include
-        said.left |= {f"include.{name}": True for name in include if name not in (LOGPROBS, SEALED)}
+        asked.unread |= {f"include.{name}": True for name in include if name not in (LOGPROBS, SEALED)}
         if LOGPROBS in include:
             asked.logprobs = said.left.get("top_logprobs") or 0
     if (top := said.take("top_logprobs", int)) is not None:
@@ -74,21 +55,11 @@ def parse(body: Json) -> Conversation:
     return asked
 
 
-def _parse_tools(said: Fields, asked: Conversation) -> None:
-    if (tools := said.take("tools", list)) is not None:
-        asked.tools = [_parse_tool(raw, f"tools[{at}]") for at, raw in enumerate(tools)]
-        if not tools:
-            said.left["tools"] = []
-    if (choice := said.raw("tool_choice")) is not None:
-        asked.tool_choice = parse_choice(choice)
-        asked.kept["tool_choice"] = choice
-
-
 def _parse_tool(raw: object, path: str) -> Tool | Opaque:
     said = Fields(raw, path)
     kind = said.need("type", str)
     if kind != "function":
-        return Opaque(kind, dict(raw))  # type: ignore[call-overload]  # Fields has checked that it is an object
+        return Opaque(kind, said.whole)
     name, about = said.need("name", str), said.take("description", str)
     return Tool(name, about, said.take("parameters", dict), said.take("strict", bool), said.left)
 
@@ -110,15 +81,14 @@ def _parse_format(raw: object) -> ResponseFormat | None:
 
 def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     body: Json = {"model": to.model or asked.model}
-    body |= {theirs: value for ours, (theirs, _) in _PLAIN.items() if (value := getattr(asked, ours)) is not None}
+    body |= WORDS.said(asked)
     if asked.tools:
         body["tools"] = [_render_tool(tool) for tool in asked.tools]
     items = [item for message in asked.messages for item in render_items(message)]
     if asked.dialect == "openai-responses":
         if items or "input" not in asked.extra:
             body["input"] = items
-        inside = ("text.", "reasoning.", "include.")
-        return {**body, **asked.kept, **{k: v for k, v in asked.extra.items() if not k.startswith(inside)}}
+        return {**body, **asked.kept, **asked.extra}
     body |= _instructions(asked)
     body |= {"input": items, "store": False}
     if asked.tool_choice and asked.tools:
@@ -127,8 +97,8 @@ def render(asked: Conversation, to: Recipient, changes: Changes) -> Json:
     text |= {"format": _render_format(asked.response_format)} if asked.response_format else {}
     body |= {"text": text} if text else {}
     include = []
-    if asked.reasoning:
-        body["reasoning"] = _render_reasoning(asked.reasoning, changes)
+    if asked.reasoning and (reasoning := _render_reasoning(asked.reasoning, to, changes)):
+        body["reasoning"] = reasoning
         include.append(SEALED)
     if asked.logprobs is not None:
         include.append(LOGPROBS)
@@ -174,7 +144,7 @@ def _render_format(form: ResponseFormat) -> Json:
     return made | ({} if form.description is None else {"description": form.description})
 
 
-def _render_reasoning(wish: Reasoning, changes: Changes) -> Json:
-    effort = rendered_effort(wish, changes)
+def _render_reasoning(wish: Reasoning, to: Recipient, changes: Changes) -> Json:
+    effort = rendered_effort(wish, to, changes)
     made: Json = {} if effort is None else {"effort": effort}
-    return made | ({"summary": "auto"} if wish.show else {})
+    return made | ({"summary": "auto"} if wish.show and to.gpt_efforts != () else {})

@@ -5,21 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emberline.api import sse
-from emberline.gateway.dialects import seals
+from emberline.gateway.dialects import deltas, seals
 from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.deltas import (
-    Counted,
-    Delta,
-    Ended,
-    Finished,
-    Opened,
-    RefusalPiece,
-    Sealed,
-    TextPiece,
-    ThinkingPiece,
-    ToolOpened,
-    ToolPiece,
-)
 from emberline.gateway.dialects.finish import TO_RESPONSES
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import error_body
@@ -34,51 +21,55 @@ _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # all others
 class Writer:
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._opened: Opened | None = None
+        self._opened: deltas.Opened | None = None
         self._items: list[Growing] = []
         self._open: Growing | None = None  # the last of them, or none
-        self._finished: Finished | None = None
+        self._finished: deltas.Finished | None = None
         self._usage: Usage | None = None
         self._sent = 0
 
-    def push(self, delta: Delta) -> bytes:
+    def push(self, delta: deltas.Delta) -> bytes:
         match delta:
-            case TextPiece():
+            case deltas.TextPiece():
                 return self._grow(Said, delta.text, delta.logprobs)
-            case ToolPiece():
+            case deltas.ToolPiece():
                 if not isinstance(self._open, Call) or self._open.slot != delta.slot:
                     raise Broken("the pieces of several calls are mixed")
                 return self._piece(self._open, delta.text)
-            case ThinkingPiece():
+            case deltas.ThinkingPiece():
                 return self._grow(Thought, delta.text)
-            case RefusalPiece():
+            case deltas.RefusalPiece():
                 return self._grow(Refused, delta.text)
-            case ToolOpened():
+            case deltas.ToolOpened():
                 return self._begin(Call(*self._place(), delta.slot, delta.id, delta.name))
-            case Sealed():
+            case deltas.Sealed():
                 return b"" if delta.redacted else self._seal(delta)
-            case Opened():
-                assert self._opened is None, "a stream begins once"
-                self._opened = delta
+            case deltas.Opened():
+                self._open_as(delta)
                 names = ("response.created", "response.in_progress")
                 return self._events({"type": name, "response": self._response("in_progress")} for name in names)
-            case Counted():
+            case deltas.Counted():
                 self._usage = delta.usage
-            case Finished():
+            case deltas.Finished():
                 self._finished = delta
                 return self._close()
-            case Ended():
+            case deltas.Ended():
                 return self._end()
         return b""
 
     def fail(self, error: Exception) -> bytes:
         if self._opened is None:
-            self._opened = Opened("", "")
+            self._open_as(deltas.Opened("", ""))
         if self._open is not None:
             self._open.status = "incomplete"
         code = _ERROR_CODES.get(getattr(error, "status", 500), "server_error")
         said = {"code": code, "message": error_body(error, "openai-responses")["error"]["message"]}
         return self._events([{"type": "response.failed", "response": self._response("failed", error=said)}])
+
+    def _open_as(self, opened: deltas.Opened) -> None:
+        assert self._opened is None, "a stream begins once"
+        self._asked.name(opened)
+        self._opened = opened
 
     def _grow(self, kind: type[Said | Thought | Refused], text: str, logprobs: list[Json] | None = None) -> bytes:
         before = b""
@@ -93,7 +84,7 @@ class Writer:
         self._sent += 1
         return event
 
-    def _seal(self, sealed: Sealed) -> bytes:
+    def _seal(self, sealed: deltas.Sealed) -> bytes:
         """The open thinking is sealed; where there is none, an item without text carries the seal."""
         before = b""
         if not isinstance(self._open, Thought) or self._open.sealed:
@@ -104,7 +95,7 @@ class Writer:
 
     def _place(self) -> tuple[str, int]:
         assert self._opened is not None, "a stream is opened before its first piece"
-        return item_id(self._opened.id or self._asked.id, len(self._items)), len(self._items)
+        return item_id(self._opened.id, len(self._items)), len(self._items)
 
     def _begin(self, item: Growing) -> bytes:
         before = self._close()
@@ -128,10 +119,9 @@ class Writer:
 
     def _response(self, status: str | None, error: Json | None = None) -> Json:
         assert self._opened is not None
-        id, created = self._opened.id or self._asked.id, self._opened.created or self._asked.created
-        model, items = self._asked.model or self._opened.model, [item.show() for item in self._items]
+        items = [item.show() for item in self._items]
         return response(
-            id, created, model, self._asked, items, status=status, why=self._why(), usage=self._usage, error=error
+            self._opened, self._asked, items, status=status, why=self._why(), usage=self._usage, error=error
         )
 
     def _events(self, events: Iterable[Json]) -> bytes:

@@ -1,25 +1,28 @@
-"""Line: one HTTP/1.1 connection to a provider, kept from one exchange to the next. What has come and was not taken yet
-is bounded: who reads slowly is sent slowly. General clients cost a gateway more than all it does itself."""
+"""Connection: HTTP/1.1 to one place, one request at a time, kept from one to the next. What has come and was not taken
+yet is bounded: who reads slowly is sent slowly. Little else, because every event of every stream passes here."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from typing import cast
 
 import httptools
 
-from emberline.gateway.errors import Broken, TimedOut
+from emberline.net.errors import Broken, TimedOut
 
-BUFFER = 1 << 16  # bytes of a reply that may wait here before the provider has to
+FOREVER = math.inf  # seconds
+BUFFER = 1 << 16  # bytes of a reply that may wait here before its sender has to
 LARGEST_HEAD = 1 << 16  # bytes of a reply's headers
 LARGEST_INFLATED = 16 << 20  # bytes that one piece of a compressed reply may become
 
 
-class Line(asyncio.Protocol):
+class Connection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[bool] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0.0  # when the one who waits has waited long enough
@@ -28,10 +31,9 @@ class Line(asyncio.Protocol):
         self._begin(False)
 
     def _begin(self, bodyless: bool) -> None:
-        self._parser = httptools.HttpResponseParser(self)
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
-        self._head_size = 0
+        self._head_size = self._unheaded = 0  # bytes of headers; of all that came before they were whole
         self._headed = False  # the head is whole
         self._bodyless = bodyless
         self._chunks: list[bytes] = []
@@ -72,13 +74,16 @@ class Line(asyncio.Protocol):
                 return b""
             if not await self._wait(seconds):
                 raise TimedOut(f"nothing came for {seconds:.3g} s in the middle of a reply")
-        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks, self._size = [], 0
+        return self.taken()
+
+    def taken(self) -> bytes:
+        """What has come, without waiting."""
+        chunks, self._chunks, self._size = self._chunks, [], 0
         if self._paused:
             self._paused = False
             if self._transport is not None and not self.closed:
                 self._transport.resume_reading()
-        return data
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _wait(self, seconds: float) -> asyncio.Future[bool]:
         """Until something comes; False: nothing came."""
@@ -88,7 +93,7 @@ class Line(asyncio.Protocol):
             waiter.set_result(False)
             return waiter
         self._due = self._loop.time() + seconds
-        if self._alarm is None or self._due < self._alarm.when():
+        if self._due < FOREVER and (self._alarm is None or self._due < self._alarm.when()):
             self._set_alarm()
         return waiter
 
@@ -107,10 +112,10 @@ class Line(asyncio.Protocol):
         self._alarm = None
         if self._waiter is None or self._waiter.done():
             return
-        if self._loop.time() < self._due:
-            self._set_alarm()
-        else:
+        if self._loop.time() >= self._due:
             self._waiter.set_result(False)
+        elif self._due < FOREVER:
+            self._set_alarm()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -120,16 +125,24 @@ class Line(asyncio.Protocol):
         """The exchange is over. True: there can be another. The alarm stays set, for that one."""
         return self.complete and self._keep and not self._chunks and self._error is None and not self.closed
 
+    def cut(self, reason: str) -> None:
+        """Whoever reads learns at once that the reply broke, unless all of it has come."""
+        if not self.complete:
+            self._chunks, self._size = [], 0
+            self._error = self._error or Broken(reason)
+            self.abort()
+            self._wake()
+
     def abort(self) -> None:
         self._unset_alarm()
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
-    # -- of the connection ---------------------------------------------------------------------------------------------
+    # -- told by the loop ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by descent
 
     def data_received(self, data: bytes) -> None:
         if self.complete or self._error is not None:  # nobody asked
@@ -140,6 +153,10 @@ class Line(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, zlib.error, Broken) as e:
             self._failed(e)
+        if not self._headed:
+            self._unheaded += len(data)
+            if self._unheaded > LARGEST_HEAD and not self.closed:
+                self._failed(_large())
         if self._size > BUFFER and not self._paused and not self.closed:
             assert self._transport is not None
             self._paused = True
@@ -157,14 +174,14 @@ class Line(asyncio.Protocol):
         self._unset_alarm()
         self.closed = True
         if not self.complete and self._error is None:
-            if self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
+            if error is None and self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
                 self.complete = True  # its end is the connection's
             else:
                 where = "in the middle of a reply" if self._headed else "before a reply began"
                 self._error = Broken(f"the connection ended {where}" + (f" ({error})" if error else ""))
         self._wake()
 
-    # -- httptools calls these as it reads -----------------------------------------------------------------------------
+    # -- told by the parser --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self.complete:
@@ -173,7 +190,7 @@ class Line(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
         if self._head_size > LARGEST_HEAD:
-            raise Broken(f"the reply's head has more than {LARGEST_HEAD} bytes")
+            raise _large()
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
@@ -187,7 +204,7 @@ class Line(asyncio.Protocol):
             if coding not in ("gzip", "deflate"):
                 raise Broken(f"the reply is in an encoding that was not asked for: {coding[:40]}")
             self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)
-        if self._bodyless:
+        if self._bodyless:  # which the parser does not know: it would wait for one
             self.complete = True
 
     def on_body(self, body: bytes) -> None:
@@ -202,4 +219,8 @@ class Line(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._headed:  # else it was a provisional one
             self.complete = True
-            self._keep = self._parser.should_keep_alive()
+            self._keep = not self._bodyless and self._parser.should_keep_alive()
+
+
+def _large() -> Broken:
+    return Broken(f"the reply's head has more than {LARGEST_HEAD} bytes")

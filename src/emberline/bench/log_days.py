@@ -1,0 +1,56 @@
+"""copy_day: another day of a gateway's log in SQLite, with the rows of one that is there. SQL makes it, in the order of
+the keys and with the indexes last: in a fraction of the time that appending takes. The store must be closed."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from datetime import date
+from pathlib import Path
+
+from emberline.gateway.store.rollup import MS
+from emberline.gateway.store.scan import day_start
+
+
+def moved(id: str, ms: int) -> str:
+    """A record's id as of so much later."""
+    return f"{int(id[:12], 16) + ms:012x}{id[12:]}"
+
+
+def copy_day(directory: Path, source: date, target: date) -> None:
+    ms = day_start(target) - day_start(source)
+    for kind in ("logs", "payloads"):
+        old, new = (directory / f"{kind}-{day.isoformat()}.db" for day in (source, target))
+        _copy_file(old, new, ms)
+    _copy_rollups(directory / "gateway.db", day_start(source), ms)
+
+
+def _copy_file(source: Path, target: Path, ms: int) -> None:
+    with closing(sqlite3.connect(target, isolation_level=None)) as db:
+        db.create_function("moved", 1, lambda id: bytes.fromhex(moved(id.hex(), ms)), deterministic=True)
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -200000"):
+            db.execute(f"PRAGMA {pragma}")
+        db.execute("ATTACH ? AS source", (str(source),))
+        parts = db.execute("SELECT type, name, sql FROM source.sqlite_master WHERE sql IS NOT NULL ORDER BY type DESC")
+        for kind, name, text in parts.fetchall():  # tables, filled before they have indexes
+            db.execute(text)
+            if kind == "table":
+                columns = [f'"{column[1]}"' for column in db.execute(f"PRAGMA source.table_info({name})").fetchall()]
+                values = ["moved(id)" if column == '"id"' else column for column in columns]
+                db.execute(f"INSERT INTO {name} SELECT {', '.join(values)} FROM source.{name}")
+        version = db.execute("PRAGMA source.user_version").fetchall()[0][0]
+        db.execute(f"PRAGMA user_version = {version}")
+        db.execute("DETACH source")
+        db.execute("PRAGMA journal_mode = WAL")
+
+
+def _copy_rollups(path: Path, start: int, ms: int) -> None:
+    with closing(sqlite3.connect(path)) as db, db:
+        for table in ("rollups", "spends"):
+            columns = [column[1] for column in db.execute(f"PRAGMA table_info({table})").fetchall()]
+            values = ["start + ?3" if column == "start" else column for column in columns]
+            where = "start >= ?1 AND start < ?2"
+            db.execute(
+                f"INSERT INTO {table} SELECT {', '.join(values)} FROM {table} WHERE {where}",
+                (start, start + MS["day"], ms),
+            )

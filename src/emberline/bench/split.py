@@ -1,0 +1,235 @@
+"""`emberline bench split`: prompts and answers on separate workers, against as many workers that each do both.
+
+Two workers, each on a core of its own: split or not, for each number of tokens that a step may carry (with fewer,
+prompts disturb streams less and take longer). Arms take turns, each turn with a cluster of its own. First long prompts
+come one at a time: what the first token's way takes beyond the computing, with a handoff, less the same without one,
+is what the handoff adds. Then long prompts and short chats arrive at random, the same ones at the same times in every
+arm. How long blocks were copied, and how much of that the computing of later ones hid, workers count themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from emberline.bench import workload
+from emberline.bench.client import Client, Trace
+from emberline.bench.cluster import Cluster
+from emberline.bench.report import Report
+from emberline.bench.serve import SHARES
+from emberline.core.config import Role
+from emberline.core.errors import EmberlineError
+
+SERVED = "bench"
+SHAPES: dict[str, dict[Role, int]] = {"split": {"prefill": 1, "decode": 1}, "colocated": {"both": 2}}
+OPTIONS = ("--served-name", SERVED, "--threads", "1", "--device", "cpu", "--embedder", "none")
+SLACK = 600.0  # seconds beyond the arrivals that a turn may take
+MOVED = ("pulls", "pulled_bytes", "copy_seconds", "hidden_seconds", "recomputed")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    chunks: Sequence[int]  # tokens that a step may carry
+    rounds: int
+    seconds: float  # of arrivals
+    long: int  # tokens of a long prompt; its output is short
+    long_rate: float  # arrivals a second
+    chat: tuple[int, int]  # tokens of prompt and output
+    chat_rate: float
+    alone: int  # long prompts that come one at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at: float  # seconds
+    prompt: list[int]
+    output: int
+    long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A long prompt with nothing beside it, and one token of output; seconds."""
+
+    whole: float
+    computing: float  # by the worker that had its prompt
+
+    @property
+    def around(self) -> float:
+        return self.whole - self.computing
+
+
+@dataclass(slots=True)
+class Turn:
+    alone: list[Alone] = field(default_factory=list)
+    moved: dict[str, dict[str, float]] = field(default_factory=dict)  # of blocks, in both phases
+    busy: dict[str, float] = field(default_factory=dict)  # share of the time that each worker computed
+    prefills: Counter[str] = field(default_factory=Counter)  # for another worker, by how they ended
+    wall: float = 0.0
+    traces: dict[bool, list[Trace]] = field(default_factory=lambda: {True: [], False: []})  # long or not
+
+    def ttft(self, long: bool) -> list[float]:
+        return [t.timing.ttft for t in self.traces[long] if t.error is None and t.timing.ttft is not None]
+
+    def itl(self) -> list[float]:
+        """Of all streams, between the events that their readers see."""
+        return [gap for traces in self.traces.values() for trace in traces for gap in trace.gaps]
+
+    @property
+    def all(self) -> list[Trace]:
+        return [*self.traces[True], *self.traces[False]]
+
+
+def bench(model: str, vocab: int, plan: Plan, logs: Path) -> Report:
+    report = Report("split", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
+    turns: dict[tuple[str, int], list[Turn]] = {(shape, chunk): [] for chunk in plan.chunks for shape in SHAPES}
+
+    async def whole() -> None:
+        for number in range(plan.rounds):
+            for (shape, chunk), done in turns.items():
+                home = logs / f"{shape}-{chunk}-{number + 1}"
+                async with asyncio.timeout(plan.seconds + SLACK):
+                    done.append(await _turn(model, vocab, plan, number, shape, chunk, home))
+                print(f"{shape}, {chunk} tokens a step, round {number + 1}: {done[-1].wall:.0f} s", flush=True)
+
+    asyncio.run(whole())
+    for chunk in plan.chunks:
+        _tell(report, chunk, turns["split", chunk], turns["colocated", chunk])
+    return report
+
+
+# -- a turn ------------------------------------------------------------------------------------------------------------
+
+
+async def _turn(model: str, vocab: int, plan: Plan, seed: int, shape: str, chunk: int, logs: Path) -> Turn:
+    rng, turn = np.random.default_rng(seed), Turn()
+    worker = [model, *OPTIONS, "--max-batch-tokens", str(chunk)]
+    async with Cluster(SHAPES[shape], worker, logs, pinned=True) as cluster:
+        client = Client(f"{cluster.url}/v1", SERVED)
+        await client.complete(workload.tokens(plan.long, rng, vocab), plan.chat[1])  # warms up
+        before = between = await _counted(cluster)
+        for _ in range(plan.alone):
+            trace, earlier = await client.complete(workload.tokens(plan.long, rng, vocab), 1), between
+            if trace.error is not None or trace.timing.e2e is None:
+                raise EmberlineError(f"a request alone failed: {trace.error}", hint=f"logs are in {logs}")
+            between = await _counted(cluster)
+            computing = max(between[w]["busy_seconds"] - earlier[w]["busy_seconds"] for w in between)
+            turn.alone.append(Alone(trace.timing.e2e, computing))
+        began = asyncio.get_running_loop().time()
+        await _arrive(client, arrivals(plan, seed, vocab), turn)
+        turn.wall = asyncio.get_running_loop().time() - began
+        after = await _counted(cluster)
+        turn.prefills.update((await cluster.status() or {}).get("prefills", {}))
+        client.close()
+    for phase, earlier, later in (("alone", before, between), ("mixed", between, after)):
+        turn.moved[phase] = {name: sum(later[w][name] - earlier[w][name] for w in later) for name in MOVED}
+    turn.busy = {w: (after[w]["busy_seconds"] - between[w]["busy_seconds"]) / turn.wall for w in after}
+    return turn
+
+
+def arrivals(plan: Plan, seed: int, vocab: int) -> list[Arrival]:
+    """Of both kinds as many as the rates say, at random times: a Poisson process whose count is known."""
+    rng, found = np.random.default_rng([seed, 1]), list[Arrival]()
+    for long, rate, (prompt, output) in (
+        (True, plan.long_rate, (plan.long, plan.chat[1] // 2)),
+        (False, plan.chat_rate, plan.chat),
+    ):
+        for at in rng.uniform(0.0, plan.seconds, max(1, round(rate * plan.seconds))).tolist():
+            found.append(Arrival(at, workload.tokens(prompt, rng, vocab), output, long))
+    return sorted(found, key=lambda arrival: arrival.at)
+
+
+async def _arrive(client: Client, expected: Sequence[Arrival], turn: Turn) -> None:
+    async def one(arrival: Arrival) -> None:
+        await asyncio.sleep(arrival.at)
+        turn.traces[arrival.long].append(await client.complete(arrival.prompt, arrival.output))
+
+    await asyncio.gather(*map(one, expected))
+
+
+async def _counted(cluster: Cluster) -> dict[str, dict[str, float]]:
+    """By worker, with nothing under way."""
+    if held := await cluster.quiet():
+        raise EmberlineError(f"something is held with nothing to do: {held}")
+    found: dict[str, dict[str, float]] = {}
+    for child in cluster.workers:
+        stats: dict[str, Any] | None = await cluster.stats(child)
+        if stats is None:
+            raise EmberlineError(f"{child.name} does not answer", hint=f"its log is {child.log}")
+        moved: dict[str, float] = stats["transfer"]
+        found[child.name] = {"busy_seconds": stats["busy_seconds"], **{name: moved[name] for name in MOVED}}
+    return found
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def _tell(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+    for name, unit, value in _figures():
+        for turns, beside in ((split, colocated), (colocated, None)):
+            figures = [value([turn]) for turn in turns]
+            more: dict[str, Any] = {"spread": (min(figures), max(figures))}
+            more |= {"peer": value(beside)} if beside is not None else {}
+            report.add(f"{name}_{chunk}{'' if beside else '/colocated'}", value(turns), unit, **more)
+    errors = [trace.error for turn in (*split, *colocated) for trace in turn.all if trace.error]
+    report.add(f"errors_{chunk}", len(errors), "requests")
+    report.config[f"first_errors_{chunk}"] = sorted(set(errors))[:5]
+    report.config[f"requests_{chunk}"] = {
+        kind: sum(len(turn.traces[long]) for turn in split) for kind, long in (("long", True), ("chat", False))
+    }
+    _tell_busy(report, chunk, split, colocated)
+    _tell_handoff(report, chunk, split, colocated)
+
+
+def _figures() -> Iterator[tuple[str, str, Callable[[Sequence[Turn]], float]]]:
+    """Of one turn, or of several together."""
+
+    def share(of: Callable[[Turn], list[float]], percent: float) -> Callable[[Sequence[Turn]], float]:
+        return lambda turns: 1e3 * float(np.percentile([x for turn in turns for x in of(turn)], percent))
+
+    def output(turns: Sequence[Turn]) -> float:
+        return sum(trace.tokens for turn in turns for trace in turn.all) / sum(turn.wall for turn in turns)
+
+    latencies: dict[str, Callable[[Turn], list[float]]] = {
+        "itl": Turn.itl,
+        "ttft_long": partial(Turn.ttft, long=True),
+        "ttft_chat": partial(Turn.ttft, long=False),
+    }
+    for name, of in latencies.items():
+        for label, percent in SHARES.items():
+            yield f"{name}_{label}", "ms", share(of, percent)
+    yield "output", "tok/s", output
+
+
+def _tell_busy(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+    """What limits each arm: a core that is always computing has a queue."""
+    for turns in (split, colocated):
+        for worker in turns[0].busy:
+            report.add(f"busy_{chunk}_{worker}", [turn.busy[worker] for turn in turns], "of the time")
+
+
+def _tell_handoff(report: Report, chunk: int, split: Sequence[Turn], colocated: Sequence[Turn]) -> None:
+    pairs = [pair for a, b in zip(split, colocated, strict=True) for pair in zip(a.alone, b.alone, strict=True)]
+    adds = [with_.around - without.around for with_, without in pairs]
+    shares = [100 * added / without.computing for added, (_, without) in zip(adds, pairs, strict=True)]
+    report.add(f"prefill_{chunk}", [1e3 * without.computing for _, without in pairs], "ms")
+    report.add(f"handoff_{chunk}", [1e3 * added for added in adds], "ms")
+    report.add(f"handoff_share_{chunk}", shares, "% of the prefill")
+    report.config[f"prefills_{chunk}"] = dict(sum((turn.prefills for turn in split), Counter()))
+    for phase in ("alone", "mixed"):
+        total = {name: sum(turn.moved[phase][name] for turn in split) for name in MOVED}
+        pulls = max(total["pulls"], 1)
+        report.add(f"pulls_{phase}_{chunk}", total["pulls"], "requests")
+        report.add(f"recomputed_{phase}_{chunk}", total["recomputed"], "requests")
+        report.add(f"pulled_{phase}_{chunk}", total["pulled_bytes"] / pulls / 1e6, "MB each")
+        report.add(f"copying_{phase}_{chunk}", 1e3 * total["copy_seconds"] / pulls, "ms each")
+        if total["copy_seconds"]:
+            hidden = 100 * total["hidden_seconds"] / total["copy_seconds"]
+            report.add(f"copying_hidden_{phase}_{chunk}", hidden, "% of the copying")

@@ -1,0 +1,47 @@
+"""Service: what commands have in common that listen until they are told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from dataclasses import fields
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
+    parser.add_argument("--host", default=config.host)
+    parser.add_argument("--port", type=int, default=config.port)
+    parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    add_setting(parser, config, "request_timeout", "seconds")
+    add_log_level(parser)
+
+
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+def add_setting(parser: argparse.ArgumentParser, config: Any, name: str, help: str) -> None:
+    """An option for the field `name` of a config: of its type, and with its default."""
+    default = getattr(config, name)
+    parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help)
+
+
+def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """What the options say of a config's fields."""
+    return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
+
+
+def log(args: argparse.Namespace) -> None:
+    form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+    logging.basicConfig(level=args.log_level.upper(), stream=sys.stderr, format=form)
+
+
+def run(service: Coroutine[Any, Any, None]) -> int:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(service)
+    return 0

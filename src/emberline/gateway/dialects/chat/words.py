@@ -1,0 +1,30 @@
+"""What chat completions call things."""
+
+from __future__ import annotations
+
+from emberline.gateway.dialects.words import Words
+
+WORDS = Words(
+    plain={
+        "temperature": "temperature",
+        "top_p": "top_p",
+        "top_k": "top_k",
+        "seed": "seed",
+        "presence_penalty": "presence_penalty",
+        "frequency_penalty": "frequency_penalty",
+        "n": "n",
+        "parallel_tools": "parallel_tool_calls",
+        "verbosity": "verbosity",
+        "stream": "stream",
+        "user": "user",
+        "metadata": "metadata",
+    },
+    others={
+        "max_output": "max_completion_tokens",
+        "reasoning": "reasoning_effort",
+        "thinking": "messages[].reasoning_content",
+    },
+    message="messages[]",
+    part="content[]",
+    vital={"functions": "use tools", "function_call": "use tool_choice", "audio": "ask for text"},
+)

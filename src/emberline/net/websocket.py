@@ -1,0 +1,243 @@
+"""WebSocket: a connection that has become one, as ASGI says it. What was not taken yet is one message: the next is read
+when that one is; who does not answer a ping until the next one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+from websockets.datastructures import Headers
+from websockets.exceptions import InvalidState
+from websockets.extensions.permessage_deflate import ServerPerMessageDeflateFactory
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.http11 import Request, Response
+from websockets.server import ServerProtocol
+
+if TYPE_CHECKING:
+    from emberline.net.server import Server
+
+log = logging.getLogger("emberline.net")
+
+PING = 20.0  # seconds between two
+GOODBYE = 10.0  # seconds for the other side to close, too
+_SMALL = {"server_max_window_bits": 12, "client_max_window_bits": 12, "compress_settings": {"memLevel": 5}}
+
+
+class WebSocket(asyncio.Protocol):
+    def __init__(self, server: Server, scope: dict[str, Any]) -> None:
+        self._server = server
+        self._scope = scope
+        self._loop = server.loop
+        self._transport: asyncio.Transport | None = None
+        self._talk = ServerProtocol(
+            extensions=[ServerPerMessageDeflateFactory(**_SMALL)],  # type: ignore[arg-type]
+            max_size=server.largest_message,
+            logger=log,
+        )
+        self._response: Response | None = None  # what is answered if the application wants to
+        self._refusal: tuple[int, Headers] | None = None  # its head, if it does not
+        self._task: asyncio.Task[None] | None = None
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._frames: list[bytes] = []  # of a message that is not whole
+        self._text = True  # it is one
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._over = False  # nothing is sent any more
+        self._asked = False  # the last ping has no answer yet
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- for the server ------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        self._hang_up(CloseCode.SERVICE_RESTART)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- told by the loop ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._server.guests.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.guests.discard(self)
+        self._end(CloseCode.ABNORMAL_CLOSURE)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._talk.receive_data(data)
+        for event in self._talk.events_received():
+            if isinstance(event, Request):
+                self._asked_for(event)
+            elif isinstance(event, Frame):
+                self._heard(event)
+        self._flush()
+        if self._talk.close_rcvd is not None:
+            self._end(self._talk.close_rcvd.code)
+            self._close()
+        elif self._talk.parser_exc is not None and not self._over:
+            said = self._talk.close_sent
+            self._end(said.code if said is not None else CloseCode.PROTOCOL_ERROR)
+            self._linger()
+
+    def _asked_for(self, request: Request) -> None:
+        self._response = self._talk.accept(request)
+        if self._response.status_code != HTTPStatus.SWITCHING_PROTOCOLS:
+            self._talk.send_response(self._response)
+            self._flush()
+            self._close()
+            return
+        offered = request.headers.get_all("Sec-WebSocket-Protocol")
+        self._scope["subprotocols"] = [each.strip() for line in offered for each in line.split(",")]
+        self._scope["extensions"] = {"websocket.http.response": {}}
+        self._messages.put_nowait({"type": "websocket.connect"})
+        self._task = self._loop.create_task(self._run())
+        self._server.work.add(self._task)
+        self._task.add_done_callback(self._server.work.discard)
+
+    def _heard(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.PONG:
+            self._asked = False
+        if frame.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or self._over:
+            return
+        if frame.opcode is not Opcode.CONT:
+            self._text = frame.opcode is Opcode.TEXT
+        self._frames.append(bytes(frame.data))
+        if not frame.fin:
+            return
+        data, self._frames = b"".join(self._frames), []
+        try:
+            said = {"text": data.decode()} if self._text else {"bytes": data}
+        except UnicodeDecodeError:
+            self._hang_up(CloseCode.INVALID_DATA)
+            return
+        self._messages.put_nowait({"type": "websocket.receive", **said})
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    # -- for the application -------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            await self._server.app(self._scope, self.receive, self.send)
+        except Exception:
+            log.exception("WebSocket %s", self._scope["path"])
+        if self._timer is None and not self._over:  # it was never accepted
+            self._refused(HTTPStatus.INTERNAL_SERVER_ERROR, Headers(), b"")
+        self._hang_up(CloseCode.NORMAL_CLOSURE)
+
+    async def receive(self) -> dict[str, Any]:
+        message = await self._messages.get()
+        if self._messages.empty() and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        return message
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """To one who has left nothing is said."""
+        await self._writable.wait()
+        if self._over:
+            return
+        match message["type"]:
+            case "websocket.accept":
+                self._accepted(message.get("subprotocol"), message.get("headers", ()))
+            case "websocket.send":
+                self._said(message)
+            case "websocket.close":
+                self._hang_up(message.get("code", CloseCode.NORMAL_CLOSURE), message.get("reason") or "")
+            case "websocket.http.response.start":
+                pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
+                self._refusal = message["status"], Headers(pairs)
+            case "websocket.http.response.body":
+                assert self._refusal is not None and not message.get("more_body")
+                self._refused(*self._refusal, message["body"])
+            case other:
+                raise AssertionError(f"{other} is nothing that a WebSocket is told")
+
+    def _accepted(self, subprotocol: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        assert self._response is not None and self._timer is None
+        for name, value in headers:
+            self._response.headers[name.decode("latin-1")] = value.decode("latin-1")
+        if subprotocol is not None:
+            self._response.headers["Sec-WebSocket-Protocol"] = subprotocol
+        self._talk.send_response(self._response)
+        self._flush()
+        self._timer = self._loop.call_later(PING, self._ping)
+
+    def _said(self, message: dict[str, Any]) -> None:
+        try:
+            if (text := message.get("text")) is not None:
+                self._talk.send_text(text.encode())
+            else:
+                self._talk.send_binary(message["bytes"])
+        except InvalidState:
+            return  # it is closing
+        self._flush()
+
+    def _refused(self, status: int, headers: Headers, body: bytes) -> None:
+        headers["Content-Length"], headers["Connection"] = str(len(body)), "close"
+        self._talk.send_response(Response(status, HTTPStatus(status).phrase, headers, body))
+        self._flush()
+        self._end(CloseCode.ABNORMAL_CLOSURE)
+        self._close()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _ping(self) -> None:
+        if self._over:
+            return
+        if self._asked:
+            self._hang_up(CloseCode.INTERNAL_ERROR, "no answer to a ping")
+            self._close()
+            return
+        self._asked = True
+        self._talk.send_ping(b"")
+        self._flush()
+        self._timer = self._loop.call_later(PING, self._ping)
+
+    def _hang_up(self, code: int, reason: str = "") -> None:
+        """It says so; the other side says so, too, and closes, or is closed."""
+        if self._over or self._transport is None:
+            return
+        accepted = self._timer is not None
+        self._end(code)
+        if accepted:
+            self._talk.send_close(code, reason)
+            self._flush()
+            self._transport.resume_reading()
+            self._timer = self._loop.call_later(GOODBYE, self._close)
+        else:
+            self._close()
+
+    def _end(self, code: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self._over:
+            self._over = True
+            self._messages.put_nowait({"type": "websocket.disconnect", "code": code})
+        self._writable.set()  # nobody is told that it is, once it is gone
+
+    def _linger(self) -> None:
+        """The other side is told that it was wrong. What it still sends is taken, and thrown away: to close before
+        would reset the connection, and it might never read why."""
+        assert self._transport is not None
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._timer = self._loop.call_later(GOODBYE, self._close)
+
+    def _flush(self) -> None:
+        if self._transport is not None and (data := b"".join(self._talk.data_to_send())):
+            self._transport.write(data)
+
+    def _close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,352 @@
+"""Tiers below a GPU's cache, with the CPU as device: the same tokens, by copies that no order of lanes could spoil."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from on_host import plain_arithmetic
+from racing import Racing
+from torch import Tensor
+
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.plan import Copy
+from emberline.core.request import Priority, Submission
+from emberline.engine import memory
+from emberline.engine.boot import boot
+from emberline.engine.engine import Engine
+from emberline.engine.gpu import boot as gpu_boot
+from emberline.engine.gpu.boot import tiers_of
+from emberline.engine.gpu.copier import DeviceCopier
+from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.swap import forget_prefixes, sleep_runner, wake_runner
+from emberline.engine.gpu.track import Inputs
+from emberline.engine.sampler import RowMaker
+from emberline.kernels import ops, ref
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.tiers.base import Tier, buffer_size
+from emberline.kv.tiers.copier import Copier
+from emberline.kv.tiers.disk import DiskTier
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+from emberline.models.decoder import Decoder
+from emberline.models.loader import load
+
+BLOCK = 8
+OUT = 6
+Folded = dict[str, tuple[list[int], list[float], int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PIECE_BYTES", 0)  # a block each: no plan of several is done in one piece
+
+
+class House:
+    """An engine above its tiers, or one without. Files are read and written when the test says so."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        disk: Path | None = None,
+        *,
+        tiers: bool = True,
+        blocks: int = 12,
+        pins: bool = True,
+        **settings: object,
+    ) -> None:
+        c = model.config
+        shape = KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16)
+        cache = KVCache(shape, blocks)
+        cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be given back
+        chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
+        self.device = Racing(pins=pins)
+        self.runner = GPURunner(
+            model, cache, frozenset(), RowMaker(c.vocab, frozenset(), None), chosen, self.device, 64
+        )
+        self.device.watch(kept=self.runner.buffers())
+        forward = self.runner._forward
+
+        def noted(inputs: Inputs, out: Tensor | None) -> Tensor:
+            alone = self.device.at_work == "steps"  # beside each other, parts write to different blocks
+            self.device.note("the model", cache.keys, cache.values, writes=alone)
+            return forward(inputs, out)
+
+        self.runner._forward = noted  # type: ignore[method-assign]
+        self.tiers: TierStack | None = None
+        if tiers:
+            self.tiers = tiers_of(self.runner, partial(self.make_tiers, disk))
+            self.host = self.tiers.host
+            self.device.watch(self.host.area)
+        config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=64, max_running=4, max_context=64)
+        self.engine = Engine(config, self.runner, tiers=self.tiers)
+
+    def make_tiers(self, disk: Path | None, layout: str, shape: KVShape) -> TierStack:
+        size = shape.block_bytes
+        below: list[Tier] = [DiskTier(disk, layout, size, 1 << 24)] if disk is not None else []
+        return Attended(HostTier(size, 64 * buffer_size(size)), below, self.device)
+
+    def run(self, *submissions: Submission) -> Folded:
+        for submission in submissions:
+            self.engine.add(submission)
+        return fold(self.finish())
+
+    def steps(self, count: int) -> list[Output]:
+        with self.device:
+            return [output for _ in range(count) for output in self.engine.step()]
+
+    def finish(self) -> list[Output]:
+        outputs: list[Output] = []
+        for _ in range(1000):
+            outputs += self.steps(1)
+            self.engine.kv.check()
+            if self.tiers is not None:
+                self.tiers.read_next()
+            if self.engine.idle:
+                break
+        assert self.engine.idle
+        assert self.device.races == []
+        if self.tiers is not None:
+            while self.tiers.write_next():
+                pass
+            self.host.check()
+            assert self.host.num_pinned == 0
+        return outputs
+
+
+class Attended(TierStack):
+    """Others may read a buffer as soon as it is said to be full: then it must be."""
+
+    def __init__(self, host: HostTier, below: list[Tier], device: Racing) -> None:
+        super().__init__(host, below, threads=False)
+        self.device = device
+
+    def saved(self, digest: bytes) -> None:
+        super().saved(digest)
+        buffer = self.host.pin(digest)
+        assert buffer is not None
+        self.device.note("a reader", buffer, writes=False)
+        self.host.unpin(digest)
+
+    def loaded(self, digest: bytes) -> None:
+        buffer = self.host.pin(digest)
+        assert buffer is not None
+        self.device.note("a writer", buffer, writes=True)  # the next block, as soon as this one is evicted
+        self.host.unpin(digest)
+        super().loaded(digest)
+
+
+def fold(outputs: list[Output]) -> Folded:
+    folded: Folded = {}
+    for o in outputs:
+        tokens, logprobs, cached = folded.get(o.id, ([], [], 0))
+        folded[o.id] = (tokens + o.tokens, logprobs + [p.logprob for p in o.logprobs], cached + o.cached_tokens)
+    return folded
+
+
+def ask(seed: int, name: str = "r", /, *, tokens: int = OUT) -> Submission:
+    prompt = torch.randint(3, 131, (41,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Submission(name, prompt, SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=0))
+
+
+def others(house: House) -> None:
+    """Requests that push everything else out of the main cache."""
+    for seed in (100, 101, 102):
+        house.run(ask(seed))
+
+
+def same(got: Folded, expected: Folded, cached: int | None = None) -> None:
+    assert {name: value[:2] for name, value in got.items()} == {name: value[:2] for name, value in expected.items()}
+    assert cached is None or {value[2] for value in got.values()} == {cached}
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "captured": {},
+    "beside chunks": {"decode_sms": 8},
+    "out of reach": {"pins": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_evicted_prefixes_come_back(model: Decoder, way: str, tmp_path: Path) -> None:
+    fresh = House(model, tiers=False).run(ask(1))
+    house = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
+    same(house.run(ask(1)), fresh, cached=0)
+    others(house)
+    same(house.run(ask(1)), fresh, cached=40)
+    assert house.engine.kv.hits == 0, "the main cache had forgotten it"
+    assert house.engine.stats().tiers["host"].hit_tokens == 40
+    after = House(model, tmp_path, **WAYS[way])  # type: ignore[arg-type]
+    same(after.run(ask(1)), fresh, cached=40)
+    assert after.engine.stats().tiers["disk"].hit_tokens == 40
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Decoder) -> Folded:
+    return House(model, tiers=False, blocks=40).run(*(ask(seed, f"r{seed}", tokens=20) for seed in range(4)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_preempted_requests_come_back(model: Decoder, undisturbed: Folded, way: str) -> None:
+    house = House(model, blocks=14, **WAYS[way])  # type: ignore[arg-type]
+    first, *rest = (ask(seed, f"r{seed}", tokens=20) for seed in range(4))
+    house.engine.add(replace(first, priority=Priority.BATCH))
+    outputs = house.steps(4)
+    for submission in rest:  # these go first, and need all the room there is
+        house.engine.add(submission)
+    same(fold([*outputs, *house.finish()]), undisturbed)
+    assert house.engine.scheduler.preemptions > 0
+    assert house.engine.stats().tiers["host"].hit_tokens > 0
+
+
+def test_a_step_that_fails_publishes_nothing(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(model)
+    house.engine.add(ask(1))
+    house.steps(3)  # the prompt is computed, the second token too; the third plan saves the blocks
+    assert house.host.num_pinned == 5
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("racing.RacingMark.wait", broken)
+    with pytest.raises(RuntimeError, match="gone"):
+        house.steps(2)
+    assert house.host.stats().blocks == 0
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_copies_are_those_of_the_plain_copier(pins: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans at random, launched before the last is over: buffers hold, to the bit, what they would if each were
+    carried out at once. Blocks that are loaded twice have what came last."""
+    rng = random.Random(3)
+    shape = KVShape(3, 2, 16, BLOCK, torch.bfloat16)
+    caches = [KVCache(shape, 10) for _ in range(2)]
+    for part in ("keys", "values"):
+        noise = torch.randn(caches[0].keys.shape).bfloat16()
+        for cache in caches:
+            getattr(cache, part).copy_(noise)
+    monkeypatch.setattr(memory, "PIECE_BYTES", 3 * shape.block_bytes)
+    device, plain, size = Racing(pins=pins), Copier(caches[0]), buffer_size(shape.block_bytes)
+    areas = [memoryview(bytearray(rng.randbytes(16 * size))) for _ in range(2)]
+    areas[1][:] = areas[0]
+    copier = DeviceCopier(caches[1], device)
+    copier.reach(areas[1])
+    device.watch(areas[1], scratch=copier.buffers(), cache=[caches[1].keys, caches[1].values])
+    with device, device.lane.working():
+        under_way = None
+        for step in range(40):
+            half = step % 2 * 8  # the other buffers belong to the plan that is under way
+            slots = [half + i for i in rng.sample(range(8), 8)]
+            blocks = [rng.randrange(10) for _ in slots]
+            cut = rng.randrange(9)
+            copies = [
+                [
+                    Copy(block, b"", area[slot * size : (slot + 1) * size])
+                    for block, slot in zip(blocks, slots, strict=True)
+                ]
+                for area in areas
+            ]
+            plain.save(copies[0][:cut])
+            plain.load(copies[0][cut:])
+            finish = copier.launch(copies[1][:cut], copies[1][cut:])
+            if under_way is not None:
+                under_way()
+            under_way = finish
+        finish()
+    assert device.races == []
+    assert areas[0] == areas[1]
+    for part in ("keys", "values"):
+        assert torch.equal(getattr(caches[0], part), getattr(caches[1], part))
+
+
+@pytest.fixture
+def movable(tmp_path: Path) -> Iterator[Decoder]:
+    """A model whose memory can be given back."""
+    backend, uniform = ops._backend, ref.uniform
+    plain_arithmetic()
+    yield load(tiny.write(tmp_path, tiny.CONFIGS["llama"]), "bfloat16")
+    ops._backend, ref.uniform = backend, uniform
+
+
+def test_lower_tiers_outlast_sleep(movable: Decoder) -> None:
+    house = House(movable)
+    fresh = house.run(ask(1))
+    slept = sleep_runner(house.runner)
+    forget_prefixes(house.engine)
+    assert house.runner.copier is not None
+    assert all(piece.rows.untyped_storage().nbytes() == 0 for piece in house.runner.copier._pieces)
+    wake_runner(slept)
+    house.device.watch(kept=house.runner.buffers())
+    again = house.run(ask(1))
+    assert again["r"][0] == fresh["r"][0] and again["r"][2] == 40
+    assert house.engine.stats().tiers["host"].hit_tokens == 40
+    slept.close()
+
+
+@pytest.mark.parametrize("pins", [True, False])
+def test_main_memory_is_pinned_until_it_is_closed(model: Decoder, pins: bool) -> None:
+    house = House(model, pins=pins)
+    assert len(house.device.pinned_now) == pins
+    house.engine.add(ask(1))
+    house.steps(3)
+    assert house.host.num_pinned == 5, "blocks are on their way"
+    house.engine.close()
+    assert house.device.pinned_now == [] and house.device.races == []
+
+
+def test_scratch_is_planned_for(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scratch(**settings: object) -> int:
+        chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
+        return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
+
+    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, 16, torch.bfloat16)
+    for size in (0, 1 << 20):
+        monkeypatch.setattr(memory, "PIECE_BYTES", size)
+        numbers, *pieces = DeviceCopier(KVCache(shape, 2), Racing()).buffers()
+        assert scratch(tiers=True) - scratch() == sum(piece.nbytes for piece in pieces)
+        assert numbers.nbytes < 1024
+
+
+def test_settings_become_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole boot on a GPU that is none, and a second one that finds the first one's files."""
+    home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
+    for name, stand_in in {"Cuda": Host, "_device_memory": lambda device: 8 << 30}.items():
+        monkeypatch.setattr(gpu_boot, name, stand_in)
+    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    config = EngineConfig(
+        str(home),
+        device="cuda",
+        block_size=16,
+        kv_memory=1 << 18,
+        kv_host_memory=1 << 20,
+        kv_disk=str(tmp_path / "kv"),
+        kv_disk_size=1 << 22,
+    )
+    for cached in (0, 32):
+        engine = boot(config).engine
+        engine.add(ask(1))
+        outputs: list[Output] = []
+        while not engine.idle:
+            outputs += engine.step()
+        engine.close()
+        assert sum(o.cached_tokens for o in outputs) == cached
+        assert engine.stats().tiers["disk"].hit_tokens == cached
+    with pytest.raises(InvalidRequest, match="of memory are free"):
+        boot(replace(config, kv_host_memory=1 << 60))

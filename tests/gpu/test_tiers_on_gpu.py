@@ -1,0 +1,146 @@
+"""Tiers below the cache of a GPU: the same tokens from host memory and files, whether or not the driver pins it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+from emberline.core.config import GPUConfig
+from emberline.core.events import Output
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.tiers.base import Tier, buffer_size
+from emberline.kv.tiers.disk import DiskTier
+from emberline.kv.tiers.host import HostTier
+from emberline.kv.tiers.stack import TierStack
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+CONFIG = tiny.config(
+    "llama",
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=1000,
+    max_position_embeddings=2048,
+)
+LENGTH, OUT, REQUESTS = 700, 60, 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny.write(tmp_path_factory.mktemp("model"), CONFIG))
+
+
+def tiers_on(disk: Path) -> Callable[[str, KVShape], TierStack]:
+    def make(layout: str, shape: KVShape) -> TierStack:
+        below: list[Tier] = [DiskTier(disk, layout, shape.block_bytes, 1 << 30)]
+        return TierStack(HostTier(shape.block_bytes, 1024 * buffer_size(shape.block_bytes)), below)
+
+    return make
+
+
+def engine(checkpoint: Path, disk: Path | None = None, **settings: object) -> Engine:
+    from emberline.engine.gpu.boot import boot_from
+
+    chosen = {"max_running": 8, "max_batch_tokens": 512, "max_context": 2048, "kv_tokens": 2048, "block_size": 16}
+    config = GPUConfig(**(chosen | settings), tiers=disk is not None)  # type: ignore[arg-type]
+    return boot_from(checkpoint, config, dtype=torch.float32, tiers=tiers_on(disk) if disk else None).engine
+
+
+def submissions() -> list[Submission]:
+    rng = random.Random(7)
+    params = SamplingParams(max_tokens=OUT, temperature=0.0)
+    return [Submission(f"r{i}", [rng.randrange(3, 1000) for _ in range(LENGTH)], params) for i in range(REQUESTS)]
+
+
+def run(e: Engine) -> dict[str, list[int]]:
+    """All at once: the cache has room for two and a half, so they are preempted and evicted."""
+    outputs: list[Output] = []
+    for submission in submissions():
+        e.add(submission)
+    for _ in range(20_000):
+        if e.idle:
+            break
+        outputs += e.step()
+    assert e.idle
+    e.kv.check()
+    assert all(o.error is None for o in outputs)
+    folded: dict[str, list[int]] = {}
+    for o in outputs:
+        folded.setdefault(o.id, []).extend(o.tokens)
+    return folded
+
+
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"overlap": False}, {"decode_sms": 16}])
+def test_the_same_tokens(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], pins: bool
+) -> None:
+    if not pins:
+        monkeypatch.setattr("emberline.engine.gpu.device.Cuda.pin", lambda self, memory: False)
+    expected = run(engine(checkpoint, kv_tokens=64 * 1024))
+    first = engine(checkpoint, tmp_path, **settings)
+    assert run(first) == expected
+    assert run(first) == expected
+    assert first.stats().tiers["host"].hit_tokens > 0
+    first.close()
+    second = engine(checkpoint, tmp_path, **settings)
+    assert run(second) == expected
+    assert second.stats().tiers["disk"].hit_tokens > 0
+    second.close()
+
+
+def test_memory_that_cannot_be_pinned_leaves_the_device_as_it_was() -> None:
+    from emberline.engine.gpu.device import Cuda
+
+    device = Cuda()
+    memory = torch.frombuffer(HostTier(4096, 1 << 20).area, dtype=torch.uint8)
+    assert device.pin(memory)
+    assert not device.pin(memory), "it is"
+    assert torch.ones(8, device=device.torch).sum().item() == 8.0
+    device.unpin(memory)
+    assert device.pin(memory)
+    device.unpin(memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_there_and_back_without_waiting(dtype: torch.dtype) -> None:
+    """Blocks are saved, and overwritten, while the device is busy with something else; and come back."""
+    from emberline.core.plan import Copy
+    from emberline.engine.gpu.copier import DeviceCopier
+    from emberline.engine.gpu.device import Cuda
+
+    device, shape = Cuda(), KVShape(3, 2, 64, 16, dtype)
+    cache = KVCache(shape, 64, str(device.torch))
+    halves = [half.view(torch.uint8) for half in (cache.keys, cache.values)]
+    for half in halves:
+        half.copy_(torch.randint(0, 255, half.shape, dtype=torch.uint8))
+    host, copier = HostTier(shape.block_bytes, 64 * buffer_size(shape.block_bytes)), DeviceCopier(cache, device)
+    copier.reach(host.area)
+    buffers = [buffer for i in range(32) if (buffer := host.reserve(bytes([i]))) is not None]
+    copies = [Copy(i, b"", buffer) for i, buffer in enumerate(buffers)]
+    before = [half.clone() for half in halves]
+    torch.cuda.synchronize()
+    with torch.inference_mode(), device.lane.working():
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second
+        saved = copier.launch(copies, [])
+        for half in halves:
+            half[:, :32].zero_()
+        busy = not torch.cuda.current_stream().query()
+    assert busy, "somebody waited for it"
+    saved()
+    with torch.inference_mode(), device.lane.working():
+        copier.launch([], copies)()
+    assert all(torch.equal(half, old) for half, old in zip(halves, before, strict=True))
+    copier.let_go()

@@ -1,0 +1,157 @@
+"""Racing: a device on the CPU that finds what could go wrong on a real one, where lanes run beside each other.
+
+It does all at once and in order, so its results are those of a device that is lucky. Meanwhile it notes who uses which
+memory (torch tells it), and what each lane, and the host, can know to be over: its own past, and what it waited for. If
+two use the same memory, one of them writes, and nothing says which comes first, that is a race. Only memory it was told
+to watch counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from emberline.engine.gpu.device import HostLane, Lane, Mark
+
+HOST = "host"
+Past = dict[str, int]  # of each lane, how many of its actions are over
+
+
+class RacingMark:
+    def __init__(self, device: Racing, past: Past) -> None:
+        self.device, self.past = device, past
+
+    def wait(self) -> None:
+        self.device.learn(HOST, self.past)
+
+    def since(self, earlier: Mark) -> float:
+        return 1e-3
+
+
+class RacingLane(HostLane):
+    def __init__(self, device: Racing, name: str) -> None:
+        self.device, self.name = device, name
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        before, self.device.at_work = self.device.at_work, self.name
+        yield
+        self.device.at_work = before
+
+    def mark(self) -> Mark:
+        return RacingMark(self.device, dict(self.device.pasts[self.name]))
+
+    def after(self, mark: Mark) -> None:
+        assert isinstance(mark, RacingMark)
+        self.device.learn(self.name, mark.past)
+
+
+class Racing(TorchDispatchMode):
+    """Enter it around all that is to be seen."""
+
+    def __init__(self, *, pins: bool = True) -> None:
+        super().__init__()
+        self.torch = torch.device("cpu")
+        self.pasts: defaultdict[str, Past] = defaultdict(dict)
+        self.at_work = HOST
+        self.races: list[str] = []
+        self.pinned_now: list[Tensor] = []
+        self._pins = pins
+        self._names: dict[int, str] = {}  # of watched memory, by address
+        self._area = range(0)
+        self._host_memory: set[int] = set()  # that is not the device's
+        self._written: dict[int, tuple[str, int]] = {}
+        self._read: defaultdict[int, Past] = defaultdict(dict)
+        self._lanes = 0
+        self.lane: Lane = RacingLane(self, "steps")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch imports its compiler, for seconds, to tell it to keep out
+
+    def pinned(self, size: int) -> Tensor:
+        made = torch.zeros(size, dtype=torch.uint8)
+        self.watch(pinned=[made])
+        self._host_memory.add(made.data_ptr())
+        return made
+
+    def pin(self, memory: Tensor) -> bool:
+        if self._pins:
+            self.pinned_now.append(memory)
+        return self._pins
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pinned_now.remove(memory)
+        used = {where for where in (*self._written, *self._read) if where in self._area}
+        self._act(HOST, [(where, True) for where in used], "unpinning")
+
+    def beside(self) -> Lane:
+        self._lanes += 1
+        return RacingLane(self, f"lane {self._lanes}")
+
+    def split(self, few: int) -> tuple[Lane, Lane]:
+        return self.beside(), self.beside()
+
+    def watch(self, area: memoryview | None = None, **memory: Iterable[Tensor]) -> None:
+        """`area`: where buffers lie that are told apart by where they begin."""
+        for name, tensors in memory.items():
+            for i, tensor in enumerate(tensors):
+                self._names[tensor.untyped_storage().data_ptr()] = f"{name} {i}"
+        if area is not None:
+            begin = torch.frombuffer(area, dtype=torch.uint8).data_ptr()
+            self._area = range(begin, begin + len(area))
+
+    def learn(self, who: str, past: Past) -> None:
+        mine = self.pasts[who]
+        mine.update({lane: max(count, mine.get(lane, 0)) for lane, count in past.items()})
+
+    def note(self, what: str, *memory: Tensor | memoryview, writes: bool) -> None:
+        """A use that torch does not see."""
+        tensors = [m if isinstance(m, Tensor) else torch.frombuffer(m, dtype=torch.uint8) for m in memory]
+        self._act(self.at_work, [(t.untyped_storage().data_ptr(), writes) for t in tensors], what)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        looks = any(out.alias_info is not None and not out.alias_info.is_write for out in schema.returns)
+        if not looks:  # a view is no use
+            values = [(args[i] if i < len(args) else kwargs.get(a.name), a) for i, a in enumerate(schema.arguments)]
+            used = [
+                (value.untyped_storage().data_ptr(), arg.alias_info is not None and arg.alias_info.is_write)
+                for value, arg in values
+                if isinstance(value, Tensor)
+            ]
+            by_host = bool(used) and all(where in self._host_memory or where in self._area for where, _ in used)
+            self._act(HOST if by_host else self.at_work, used, str(func))
+            if func is torch.ops.aten.index_copy_.default and len(set(args[2].tolist())) < len(args[2]):
+                self.races.append("two are copied to one place at once")
+        return func(*args, **kwargs)
+
+    def _act(self, who: str, used: list[tuple[int, bool]], what: str) -> None:
+        """After all that the host knows to be over."""
+        past = self.pasts[who]
+        self.learn(who, self.pasts[HOST])
+        past[who] = past.get(who, 0) + 1
+        for where, writes in used:
+            if where in self._names or where in self._area:
+                self._use(who, where, writes, what)
+
+    def _use(self, who: str, where: int, writes: bool, what: str) -> None:
+        past = self.pasts[who]
+        others = dict([self._written[where]]) if where in self._written else {}
+        if writes:
+            others |= {lane: max(count, others.get(lane, 0)) for lane, count in self._read[where].items()}
+        for lane, count in others.items():
+            if past.get(lane, 0) < count:
+                name = self._names.get(where) or f"buffer at {where - self._area.start}"
+                self.races.append(f"{what} on {who} uses {name}, perhaps before {lane} is done with it")
+        if writes:
+            self._written[where], self._read[where] = (who, past[who]), {}
+        else:
+            self._read[where][who] = past[who]

@@ -1,0 +1,29 @@
+"""A gateway that nobody gave a key makes one, once, for whoever owns its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emberline.core.config import GatewayConfig
+from emberline.server.gateway.gatewaying import _configured
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_made_once_and_manages(cache: Path) -> None:
+    (token, who), *others = _configured(GatewayConfig()).items()
+    assert who.admin and not others and len(token) >= 24
+    assert list(_configured(GatewayConfig())) == [token]
+    file = cache / "gateway" / "admin.key"
+    assert file.read_text() == token and file.stat().st_mode & 0o777 == 0o600
+
+
+def test_keys_that_were_given_are_all_there_are(cache: Path) -> None:
+    assert list(_configured(GatewayConfig(api_keys=("a", "b")))) == ["a", "b"]
+    assert not (cache / "gateway").exists()
