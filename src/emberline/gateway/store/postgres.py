@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import date, timedelta
@@ -20,6 +19,7 @@ from emberline.gateway.store import sql
 from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.packing import packed, unpacked
 from emberline.gateway.store.rollup import MS, OTHERS, Cell, Place, RollupQuery, tally
 from emberline.gateway.store.scan import bound, day_start, scan
 from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
@@ -145,8 +145,8 @@ class PostgresStore:
             await db.copy_records_to_table("labels", records=marked, columns=("key", "value", "id"))
         kept = [(r.id, p) for r, p in batch if p is not None]
         if kept:
-            packed = await asyncio.to_thread(_pack, kept)
-            await db.copy_records_to_table("payloads", records=packed, columns=("id", "request", "response"))
+            rows = await asyncio.to_thread(_pack, kept)
+            await db.copy_records_to_table("payloads", records=rows, columns=("id", "request", "response"))
         for wide, upsert in _ROLLUPS:  # last, as others wait for these rows
             await db.executemany(upsert, map(_clean, sql.rollup_values(cells, wide)))
 
@@ -179,7 +179,7 @@ class PostgresStore:
         if await self.record(account, gateway, id) is None:
             return None
         rows = await self._read("SELECT request, response FROM payloads WHERE id = $1", (bytes.fromhex(id),))
-        return Payload(*(zlib.decompress(part) for part in rows[0])) if rows else None
+        return Payload(*(unpacked(part) for part in rows[0])) if rows else None
 
     async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
         text, exact = sql.select_log("$", account, gateway, id)
@@ -322,4 +322,4 @@ def _clean(row: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _pack(kept: Sequence[tuple[str, Payload]]) -> list[tuple[bytes, bytes, bytes]]:
-    return [(bytes.fromhex(id), zlib.compress(p.request, 1), zlib.compress(p.response, 1)) for id, p in kept]
+    return [(bytes.fromhex(id), packed(p.request), packed(p.response)) for id, p in kept]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import date
@@ -27,6 +26,7 @@ from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feed
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.lane import Lane
+from emberline.gateway.store.packing import packed, unpacked
 from emberline.gateway.store.rollup import MS, OTHERS, Cell, RollupQuery, tally
 from emberline.gateway.store.scan import day_start, scan
 from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, quoted, record, row, words
@@ -138,7 +138,7 @@ class SQLiteStore:
         with _transaction(self._day(lane, day)) as db:
             db.executemany(_LOG, [row(r) for r, _ in entries])
             db.executemany(_LABEL, [label for r, _ in entries for label in labels(r)])
-        payloads = [(bytes.fromhex(r.id), _pack(p.request), _pack(p.response)) for r, p in entries if p is not None]
+        payloads = [(bytes.fromhex(r.id), packed(p.request), packed(p.response)) for r, p in entries if p is not None]
         if payloads:
             with _transaction(self._day(lane, day, payloads=True)) as db:
                 db.executemany("INSERT OR IGNORE INTO payloads VALUES (?1, ?2, ?3)", payloads)
@@ -165,7 +165,7 @@ class SQLiteStore:
             return None
         text = "SELECT request, response FROM payloads WHERE id = ?1"
         rows = await self._read(self._path("payloads", day_of(created(id))), text, (bytes.fromhex(id),))
-        return Payload(*(zlib.decompress(part) for part in rows[0])) if rows else None
+        return Payload(*(unpacked(part) for part in rows[0])) if rows else None
 
     async def feedback(self, account: str, gateway: str, id: str, given: Feedback) -> Record | None:
         day, exact = day_of(created(id)), sql.select_log("?", account, gateway, id)
@@ -310,7 +310,3 @@ def _put(db: sqlite3.Connection, document: Document, at: int) -> None:
 def _one(done: sqlite3.Cursor, document: Document) -> None:
     if done.rowcount != 1:
         raise Conflict.of(document.kind, document.id, is_new=not document.version)
-
-
-def _pack(payload: bytes) -> bytes:
-    return zlib.compress(payload, 1)
