@@ -22,6 +22,7 @@ from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.stream import AsyncEngine, State
+from emberline.net.turn import CutOff
 from emberline.server.metrics import Metrics
 from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.engine_app import EngineApp
@@ -162,7 +163,10 @@ class House:
         async def receive() -> dict[str, Any]:
             return inbox.pop() if inbox else await asyncio.Future()
 
-        await self.app(scope, receive, answer.take)
+        try:
+            await self.app(scope, receive, answer.take)
+        except CutOff:
+            answer.cut = True
         assert not self.engine.open, "nothing is left open"
         return answer
 
@@ -173,6 +177,7 @@ class Answer:
         self.headers: dict[str, str] = {}
         self.writes: list[bytes] = []
         self.ended = False
+        self.cut = False  # the connection, so that nobody takes it for whole
 
     async def take(self, message: dict[str, Any]) -> None:
         assert not self.ended

@@ -88,11 +88,11 @@ def test_requests_that_move_are_seen(browser: Chromium, fakes: Fakes) -> None:
     fakes.tell("e", "break", after=5, times=1, calls="/cluster/resume")
     body = {"model": "fake", "messages": [{"role": "user", "content": "x" * 4000}], "max_tokens": 20, "stream": True}
     assert "error" not in get(f"{fakes.url}/v1/chat/completions", body)
-    browser.until(lambda: number(browser, "prompts split", "#moves") == "1", "splits are counted")
+    browser.until(lambda: number(browser, "prompts split", "#moves") == "2", "d and e each asked for it")
     browser.until(lambda: int(number(browser, "streams moved", "#moves")) >= 1, "moves are counted")
-    assert int(number(browser, "moved: broken", "#moves")) >= 1 and number(browser, "prefilled", "#moves") == "1"
-    browser.until(lambda: number(browser, "handed out", "[data-name=p]") == "1", "transfers are shown")
+    assert int(number(browser, "moved: broken", "#moves")) >= 1 and number(browser, "prefilled", "#moves") == "2"
+    browser.until(lambda: number(browser, "handed out", "[data-name=p]") == "2", "transfers are shown")
     browser.until(lambda: any("MB at" in number(browser, "taken", f"[data-name={n}]") for n in "de"), "and how much")
     browser.screenshot(SHOTS / "router-roles.png")
     assert [c for c in browser.complaints if not c.startswith("Failed to load resource")] == []
-    assert fakes.status()["decisions"] == {"load": 1, "split": 1, "again": 2}
+    assert fakes.status()["decisions"] == {"load": 1, "split": 2, "again": 2}

@@ -90,7 +90,7 @@ def test_what_is_said_again_is_taken_out(said: str, new: str, prefill: Prefill, 
 
 @given(st.integers(2, 30), st.data())
 def test_words_that_differ_are_said_once_wherever_it_begins_again(count: int, data: st.DataObject) -> None:
-    text = " ".join(f"{i}th-word" for i in range(count))
+    text = " ".join(f"<{i}th-word>" for i in range(count))  # no end of a word is the beginning of another
     at = data.draw(st.integers(1, len(text) - 1))
     begins = [i for i in range(at) if (i == 0 or text[i - 1] == " ") and at - i >= LEAST + 1]
     begin = data.draw(st.sampled_from([*begins, at]))

@@ -201,6 +201,7 @@ def test_an_engine_that_dies_breaks_a_tracked_stream_off() -> None:
         house.engine.fail_after, house.engine.error = 4, error
         answer = house.post("/v1/chat/completions", CHAT, **headers)
         assert answer.status == 200 and answer.ended is not broken and (b'"error"' in answer.body) is not broken
+        assert answer.cut is broken
         if headers:
             assert groups(answer)
     house.engine.fail_after = 0

@@ -139,6 +139,8 @@ def test_it_registers_again_when_it_must() -> None:
     assert them.sent == ["register", "beat", "register", "register", "beat", "beat", "register"]
 
 
-def test_it_gives_up_when_it_was_replaced() -> None:
-    them = Scripted([(200, WELCOME), (500, {}), (409, {})])
-    assert [them.turn() for _ in range(3)] == [0.0, PAUSE, None]
+def test_it_keeps_knocking_when_it_was_replaced() -> None:
+    """The newer one may be lost: then the name is free again."""
+    them = Scripted([(200, WELCOME), (500, {}), (409, {}), (409, {}), (200, WELCOME)])
+    assert [them.turn() for _ in range(5)] == [0.0, PAUSE, PAUSE, PAUSE, 0.0]
+    assert them.sent == ["register", "beat", "register", "register", "register"]
