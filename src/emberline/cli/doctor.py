@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=count, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
     parser.add_argument("--max-running", type=count, default=gpu.max_running, help="requests in one batch")
+    parser.add_argument("--tiers", action="store_true", help="keys and values go to other tiers, by way of GPU memory")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,7 +217,8 @@ def _memory(
     """Where a GPU's memory would go: by the functions that the engine itself plans with."""
     from emberline.engine import memory
 
-    names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context")
+    names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context",
+             "tiers")  # fmt: skip
     settings = GPUConfig(**{name: getattr(args, name) for name in names})
     dtype = memory.weight_dtype(checkpoint, args.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)

@@ -157,6 +157,7 @@ class FakeWorker:
             self.transfer.pulls += 1
             self.transfer.pulled_bytes += prompt * BYTES
             self.transfer.pull_seconds += 0.001
+            self.transfer.copy_seconds += 0.001
         else:
             self.prompts += prompt
         if asked.stream:

@@ -47,7 +47,6 @@ async def listen(
         if not _listens(listener):
             # Two that start together can both bind; only one can listen, and the loop does not tell the other.
             raise InvalidRequest(f"another process listens on {place}", hint="choose another --port")
-        gc.collect()
         gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
         ready()
         await stop.wait()

@@ -184,7 +184,7 @@ class Card {
     const facts = [];
     if (paired.length) facts.push(fact("takes from", paired.join(", ")));
     for (const [name, why] of Object.entries(refused)) facts.push(fact(`not from ${name}`, why, true));
-    if (transfer?.pulls) facts.push(fact("taken", `${bytes(transfer.pulled_bytes)} at ${bytes(transfer.pulled_bytes / transfer.pull_seconds)}/s`));
+    if (transfer?.pulls) facts.push(fact("taken", `${bytes(transfer.pulled_bytes)} at ${bytes(transfer.pulled_bytes / (transfer.copy_seconds || 1))}/s`));
     if (transfer?.recomputed) facts.push(fact("computed again", transfer.recomputed, true));
     if (transfer?.published) facts.push(fact("handed out", transfer.published), fact("kept for others", `${transfer.pinned_blocks} blocks`));
     if (moved) facts.push(fact("moved away", moved));

@@ -5,29 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.api.openai import models
 from emberline.cluster.card import Beat, Card, Welcome
 from emberline.cluster.membership import Health
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
-from emberline.net.turn import CutOff
+from emberline.core.errors import InvalidRequest
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
-from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.keys import admit, authorize
-from emberline.server.metrics import Replies, exposition
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.metrics import exposition
 from emberline.server.pages import Page
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.relay import Relay
 from emberline.server.routing.router_metrics import Seen, status
+from emberline.server.site import Route, Site
 from emberline.server.tracing import OPERATIONS, Tracing
 
 log = logging.getLogger("emberline.router")
@@ -51,13 +47,6 @@ class Draining(msgspec.Struct, forbid_unknown_fields=True):
     move: bool = False  # streams go on elsewhere
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    handler: Callable[[Exchange], Awaitable[None]]
-    method: str = "POST"
-    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
-
-
 class RouterApp:
     def __init__(
         self,
@@ -71,11 +60,9 @@ class RouterApp:
         self._clock = clock
         self.dispatch = Dispatch(config, clock)
         self._relay = Relay(self.dispatch, upstream, config)
-        self._replies = Replies()
-        self._pages = pages
         self._tracing = tracing
         self._began = int(time.time())
-        self._routes = {
+        routes = {
             **{path: Route(self._proxy) for path in PROXIED},
             **({path: Route(tracing.traced(self._proxy)) for path in OPERATIONS} if tracing is not None else {}),
             "/v1/models": Route(self._models, "GET"),
@@ -89,6 +76,8 @@ class RouterApp:
             "/health/ready": Route(self._ready, "GET", "nothing"),
             "/metrics": Route(self._scrape, "GET", "nothing"),
         }
+        hint = "/v1/models lists what is served"
+        self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, config.cluster_key, hint)
 
     async def tick(self) -> None:
         """For as long as the router runs."""
@@ -102,42 +91,10 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         x = Exchange(scope, receive, send)
-        known, cut = x.path if x.path in self._routes else "other", False
         try:
-            await self._dispatched(x)
-        except ClientGone:
-            x.note["client"] = "gone"
-        except Exception as e:
-            if not isinstance(e, EmberlineError | TimeoutError):
-                log.exception("%s %s", x.method, x.path)
-            if cut := x.status is not None:
-                log.warning("%s cut off: %s", x.path, e)
-            else:
-                await self._refuse(x, e)
-        self._replies.replied(known, x.status or (499 if "client" in x.note else 500))
-        log.debug("%s %s %s %s", x.method, x.path, x.status, x.note)
-        if cut:
-            raise CutOff
-
-    async def _refuse(self, x: Exchange, error: Exception) -> None:
-        reply = (anthropic_error if x.path.startswith("/v1/messages") else openai_error)(error)
-        allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
-        await x.json(reply.body, reply.status, {**reply.headers, **allow})
-
-    async def _dispatched(self, x: Exchange) -> None:
-        if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
-            await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
-            return
-        route = Route(self._model, "GET") if x.path.startswith("/v1/models/") else self._routes.get(x.path)
-        if route is None:
-            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/v1/models lists what is served")
-        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
-        if route.needs == "key" and self._config.api_keys:
-            authorize(x, self._config.api_keys)
-        if route.needs == "cluster":
-            admit(x, self._config.cluster_key)
-        await route.handler(x)
+            await self._site.answer(x)
+        finally:
+            log.debug("%s %s %s %s", x.method, x.path, x.status, x.note)
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -218,5 +175,5 @@ class RouterApp:
     async def _scrape(self, x: Exchange) -> None:
         families = self.dispatch.metrics.families(self._seen(), len(self.dispatch.prefixes), self.dispatch.kv)
         traced = self._tracing.families() if self._tracing is not None else ()
-        text = exposition([*families, self._replies.family(), *traced])
+        text = exposition([*families, self._site.replies.family(), *traced])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")

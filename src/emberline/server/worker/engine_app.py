@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from emberline import __version__
 from emberline.api import tokenize
 from emberline.api.anthropic import request as anthropic
-from emberline.api.errors import anthropic_error, openai_error
 from emberline.api.openai import embeddings, models
 from emberline.api.openapi import document
 from emberline.core.config import ServerConfig
-from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
+from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
-from emberline.net.turn import CutOff
-from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
-from emberline.server.keys import admit, authorize
-from emberline.server.metrics import Family, Replies, exposition
+from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.metrics import Family, exposition
 from emberline.server.pages import Page
+from emberline.server.site import Handler, Route, Site
 from emberline.server.tracing import Tracing
 from emberline.server.worker.block_events import BlockEvents
 from emberline.server.worker.calls import Calls
@@ -34,15 +31,7 @@ from emberline.server.worker.transfer_metrics import families as transfer_famili
 
 log = logging.getLogger("emberline.server")
 
-Handler = Callable[[Exchange], Awaitable[None]]
 STUCK = 30.0  # seconds without a sign of life from the engine: /health/progress fails
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    handler: Handler
-    method: str = "POST"
-    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
 
 
 class EngineApp:
@@ -60,14 +49,12 @@ class EngineApp:
         self._catalog = catalog
         self._calls = Calls(catalog)
         self._embeddings = embeddings
-        self._replies = Replies()
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.stepped(stats)
-        self._pages = pages
         self._began = time.time()
         self._document = document(__version__)
         self._tracing = tracing
         traced: Callable[[Handler], Handler] = (lambda handler: handler) if tracing is None else tracing.traced
-        self._routes: dict[str, Route] = {
+        routes = {
             **{path: Route(traced(self._generate)) for path in PROTOCOLS},
             "/v1/messages/count_tokens": Route(self._count_tokens),
             "/v1/embeddings": Route(traced(self._embed)),
@@ -84,54 +71,23 @@ class EngineApp:
         }
         if config.worker is not None:
             cluster = ClusterCalls(self._calls, config.max_body)
-            self._routes["/cluster/resume"] = Route(traced(cluster.resume), needs="cluster")
-            self._routes["/cluster/prefill"] = Route(traced(cluster.prefill), needs="cluster")
-            self._routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
+            routes["/cluster/resume"] = Route(traced(cluster.resume), needs="cluster")
+            routes["/cluster/prefill"] = Route(traced(cluster.prefill), needs="cluster")
+            routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
+        cluster_key = config.worker.cluster_key if config.worker is not None else None
+        hint = "/openapi.json lists what is here"
+        self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, cluster_key, hint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
         x = Exchange(scope, receive, send)
         began = time.perf_counter()
-        known, cut = x.path if x.path in self._routes else "other", False
         try:
-            await self._dispatch(x)
-        except ClientGone:
-            x.note["client"] = "gone"
-        except Exception as e:
-            if not isinstance(e, EmberlineError):
-                log.exception("%s %s", x.method, x.path)
-            cut = x.status is not None
-            if not cut:
-                shape = anthropic_error if x.speaks.startswith("/v1/messages") else openai_error
-                reply = shape(e)
-                allow = {"allow": e.allowed} if isinstance(e, MethodNotAllowed) else {}
-                await x.json(reply.body, reply.status, {**reply.headers, **allow})
-        else_status = 499 if "client" in x.note else 500
-        self._replies.replied(known, x.status or else_status)
-        level = logging.INFO if x.note else logging.DEBUG
-        note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
-        log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
-        if cut:
-            raise CutOff
-
-    async def _dispatch(self, x: Exchange) -> None:
-        if x.method in ("GET", "HEAD") and (page := self._pages.get(x.path)) is not None:
-            await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
-            return
-        route = self._route(x.path)
-        if route is None:
-            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint="/openapi.json lists what is here")
-        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
-            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
-        if route.needs == "key" and self._config.api_keys:
-            authorize(x, self._config.api_keys)
-        if route.needs == "cluster":
-            assert self._config.worker is not None
-            admit(x, self._config.worker.cluster_key)
-        await route.handler(x)
-
-    def _route(self, path: str) -> Route | None:
-        return Route(self._model, "GET") if path.startswith("/v1/models/") else self._routes.get(path)
+            await self._site.answer(x)
+        finally:
+            level = logging.INFO if x.note else logging.DEBUG
+            note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
+            log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
 
     async def _generate(self, x: Exchange) -> None:
         await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x))
@@ -227,7 +183,7 @@ class EngineApp:
     async def _scrape(self, x: Exchange) -> None:
         models = (f for model in self._catalog for f in self._families(model))
         traced = self._tracing.families() if self._tracing is not None else ()
-        text = exposition([*models, self._replies.family(), *traced])
+        text = exposition([*models, self._site.replies.family(), *traced])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _families(self, model: Served) -> Iterator[Family]:

@@ -1,0 +1,80 @@
+"""Site: the paths of a server. Whoever asks is admitted and answered exactly once. What goes wrong is told in the
+protocol that was spoken or, once a reply has begun, breaks the connection: nobody takes it for whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from emberline.api.errors import anthropic_error, openai_error
+from emberline.core.errors import EmberlineError, MethodNotAllowed, NotFound
+from emberline.net.turn import CutOff
+from emberline.server.exchange import ClientGone, Exchange
+from emberline.server.keys import admit, authorize
+from emberline.server.metrics import Replies
+from emberline.server.pages import Page
+
+log = logging.getLogger("emberline.server")
+
+MODELS = "/v1/models/"  # below it, each by its name
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    handler: Handler
+    method: str = "POST"
+    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
+
+
+@dataclass(slots=True)
+class Site:
+    routes: dict[str, Route]
+    model: Route  # of one
+    pages: Mapping[str, Page]
+    api_keys: Sequence[str]
+    cluster_key: str | None
+    hint: str  # for who asks for what is not here
+    replies: Replies = field(default_factory=Replies)
+
+    async def answer(self, x: Exchange) -> None:
+        cut = False
+        try:
+            await self._found(x)
+        except ClientGone:
+            x.note["client"] = "gone"
+        except Exception as e:
+            cut = x.status is not None
+            if not isinstance(e, EmberlineError | TimeoutError):
+                log.exception("%s %s", x.method, x.path)
+            elif cut:
+                log.warning("%s cut off: %s", x.path, e)
+            if not cut:
+                await _refuse(x, e)
+        known = x.path if x.path in self.routes else "other"
+        self.replies.replied(known, x.status or (499 if "client" in x.note else 500))
+        if cut:
+            raise CutOff
+
+    async def _found(self, x: Exchange) -> None:
+        if x.method in ("GET", "HEAD") and (page := self.pages.get(x.path)) is not None:
+            await x.reply(200, page.body, page.kind, {"cache-control": "no-cache"})
+            return
+        route = self.model if x.path.startswith(MODELS) else self.routes.get(x.path)
+        if route is None:
+            raise NotFound(f"there is nothing at {x.path[:200]!r}", hint=self.hint)
+        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
+            raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
+        if route.needs == "key" and self.api_keys:
+            authorize(x, self.api_keys)
+        if route.needs == "cluster":
+            admit(x, self.cluster_key)
+        await route.handler(x)
+
+
+async def _refuse(x: Exchange, error: Exception) -> None:
+    reply = (anthropic_error if x.speaks.startswith("/v1/messages") else openai_error)(error)
+    allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
+    await x.json(reply.body, reply.status, {**reply.headers, **allow})
