@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from emberline.gateway.call import Call, Dialect, Reply
-from emberline.gateway.identity import ANONYMOUS, Identity
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.options import Options
 from emberline.gateway.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberline.gateway.record import Record, new_id
+from emberline.gateway.logs.record import Record, new_id
 
 NOON = 1_780_000_000_000 - 1_780_000_000_000 % 86_400_000 + 43_200_000  # of some day
 DAY = 86_400_000

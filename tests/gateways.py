@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from emberline.core.config import GatewayConfig
-from emberline.gateway.fake import FakeProvider
-from emberline.gateway.record import Payload, Record
+from emberline.gateway.fakes.provider import FakeProvider
+from emberline.gateway.logs.record import Payload, Record
 from emberline.gateway.store.filters import Filters
 from emberline.net.server import Server
 from emberline.server.gateway.gatewaying import build

@@ -12,9 +12,9 @@ from emberline.gateway.cache.embedder import HttpEmbedder
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.opening import semantic_by
 from emberline.gateway.cache.semantic import Semantic
-from emberline.gateway.cached import Cached
 from emberline.gateway.call import Call, Reply
-from emberline.gateway.upstream import Upstream
+from emberline.gateway.layers.cached import Cached
+from emberline.gateway.upstream.upstream import Upstream
 
 SETTINGS = {"cache_ttl": 600, "semantic": {"mode": "on", "threshold": 0.85}}
 

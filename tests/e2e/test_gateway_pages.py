@@ -18,8 +18,8 @@ from chromium import Chromium, executable
 from gateway_records import DAY, made
 from gateways import Gateways
 
-from emberline.gateway.record import Record
-from emberline.gateway.usage import Usage
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.logs.record import Record
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "tests" / ".artifacts"

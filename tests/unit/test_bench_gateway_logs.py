@@ -11,7 +11,7 @@ from gateway_records import DAY, NOON, made
 
 from emberline.bench.gateway_logs import Plan, bench
 from emberline.bench.log_days import copy_day, moved
-from emberline.gateway.record import Payload, day_of
+from emberline.gateway.logs.record import Payload, day_of
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import RollupQuery

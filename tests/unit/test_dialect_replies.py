@@ -11,10 +11,10 @@ import pytest
 from dialect_cases import DIALECTS, PAIRS, REPLIES, REQUESTS
 
 from emberline.gateway import dialects
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.inner import Spoken
 from emberline.gateway.dialects.translate import Asked, asked_of, translate_error, translate_reply
 from emberline.gateway.errors import Broken, UpstreamFailed
-from emberline.gateway.usage import Usage
 
 ASKED = Asked(created=1700000000, id="made-1")
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import Overloaded
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import seals
 from emberline.gateway.dialects.changes import Changes
 from emberline.gateway.dialects.deltas import (
@@ -32,7 +33,6 @@ from emberline.gateway.dialects.gemini.content import found_seal
 from emberline.gateway.dialects.inner import Spoken
 from emberline.gateway.dialects.translate import GRAMMARS, Asked, StreamTranslator, translate_reply
 from emberline.gateway.errors import Broken, UpstreamFailed
-from emberline.gateway.usage import Usage
 
 ASKED = Asked(model="asked", created=1700000000, id="made-1")
 

@@ -15,17 +15,17 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
-from emberline.gateway.identity import ANONYMOUS, Identity
-from emberline.gateway.keys import Keys
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.keys.keys import Keys
+from emberline.gateway.keys.masterkeys import KeyFile
+from emberline.gateway.keys.vault import Vault
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Rule
-from emberline.gateway.masterkeys import KeyFile
-from emberline.gateway.record import Payload, new_id
+from emberline.gateway.logs.record import Payload, new_id
 from emberline.gateway.settings import ProviderSettings, Settings
 from emberline.gateway.store.sqlite import SQLiteStore
-from emberline.gateway.usage import Usage
-from emberline.gateway.vault import Vault
-from emberline.gateway.watch import Watch
+from emberline.gateway.store.watch import Watch
 
 ROOT = Identity("root", "root", "token", admin=True)
 ACME = Identity("a1", "acme's", "token", admin=True, account="acme")

@@ -12,12 +12,12 @@ import pytest
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Broken
 from emberline.gateway.providers.aws_bedrock import Bedrock, _key
-from emberline.gateway.providers.base import Outgoing
 from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
 from emberline.gateway.providers.converse import converse
-from emberline.gateway.providers.decoder import Given
-from emberline.gateway.providers.eventstream import EventStream, message
 from emberline.gateway.providers.sigv4 import Credentials, _path, signed, signing_key
+from emberline.gateway.streams.eventstream import EventStream, message
+from emberline.gateway.upstream.decoder import Given
+from emberline.gateway.upstream.outgoing import Outgoing
 
 # AWS's own examples: its test suite of Signature Version 4, and the IAM guide's.
 EXAMPLE = Credentials("AKIDEXAMPLE", "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY")

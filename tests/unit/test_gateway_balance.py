@@ -12,17 +12,17 @@ from gateway_calls import Pieces, call
 
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
-from emberline.gateway.balance import ENOUGH, EXPLORED, Balance
-from emberline.gateway.balanced import balanced
 from emberline.gateway.call import Attempted, Call, Reply
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.costs.estimate import estimated_input
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden, UpstreamFailed
-from emberline.gateway.estimate import estimated_input
-from emberline.gateway.hedge import hedged
-from emberline.gateway.identity import Identity
-from emberline.gateway.pool import Member, Pool
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.layers.balanced import balanced
+from emberline.gateway.layers.hedge import hedged
+from emberline.gateway.routes.balance import ENOUGH, EXPLORED, Balance
+from emberline.gateway.routes.pool import Member, Pool
 from emberline.gateway.settings import Settings
-from emberline.gateway.usage import Usage
 
 A, B, C = (Member(provider=name, model="m", weight=weight) for name, weight in (("a", 6), ("b", 3), ("c", 1)))
 ABC = (A, B, C)

@@ -20,11 +20,11 @@ from emberline.gateway.cache.entry import Entry
 from emberline.gateway.cache.key import cache_key, canonical
 from emberline.gateway.cache.memory import OVERHEAD, MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.cached import Cached, lifetime
 from emberline.gateway.call import Call, Reply
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
-from emberline.gateway.identity import Identity
-from emberline.gateway.usage import Usage
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.layers.cached import Cached, lifetime
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}

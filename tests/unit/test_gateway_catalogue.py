@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.catalogue import Catalogue, CatalogueFiles, Model
-from emberline.gateway.costs import Price, cost
-from emberline.gateway.usage import Usage
+from emberline.gateway.costs.catalogue import Catalogue, CatalogueFiles, Model
+from emberline.gateway.costs.cost import Price, cost
+from emberline.gateway.costs.usage import Usage
 
 OURS = Catalogue.load()
 PROVIDERS = {

@@ -13,8 +13,7 @@ from msgspec import structs
 
 from emberline.api import sse
 from emberline.gateway.call import Call, Reply, Step
-from emberline.gateway.continuation import GO_ON, claude_goes_on, continuable, continued
-from emberline.gateway.continued import Continued
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.deltas import (
     Counted,
@@ -30,17 +29,18 @@ from emberline.gateway.dialects.deltas import (
 )
 from emberline.gateway.dialects.events import EventSplitter
 from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.prefill import Prefill, marked
 from emberline.gateway.dialects.translate import GRAMMARS
 from emberline.gateway.errors import Broken
 from emberline.gateway.guardrails.policy import Guardrails, PatternRule
-from emberline.gateway.identity import ANONYMOUS
+from emberline.gateway.keys.identity import ANONYMOUS
+from emberline.gateway.layers.continued import Continued
 from emberline.gateway.options import NOTHING, Options
-from emberline.gateway.prefill import Prefill, marked
 from emberline.gateway.providers.registry import Registry
-from emberline.gateway.seam import LEAST, Seam
 from emberline.gateway.settings import Settings
-from emberline.gateway.spliced import Spliced
-from emberline.gateway.usage import Usage
+from emberline.gateway.streams.continuation import GO_ON, claude_goes_on, continuable, continued
+from emberline.gateway.streams.seam import LEAST, Seam
+from emberline.gateway.streams.spliced import Spliced
 
 DIALECTS: tuple[Spoken, ...] = get_args(Spoken)
 ASKED: dict[Spoken, dict[str, Any]] = {
@@ -89,6 +89,7 @@ def test_what_is_said_again_is_taken_out(said: str, new: str, prefill: Prefill, 
 
 
 @given(st.integers(2, 30), st.data())
+@settings(deadline=None)
 def test_words_that_differ_are_said_once_wherever_it_begins_again(count: int, data: st.DataObject) -> None:
     text = " ".join(f"<{i}th-word>" for i in range(count))  # no end of a word is the beginning of another
     at = data.draw(st.integers(1, len(text) - 1))

@@ -16,13 +16,13 @@ import pytest
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.identity import Identity
-from emberline.gateway.keys import Key, Keys, hash_of, new_secret, operator_token, shown_of
-from emberline.gateway.masterkeys import FixedKeys, KeyFile, MasterKey, MasterKeys
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, operator_token, shown_of
+from emberline.gateway.keys.masterkeys import FixedKeys, KeyFile, MasterKey, MasterKeys
+from emberline.gateway.keys.vault import Place, Sealed, Vault, forget_old, rotate, seal, unseal
 from emberline.gateway.store.base import Audit, Change, Document, Store
 from emberline.gateway.store.sqlite import SQLiteStore
-from emberline.gateway.vault import Place, Sealed, Vault, forget_old, rotate, seal, unseal
-from emberline.gateway.watch import Watch
+from emberline.gateway.store.watch import Watch
 
 AUDIT = Audit(0, "acme", "test", "test", "it")
 

@@ -11,14 +11,14 @@ from gateway_calls import call
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Handler, Reply
-from emberline.gateway.catalogue import Catalogue, Model
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.catalogue import Catalogue, Model
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden, LimitExceeded
-from emberline.gateway.identity import Identity
-from emberline.gateway.limited import limited
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.layers.limited import limited
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.settings import Settings
-from emberline.gateway.usage import Usage
 
 CATALOGUE = Catalogue(
     [

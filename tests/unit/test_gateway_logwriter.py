@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from gateway_records import NOON, made
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.logwriter import LogWriter
-from emberline.gateway.record import Payload, Record
+from emberline.gateway.logs.logwriter import LogWriter
+from emberline.gateway.logs.record import Payload, Record
 
 
 class ScriptedStore:

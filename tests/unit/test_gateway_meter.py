@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.gateway.errors import Broken
-from emberline.gateway.fakereply import FakeReply, dialect_at
-from emberline.gateway.meter import Meter, RawMeter, check_whole
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.fakes.reply import FakeReply, dialect_at
+from emberline.gateway.streams.meter import Meter, RawMeter, check_whole
+from emberline.gateway.streams.splitter import Splitter, payload_of
 
 PATHS = {
     "openai-chat": "/v1/chat/completions",

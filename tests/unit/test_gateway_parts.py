@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.body import edited, peek
 from emberline.gateway.book import read_gateways
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.costs.estimate import PICTURE, estimated_input
 from emberline.gateway.errors import Broken, Refused, TimedOut
-from emberline.gateway.estimate import PICTURE, estimated_input
-from emberline.gateway.ids import Ids
+from emberline.gateway.logs.ids import Ids
+from emberline.gateway.logs.record import created
 from emberline.gateway.options import NOTHING, CustomCost, Options
 from emberline.gateway.paths import Target, target_of
-from emberline.gateway.record import created
 from emberline.gateway.refusal import error_reply, last_words, refused, retry_after
 from emberline.gateway.settings import Settings
 

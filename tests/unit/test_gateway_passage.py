@@ -10,8 +10,8 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.errors import Broken
-from emberline.gateway.meter import Meter
-from emberline.gateway.passage import Passage
+from emberline.gateway.streams.meter import Meter
+from emberline.gateway.streams.passage import Passage
 
 PIECE = b'data: {"candidates":[{"content":{"parts":[{"text":"%b"}],"role":"model"}}]}\n\n'
 

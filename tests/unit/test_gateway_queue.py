@@ -15,7 +15,7 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, NotFound, Overloaded
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Request
-from emberline.gateway.identity import ANONYMOUS, Identity
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.run import queue as queues
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.store.sqlite import SQLiteStore

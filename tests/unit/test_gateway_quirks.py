@@ -14,22 +14,23 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.book import read_gateways
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.errors import Broken, Refused
-from emberline.gateway.eventmeter import EventStreamMeter
-from emberline.gateway.fakeforeign import FakeCohere, FakeConversed, FakeInvoked, FakePredicted
-from emberline.gateway.meter import Meter, check_whole
-from emberline.gateway.providers.base import Outgoing, near
+from emberline.gateway.fakes.foreign import FakeCohere, FakeConversed, FakeInvoked, FakePredicted
+from emberline.gateway.providers.base import near
 from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
 from emberline.gateway.providers.cohere_reply import Chatted
-from emberline.gateway.providers.decoder import Decoder, Given
 from emberline.gateway.providers.google_token import Account, GoogleTokens
 from emberline.gateway.providers.perplexity import Ending
 from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.providers.replicate_reply import Predicted
 from emberline.gateway.refusal import refused
 from emberline.gateway.settings import ProviderSettings, Settings
-from emberline.gateway.usage import Usage
+from emberline.gateway.streams.eventmeter import EventStreamMeter
+from emberline.gateway.streams.meter import Meter, check_whole
+from emberline.gateway.upstream.decoder import Decoder, Given
+from emberline.gateway.upstream.outgoing import Outgoing
 
 ID = "0190a0b0c0d0" + "0" * 20
 

@@ -9,7 +9,8 @@ from gateway_records import NOON, made
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.record import Record
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.logs.record import Record
 from emberline.gateway.store.rollup import (
     BUCKETS,
     COUNTERS,
@@ -24,7 +25,6 @@ from emberline.gateway.store.rollup import (
     RollupQuery,
     tally,
 )
-from emberline.gateway.usage import Usage
 
 
 def record(parts: tuple[Any, ...]) -> Record:

@@ -9,11 +9,11 @@ import pytest
 
 from emberline.cli.__main__ import main
 from emberline.core.clock import SystemClock
-from emberline.gateway.masterkeys import FixedKeys, KeyFile, MasterKeys
+from emberline.gateway.keys.masterkeys import FixedKeys, KeyFile, MasterKeys
+from emberline.gateway.keys.vault import MasterSource, Place, Vault
 from emberline.gateway.store.base import Audit, Change
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.vault import MasterSource, Place, Vault
-from emberline.gateway.watch import Watch
+from emberline.gateway.store.watch import Watch
 
 PLACE = Place("acme", "openai")
 

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest, ModelNotFound
 from emberline.gateway.call import Call, Reply
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden, LimitExceeded, Refused, TimedOut
-from emberline.gateway.graph import Graph, ModelElement
-from emberline.gateway.identity import Identity
-from emberline.gateway.limited import limited
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.layers.dynamic import Dynamic
+from emberline.gateway.layers.limited import limited
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.routes.condition import compiled
-from emberline.gateway.routes.dynamic import Dynamic
 from emberline.gateway.routes.facts import CallFacts
+from emberline.gateway.routes.graph import Graph, ModelElement
 from emberline.gateway.routes.pattern_reader import read_pattern
 from emberline.gateway.routes.walk import Plan, Walk
 from emberline.gateway.settings import Settings
-from emberline.gateway.usage import Usage
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
 

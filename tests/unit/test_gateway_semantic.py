@@ -16,9 +16,9 @@ from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.nearest import Nearest, cosine, unit
 from emberline.gateway.cache.question import LONGEST, Question
 from emberline.gateway.cache.semantic import Semantic, said
-from emberline.gateway.cached import Cached
 from emberline.gateway.call import Call, Reply
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.layers.cached import Cached
 
 WORDS = ["capital", "france", "germany", "paris", "berlin", "weather", "tell", "me", "what", "is", "the", "of", "not"]
 

@@ -11,7 +11,7 @@ import pytest
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.ssrf import PublicResolver, checked_url, is_public, public_socket
+from emberline.gateway.upstream.ssrf import PublicResolver, checked_url, is_public, public_socket
 
 PRIVATE = [
     "127.0.0.1",

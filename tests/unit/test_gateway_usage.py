@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.gateway.usage import READERS, Usage
+from emberline.gateway.costs.usage import READERS, Usage
 
 OPENAI = {
     "prompt_tokens": 2006,

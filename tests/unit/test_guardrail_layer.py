@@ -13,11 +13,11 @@ from emberline.api import sse
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Reply
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
-from emberline.gateway.guardrails.guarded import Guarded
 from emberline.gateway.guardrails.judge import LONGEST, MOST, understood
+from emberline.gateway.layers.guarded import Guarded
 from emberline.gateway.settings import Settings
-from emberline.gateway.usage import Usage
 
 JUDGE = {"name": "j", "provider": "p", "model": "m"}
 MAIL = "ada@example.com"

@@ -235,6 +235,16 @@ def test_routing_policy_is_pure() -> None:
             assert not impure, f"{path.name} imports {impure}"
 
 
+def test_gateway_layers_are_on_top() -> None:
+    """Who puts the stack together knows the layers, nobody beneath does; `upstream` knows neither."""
+    for path in sorted((PACKAGE / "gateway").rglob("*.py")):
+        room = path.relative_to(PACKAGE / "gateway").parts[0]
+        for name in imports(path):
+            assert room == "layers" or not name.startswith("emberline.gateway.layers"), f"{path} imports {name}"
+            if room == "upstream" and name.startswith("emberline.gateway."):
+                assert name.startswith(("emberline.gateway.upstream.", "emberline.gateway.errors")), f"{path}: {name}"
+
+
 def test_optional_dependencies_have_one_home() -> None:
     wrong = []
     for path in modules():

@@ -13,7 +13,7 @@ import pytest
 from gateways import Gateways
 from routers import until
 
-from emberline.gateway.continuation import GO_ON
+from emberline.gateway.streams.continuation import GO_ON
 
 TEXT = "".join(f"word{i} " for i in range(8))
 MOST = 10  # tokens; five are left when three words are estimated

@@ -15,8 +15,8 @@ import pytest
 from gateways import Gateways
 from routers import until
 
-from emberline.gateway.fake import FAULTS
-from emberline.gateway.record import Record
+from emberline.gateway.fakes.provider import FAULTS
+from emberline.gateway.logs.record import Record
 
 WORDS = 8
 TEXT = "".join(f"word{i} " for i in range(WORDS))

@@ -13,12 +13,12 @@ from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock, SystemClock
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.keys import Key, Keys, hash_of, new_secret, shown_of
-from emberline.gateway.logwriter import LogWriter
+from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
+from emberline.gateway.logs.logwriter import LogWriter
 from emberline.gateway.store.base import Audit, Change, Document
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.watch import Watch
+from emberline.gateway.store.watch import Watch
 
 
 def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:

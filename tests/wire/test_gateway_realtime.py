@@ -20,9 +20,9 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.sync.server import Server, ServerConnection, serve
 from websockets.typing import Subprotocol
 
-from emberline.gateway.realtime_usage import realtime_usage
-from emberline.gateway.record import Record
-from emberline.gateway.usage import Usage
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.logs.record import Record
+from emberline.gateway.realtime.usage import realtime_usage
 
 KEY = "a-key-of-the-tests"
 OURS = {"cf-aig-authorization": f"Bearer {KEY}"}

@@ -52,7 +52,7 @@ class Heard:
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     home, fake_port = tmp_path_factory.mktemp("replicas"), free_port()
     with redis_server() as redis:
-        fake = spawn(home / "fake.log", "-m", "emberline.gateway.fake", "--port", str(fake_port))
+        fake = spawn(home / "fake.log", "-m", "emberline.gateway.fakes.provider", "--port", str(fake_port))
         urls = [start(home, i, redis.url, f"http://127.0.0.1:{fake_port}") for i in range(3)]
         try:
             for url, _ in urls:

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.record import Payload, Record, day_of, new_id
-from emberline.gateway.retention import Retention
+from emberline.gateway.logs.record import Payload, Record, day_of, new_id
+from emberline.gateway.logs.retention import Retention
 from emberline.gateway.settings import Logging, Settings
 from emberline.gateway.store import crowd, postgres, sqlite, tables
 from emberline.gateway.store.base import Audit, Change, Document, Feedback, Store
 from emberline.gateway.store.filters import Filters, Span
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import OTHERS, RollupQuery
-from emberline.gateway.usage import Usage
 
 T = TypeVar("T")
 Run = Callable[[Awaitable[T]], T]

@@ -13,8 +13,8 @@ import pytest
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Broken, TimedOut, Unreached
-from emberline.gateway.providers.base import Outgoing
-from emberline.gateway.upstream import Upstream
+from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.upstream.upstream import Upstream
 from emberline.net.connection import BUFFER
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

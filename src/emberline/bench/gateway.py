@@ -106,7 +106,7 @@ def bench(plan: Plan, peers: Path | None) -> Report:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         port = free_port()
         provider = f"http://127.0.0.1:{port}"
-        fake = (sys.executable, "-m", "emberline.gateway.fake", "--port", str(port), "--pace", str(plan.pace))
+        fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
         stack.enter_context(_process(*fake))
         direct = Proxy("direct", provider, model="bench")
         proxies = [stack.enter_context(_ours(home, provider))]

@@ -22,17 +22,17 @@ from emberline.bench.report import Report
 from emberline.core.clock import ManualClock
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
-from emberline.gateway.identity import Identity
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.keys.masterkeys import KeyFile
+from emberline.gateway.keys.vault import Vault
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.logwriter import BATCH
-from emberline.gateway.masterkeys import KeyFile
-from emberline.gateway.record import Payload, Record, day_of
+from emberline.gateway.logs.logwriter import BATCH
+from emberline.gateway.logs.record import Payload, Record, day_of
 from emberline.gateway.store.base import Store
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import MS
-from emberline.gateway.usage import Usage
-from emberline.gateway.vault import Vault
-from emberline.gateway.watch import Watch
+from emberline.gateway.store.watch import Watch
 
 FILL = 10_000  # rows at once, while the time it takes does not matter
 ACCOUNT, GATEWAY = "default", "default"

@@ -8,9 +8,9 @@ import time
 
 from emberline.core.config import MASTER_KEY, GatewayConfig, secret
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.masterkeys import FixedKeys, master_keys
+from emberline.gateway.keys.masterkeys import FixedKeys, master_keys
+from emberline.gateway.keys.vault import forget_old, rewrap_all, rotate
 from emberline.gateway.store.opening import open_store
-from emberline.gateway.vault import forget_old, rewrap_all, rotate
 
 
 def rotate_keys(config: GatewayConfig, forget: bool) -> int:

@@ -14,13 +14,13 @@ import msgspec
 from emberline.core.config import secret
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.shapes import Budget, CustomProvider, Route, RouteVersion
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
 from emberline.gateway.errors import GatewayNotFound
-from emberline.gateway.graph import Graph
 from emberline.gateway.paths import DEFAULT
+from emberline.gateway.routes.graph import Graph
 from emberline.gateway.settings import ProviderSettings, Settings
 from emberline.gateway.store.base import Document, Kind, Store
-from emberline.gateway.watch import Remembered, Watch
+from emberline.gateway.store.watch import Remembered, Watch
 
 PAGE = 500
 Fixed = Mapping[tuple[str, str], Settings]

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from emberline.gateway.body import Peek
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.dialects.prefill import Prefill
 from emberline.gateway.guardrails.finding import Finding
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 from emberline.gateway.options import Options
-from emberline.gateway.prefill import Prefill
 from emberline.gateway.settings import Settings
-from emberline.gateway.usage import Usage
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
 

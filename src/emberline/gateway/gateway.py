@@ -11,15 +11,15 @@ from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
 from emberline.gateway.body import Peek, peek
 from emberline.gateway.call import POOL, VIRTUAL, Call, Dialect, Handler, Reply
-from emberline.gateway.identity import ANONYMOUS, Identity
-from emberline.gateway.ids import Ids
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.logs.ids import Ids
 from emberline.gateway.options import Options
 from emberline.gateway.paths import DEFAULT, Target, target_of
 from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.refusal import error_reply
+from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.settings import Settings
-from emberline.gateway.universal import read_steps
 from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")

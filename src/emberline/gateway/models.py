@@ -10,14 +10,15 @@ import msgspec
 
 from emberline.api.openai.models import ServedModel
 from emberline.gateway.call import DYNAMIC, POOL
-from emberline.gateway.catalogue import CatalogueFiles
+from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.errors import UpstreamFailed
-from emberline.gateway.identity import Identity
-from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.keys.identity import Identity
+from emberline.gateway.keys.secrets import DEFAULT_ALIAS, Vault
+from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.registry import Registry
-from emberline.gateway.secrets import DEFAULT_ALIAS, Vault
 from emberline.gateway.settings import Settings
-from emberline.gateway.upstream import Upstream
+from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.upstream.upstream import Upstream
 
 PATIENCE = 2.0  # seconds
 LARGEST = 4 << 20

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
 
 MONTH = 31 * 86_400
 BACKOFFS = ("constant", "linear", "exponential")

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
+from emberline.gateway.dialects.prefill import Prefill
 from emberline.gateway.guardrails.policy import Guardrails
-from emberline.gateway.pool import Pool
-from emberline.gateway.prefill import Prefill
+from emberline.gateway.routes.pool import Pool
 
 Backoff = Literal["constant", "linear", "exponential"]
 CacheScope = Literal["gateway", "key", "user"]

@@ -27,7 +27,7 @@ from emberline.gateway.admin.openapi import document
 from emberline.gateway.admin.routes import RouteDesk
 from emberline.gateway.admin.spent import SpentDesk
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 
 log = logging.getLogger("emberline.gateway.admin")
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from emberline.core.clock import Clock
 from emberline.core.errors import NotFound
 from emberline.gateway.admin.ask import Ask
 from emberline.gateway.errors import Conflict
+from emberline.gateway.keys.vault import Vault
 from emberline.gateway.limits.base import Limiter
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.base import Audit, Change, Document, Kind, Store
-from emberline.gateway.vault import Vault
 
 PAGE = 100
 MOST = 1000

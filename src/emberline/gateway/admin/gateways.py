@@ -14,11 +14,11 @@ from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import Budget, CustomProvider
 from emberline.gateway.admin.shelf import Listing, Shelf, Stored
-from emberline.gateway.costs import Price
+from emberline.gateway.costs.cost import Price
 from emberline.gateway.errors import Conflict
-from emberline.gateway.limited import rules_of
+from emberline.gateway.limits.claims import rules_of
 from emberline.gateway.settings import Settings
-from emberline.gateway.ssrf import checked_url
+from emberline.gateway.upstream.ssrf import checked_url
 
 DIALECTS = ("openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini")
 

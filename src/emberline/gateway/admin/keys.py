@@ -12,9 +12,9 @@ from emberline.gateway.admin.desk import Desk, based_on, changed
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import KeyView, KeyWish, ProviderKeyView, ProviderKeyWish
 from emberline.gateway.admin.shelf import Listing, merge
-from emberline.gateway.keys import Key, hash_of, new_secret, shown_of
+from emberline.gateway.keys.keys import Key, hash_of, new_secret, shown_of
+from emberline.gateway.keys.vault import Place, Sealed
 from emberline.gateway.store.base import Document
-from emberline.gateway.vault import Place, Sealed
 
 _CHANGEABLE = tuple(name for name in KeyWish.__struct_fields__ if name != "kind")
 

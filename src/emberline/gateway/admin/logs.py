@@ -15,7 +15,7 @@ from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import FeedbackWish
 from emberline.gateway.admin.shelf import Listing
-from emberline.gateway.record import Record
+from emberline.gateway.logs.record import Record
 from emberline.gateway.store.base import Feedback, Page
 from emberline.gateway.store.rollup import DIMENSIONS, DURATIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
 

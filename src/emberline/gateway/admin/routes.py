@@ -14,7 +14,7 @@ from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import Deploy, Route, RouteVersion, RouteWish
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.errors import Conflict
-from emberline.gateway.graph import Graph
+from emberline.gateway.routes.graph import Graph
 from emberline.gateway.store.base import Document
 
 HISTORY = 50  # deployments that can be rolled back

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from emberline.gateway.graph import Element
-from emberline.gateway.identity import ANY
-from emberline.gateway.keys import Key, Scope
+from emberline.gateway.keys.identity import ANY
+from emberline.gateway.keys.keys import Key, Scope
 from emberline.gateway.limits.rule import Rule
+from emberline.gateway.routes.graph import Element
 
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]

@@ -18,7 +18,7 @@ from emberline.gateway.admin.shapes import Budget
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.limits.base import Spent
 from emberline.gateway.limits.rule import Amount, Claim, Rule
-from emberline.gateway.record import Record
+from emberline.gateway.logs.record import Record
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.filters import Filters
 
@@ -98,7 +98,7 @@ def _splits(rule: Rule, place: str, seen: Sequence[Record]) -> list[dict[str, st
 
 
 def _facts(record: Record, place: str) -> dict[str, str]:
-    """What rules split by, as far as the log has it: see facts_of in limited.py."""
+    """What rules split by, as far as the log has it: see limits/claims.py."""
     facts = {"gateway": place, "key": record.key_id, "user": record.user}
     facts |= {"model": record.model, "provider": record.provider}
     for name, value in record.metadata.items():

@@ -7,8 +7,8 @@ from typing import Protocol
 import msgspec
 
 from emberline.gateway.errors import UpstreamFailed
-from emberline.gateway.providers.base import Outgoing
-from emberline.gateway.upstream import Upstream
+from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.upstream.upstream import Upstream
 
 LARGEST = 4 << 20  # bytes of an answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from emberline.gateway.call import Reply, Stream
-from emberline.gateway.usage import Usage
+from emberline.gateway.costs.usage import Usage
 
 KEPT = ("content-type", "x-emberline-changed")  # headers; the others are of one reply
 

@@ -13,7 +13,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.base import CacheStore
 from emberline.gateway.cache.memory import MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.upstream import Upstream
+from emberline.gateway.upstream.upstream import Upstream
 
 if TYPE_CHECKING:
     from emberline.gateway.cache.semantic import Semantic

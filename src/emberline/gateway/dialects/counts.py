@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.inner import Json
-from emberline.gateway.usage import Usage
 
 
 def chat(usage: Usage) -> Json:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.inner import Json, Reason, Spoken
-from emberline.gateway.usage import Usage
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError
-from emberline.gateway.beside import Beside
 from emberline.gateway.call import Call, Handler, Step
+from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Broken
 from emberline.gateway.guardrails.policy import CATEGORIES, Judge, Verdict
 from emberline.gateway.options import Options

@@ -17,7 +17,7 @@ from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.guardrails.scanner import Scanner, Span
 from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
 from emberline.gateway.guardrails.window import Piece, Window
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.streams.splitter import Splitter, payload_of
 
 LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
 TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.upstream.outgoing import Outgoing
 
 VERSION = "2023-06-01"
 

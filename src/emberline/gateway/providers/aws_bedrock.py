@@ -6,22 +6,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from urllib.parse import quote, unquote
 
 import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider, decoded, report
+from emberline.gateway.providers.base import Provider, report
 from emberline.gateway.providers.bedrock_reply import Conversed, Unwrapped
 from emberline.gateway.providers.converse import converse
-from emberline.gateway.providers.decoder import Decoder
 from emberline.gateway.providers.hosted import hosted
 from emberline.gateway.providers.sigv4 import ALGORITHM, Credentials, signed
-
-if TYPE_CHECKING:
-    from emberline.gateway.upstream import Incoming, Upstream
+from emberline.gateway.upstream.decoder import Decoder
+from emberline.gateway.upstream.outgoing import Outgoing, decoded
+from emberline.gateway.upstream.upstream import Incoming, Upstream
 
 RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
 HOSTS = {RUNTIME: "https://bedrock-runtime.{region}.amazonaws.com", MANTLE: "https://bedrock-mantle.{region}.api.aws"}

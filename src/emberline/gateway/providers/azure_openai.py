@@ -8,7 +8,8 @@ from urllib.parse import quote
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.upstream.outgoing import Outgoing
 
 VERSION = "2024-10-21"  # the last of these that is generally available
 

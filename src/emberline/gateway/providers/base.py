@@ -4,20 +4,16 @@ or has to be signed, `ask`. Who replies in a way of its own gives a Decoder with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 from urllib.parse import urlsplit
 
-import msgspec
-
 from emberline.gateway.call import Call, Dialect
+from emberline.gateway.dialects.prefill import Prefill
 from emberline.gateway.dialects.recipient import Recipient
-from emberline.gateway.prefill import Prefill
+from emberline.gateway.upstream.outgoing import Outgoing, decoded
+from emberline.gateway.upstream.upstream import Incoming, Upstream
 from emberline.trace.context import HEADERS as TRACES
-
-if TYPE_CHECKING:
-    from emberline.gateway.providers.decoder import Decoder
-    from emberline.gateway.upstream import Incoming, Upstream
 
 # Of one connection, or of us: never sent on as they came.
 HELD = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
@@ -26,15 +22,6 @@ HELD = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-autho
 OURS = ("cf-aig-", "x-emberline-", "x-forwarded-")
 CHANGED = "x-emberline-changed"
 CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key")
-
-
-class Outgoing(msgspec.Struct, frozen=True):
-    method: str
-    url: str
-    headers: dict[str, str]
-    body: bytes
-    public: bool = False  # the address must be a public one: of custom providers
-    decoder: Callable[[], Decoder] | None = None  # makes the reply one of the dialect that was spoken
 
 
 class Provider:
@@ -109,14 +96,6 @@ class Provider:
     async def ask(self, out: Outgoing, upstream: Upstream, seconds: float, now: float) -> Incoming:
         """The reply's head, within this time. `now`: in seconds since 1970."""
         return decoded(out, await upstream.send(out, seconds))
-
-
-def decoded(out: Outgoing, incoming: Incoming) -> Incoming:
-    if out.decoder is None or incoming.status >= 300:
-        return incoming
-    from emberline.gateway.providers.decoder import Decoded
-
-    return Decoded(incoming, out.decoder())
 
 
 def report(call: Call, field: str, why: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from emberline.api import sse
 from emberline.gateway.errors import Broken
-from emberline.gateway.providers.decoder import Decoder, decoded_object
-from emberline.gateway.providers.eventstream import KIND, EventStream, Message
+from emberline.gateway.streams.eventstream import KIND, EventStream, Message
+from emberline.gateway.upstream.decoder import Decoder, decoded_object
 
 Json = dict[str, Any]
 _REASONS = {"guardrail_intervened": "refusal", "content_filtered": "refusal"}  # the others are Anthropic's own

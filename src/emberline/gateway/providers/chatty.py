@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider, report
+from emberline.gateway.providers.base import Provider, report
+from emberline.gateway.upstream.outgoing import Outgoing
 
 LIMITS = ("max_completion_tokens", "max_tokens")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -6,9 +6,9 @@ from typing import Any
 
 from emberline.api import sse
 from emberline.gateway.errors import Broken
-from emberline.gateway.ids import born
-from emberline.gateway.providers.decoder import Decoder
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.logs.ids import born
+from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.gateway.upstream.decoder import Decoder
 
 Json = dict[str, Any]
 

@@ -10,9 +10,10 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider, report
+from emberline.gateway.providers.base import Provider, report
 from emberline.gateway.providers.cohere_reply import Chatted, Embedded
-from emberline.gateway.providers.decoder import Decoder
+from emberline.gateway.upstream.decoder import Decoder
+from emberline.gateway.upstream.outgoing import Outgoing
 
 Json = dict[str, Any]
 _SAME = ("model", "messages", "stream", "temperature", "max_tokens", "seed", "frequency_penalty", "presence_penalty",

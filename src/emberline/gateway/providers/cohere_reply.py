@@ -7,7 +7,7 @@ from typing import Any
 from emberline.api import sse
 from emberline.gateway.errors import Broken
 from emberline.gateway.providers.chunked import Chunked, failed
-from emberline.gateway.providers.decoder import Decoder, decoded_object
+from emberline.gateway.upstream.decoder import Decoder, decoded_object
 
 Json = dict[str, Any]
 _REASONS = {

@@ -7,7 +7,8 @@ from typing import ClassVar
 from urllib.parse import quote, unquote
 
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.upstream.outgoing import Outgoing
 
 WHOLE, STREAM = "generateContent", "streamGenerateContent"
 

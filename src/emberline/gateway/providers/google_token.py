@@ -7,7 +7,6 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 import msgspec
@@ -19,10 +18,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.problems import read_error
 from emberline.gateway.errors import Broken, Refused, TimedOut
-from emberline.gateway.providers.base import Outgoing, near
-
-if TYPE_CHECKING:
-    from emberline.gateway.upstream import Upstream
+from emberline.gateway.providers.base import near
+from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.upstream.upstream import Upstream
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_URL = "https://oauth2.googleapis.com/token"

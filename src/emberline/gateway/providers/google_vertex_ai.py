@@ -6,20 +6,18 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from urllib.parse import quote
 
 import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing
 from emberline.gateway.providers.google_ai_studio import Gemini
 from emberline.gateway.providers.google_token import Account, GoogleTokens
 from emberline.gateway.providers.hosted import hosted
-
-if TYPE_CHECKING:
-    from emberline.gateway.upstream import Incoming, Upstream
+from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.gateway.upstream.upstream import Incoming, Upstream
 
 VERSION = "vertex-2023-10-16"
 _WHOLE, _STREAM = "rawPredict", "streamRawPredict"

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from emberline.gateway.call import Call, Dialect
-from emberline.gateway.providers.base import Outgoing, report
+from emberline.gateway.providers.base import report
 from emberline.gateway.providers.chatty import Chatty, decoded_field
-from emberline.gateway.providers.decoder import Decoder
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.gateway.upstream.decoder import Decoder
+from emberline.gateway.upstream.outgoing import Outgoing
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")

@@ -6,10 +6,10 @@ import msgspec
 
 from emberline.api import sse
 from emberline.gateway.call import Call
-from emberline.gateway.providers.base import Outgoing
 from emberline.gateway.providers.chatty import Chatty
-from emberline.gateway.providers.decoder import Decoder
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.gateway.upstream.decoder import Decoder
+from emberline.gateway.upstream.outgoing import Outgoing
 
 
 class Perplexity(Chatty):

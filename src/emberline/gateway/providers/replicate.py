@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
@@ -13,12 +13,11 @@ import msgspec
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.errors import Broken, TimedOut
-from emberline.gateway.providers.base import Outgoing, Provider, decoded, near, report
-from emberline.gateway.providers.decoder import Given
+from emberline.gateway.providers.base import Provider, near, report
 from emberline.gateway.providers.replicate_reply import Predicted
-
-if TYPE_CHECKING:
-    from emberline.gateway.upstream import Incoming, Upstream
+from emberline.gateway.upstream.decoder import Given
+from emberline.gateway.upstream.outgoing import Outgoing, decoded
+from emberline.gateway.upstream.upstream import Incoming, Upstream
 
 Json = dict[str, Any]
 LARGEST = 8 << 20  # bytes of a prediction

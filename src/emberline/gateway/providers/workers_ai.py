@@ -8,7 +8,8 @@ from typing import ClassVar
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.paths import DEFAULT
-from emberline.gateway.providers.base import Outgoing, Provider
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.upstream.outgoing import Outgoing
 
 
 class WorkersAI(Provider):

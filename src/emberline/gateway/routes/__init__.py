@@ -1,1 +1,1 @@
-"""Dynamic routes: graphs that say which model answers a call."""
+"""Where a call goes: dynamic routes (graphs that say which model answers), pools of places, lists of steps."""

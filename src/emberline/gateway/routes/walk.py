@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from emberline.gateway.graph import (
+from emberline.gateway.routes.condition import Facts, Test, compiled
+from emberline.gateway.routes.graph import (
     Conditional,
     Element,
     End,
@@ -19,7 +20,6 @@ from emberline.gateway.graph import (
     Start,
     To,
 )
-from emberline.gateway.routes.condition import Facts, Test, compiled
 
 Asking = RateLimit | ModelElement
 

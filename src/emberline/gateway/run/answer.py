@@ -11,7 +11,7 @@ from emberline.api import sse
 from emberline.gateway.call import Reply, Stream
 from emberline.gateway.dialects.problems import problem_of, read_error
 from emberline.gateway.run.question import Kind, Question
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.streams.splitter import Splitter, payload_of
 
 Json = dict[str, Any]
 BUSY = 3040  # no room for it now

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 from emberline.gateway.store.base import Audit, Change, Document, Kind, Store
 
 Json = dict[str, Any]

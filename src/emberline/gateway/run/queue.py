@@ -16,7 +16,7 @@ from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound, Overloaded
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Request
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 from emberline.gateway.run.answer import is_busy, told
 from emberline.gateway.run.batch import Batch, Shelf, read
 from emberline.gateway.run.question import question

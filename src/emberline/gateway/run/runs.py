@@ -15,7 +15,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllow
 from emberline.gateway.call import Reply
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.gateway import Gateway, Request, resolve
-from emberline.gateway.identity import Identity
+from emberline.gateway.keys.identity import Identity
 from emberline.gateway.options import Options
 from emberline.gateway.paths import DEFAULT, Target
 from emberline.gateway.refusal import error_reply

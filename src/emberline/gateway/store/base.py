@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from emberline.gateway.record import Payload, Record, Scalar
+from emberline.gateway.logs.record import Payload, Record, Scalar
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import Cell, RollupQuery
 

@@ -14,7 +14,7 @@ import msgspec
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict, StoreFailed
-from emberline.gateway.record import Payload, Record, day_of
+from emberline.gateway.logs.record import Payload, Record, day_of
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others

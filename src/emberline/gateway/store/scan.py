@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, date, datetime
 
 from emberline.core.clock import Clock
-from emberline.gateway.record import Record, created
+from emberline.gateway.logs.record import Record, created
 from emberline.gateway.store.base import Page
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import MS

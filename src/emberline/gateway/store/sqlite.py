@@ -20,7 +20,7 @@ import msgspec
 
 from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict
-from emberline.gateway.record import Payload, Record, created, day_of
+from emberline.gateway.logs.record import Payload, Record, created, day_of
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
@@ -137,7 +137,7 @@ class SQLiteStore:
     def _append_day(self, lane: Lane, day: date, entries: Batch) -> None:
         with _transaction(self._day(lane, day)) as db:
             db.executemany(_LOG, [row(r) for r, _ in entries])
-            db.executemany(_LABEL, [label for r, _ in entries for label in labels(r)])
+            db.executemany(_LABEL, [label for r, _ in entries if r.metadata for label in labels(r)])
         payloads = [(bytes.fromhex(r.id), packed(p.request), packed(p.response)) for r, p in entries if p is not None]
         if payloads:
             with _transaction(self._day(lane, day, payloads=True)) as db:

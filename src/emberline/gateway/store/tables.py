@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.record import Record
+from emberline.gateway.logs.record import Record
 from emberline.gateway.store.rollup import COUNTERS, SUMS
-from emberline.gateway.usage import Usage
 
 _USAGE = {name: name for name in Usage.__struct_fields__} | {"input": "tokens_in", "output": "tokens_out"}
 _SPARSE = ("user", "event_id", "session_id")

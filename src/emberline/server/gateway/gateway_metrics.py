@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
-from emberline.gateway.cached import CacheStats
 from emberline.gateway.call import Call, Handler, Reply
-from emberline.gateway.logwriter import LogWriter
+from emberline.gateway.layers.cached import CacheStats
+from emberline.gateway.logs.logwriter import LogWriter
 from emberline.server.metrics import SECONDS, Family, Histogram
 from emberline.server.tracing import Tracing
 

@@ -23,7 +23,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest, NotFound
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target, target_of
-from emberline.gateway.splitter import Splitter, payload_of
+from emberline.gateway.streams.splitter import Splitter, payload_of
 from emberline.server.exchange import Receive, Scope, Send
 from emberline.server.gateway.realtime_socket import RealtimeSocket
 

@@ -12,8 +12,8 @@ from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.errors import Broken, TimedOut
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target
-from emberline.gateway.realtime import PROTOCOLS, Joined, named_model
-from emberline.gateway.realtime_usage import realtime_usage
+from emberline.gateway.realtime.realtime import PROTOCOLS, Joined, named_model
+from emberline.gateway.realtime.usage import realtime_usage
 from emberline.gateway.settings import Timeouts
 from emberline.server.exchange import Receive, Send
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.asked import Asked
@@ -10,7 +11,6 @@ from emberline.gateway.dialects.fields import Fields
 from emberline.gateway.dialects.finish import ANTHROPIC, TO_ANTHROPIC
 from emberline.gateway.dialects.inner import Answer, Choice, Image, Json, Opaque, Part, Refusal, Text
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 _IDLE = ("type", "role", "usage")
 

@@ -6,6 +6,7 @@ message_start, { content_block_start, content_block_delta ..., content_block_sto
 from __future__ import annotations
 
 from emberline.api import sse
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas, seals
 from emberline.gateway.dialects.anthropic.content import tool_id
 from emberline.gateway.dialects.anthropic.reply import rendered_stop
@@ -13,7 +14,6 @@ from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 _TEXT = b'"text_delta","text":'
 _THOUGHT = b'"thinking_delta","thinking":'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
@@ -11,7 +12,6 @@ from emberline.gateway.dialects.chat.content import google_extra, parse_assistan
 from emberline.gateway.dialects.fields import Fields, each
 from emberline.gateway.dialects.finish import CHAT, TO_CHAT, settled
 from emberline.gateway.dialects.inner import Answer, Choice, Json, Opaque, Part, Refusal, Text, Thinking, ToolCall
-from emberline.gateway.usage import Usage
 
 _IDLE = ("object", "system_fingerprint", "service_tier", "usage", "metadata", "index", "x_groq", "stop_reason", "role")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from emberline.api import sse
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.chat.content import google_extra
 from emberline.gateway.dialects.finish import TO_CHAT
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import error_body
-from emberline.gateway.usage import Usage
 
 _TEXT = b',"delta":{"content":%b},"logprobs":null,"finish_reason":null}]'
 _THOUGHT = b',"delta":{"reasoning_content":%b},"logprobs":null,"finish_reason":null}]'

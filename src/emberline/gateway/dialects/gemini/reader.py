@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.gemini.content import MADE
 from emberline.gateway.dialects.gemini.reply import blocked, logprobs_of, reason_of
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
-from emberline.gateway.usage import Usage
 
 
 class _Call(msgspec.Struct):

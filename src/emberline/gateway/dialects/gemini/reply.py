@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
@@ -24,7 +25,6 @@ from emberline.gateway.dialects.inner import (
 )
 from emberline.gateway.dialects.problems import raised
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 _IDLE = ("index", "safetyRatings", "avgLogprobs", "tokenCount", "usageMetadata", "promptFeedback", "createTime", "role")
 

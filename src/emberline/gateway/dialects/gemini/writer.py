@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from emberline.api import sse
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.finish import TO_GEMINI
@@ -15,7 +16,6 @@ from emberline.gateway.dialects.gemini.reply import logprobs_result
 from emberline.gateway.dialects.inner import Json, Part, Thinking, ToolCall
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 _TEXT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.calls import Calls
 from emberline.gateway.dialects.events import EventDecoder
@@ -14,7 +15,6 @@ from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
 from emberline.gateway.dialects.responses.reply import reason_of
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 
 class _Item(msgspec.Struct):

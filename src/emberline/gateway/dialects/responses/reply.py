@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, seals
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
@@ -22,7 +23,6 @@ from emberline.gateway.dialects.inner import (
 from emberline.gateway.dialects.problems import raised
 from emberline.gateway.dialects.responses.items import parse_item
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 # What Responses wants in every reply, if the request did not say it.
 _ECHO: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}

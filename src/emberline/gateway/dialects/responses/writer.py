@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from emberline.api import sse
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas, seals
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.finish import TO_RESPONSES
@@ -13,7 +14,6 @@ from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.dialects.responses.growing import Call, Growing, Refused, Said, Thought
 from emberline.gateway.dialects.responses.reply import item_id, response
 from emberline.gateway.errors import Broken
-from emberline.gateway.usage import Usage
 
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}  # all others: server_error
 

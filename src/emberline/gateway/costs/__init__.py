@@ -1,0 +1,1 @@
+"""What a request used, and what that costs: tokens, prices, bills."""

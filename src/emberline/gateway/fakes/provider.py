@@ -1,0 +1,252 @@
+"""FakeProvider: a provider without a model. It speaks every dialect at the usual paths, at a pace, and can be told to
+fail in every way that providers fail: `python -m emberline.gateway.fakes.provider --port 9000`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.fakes.foreign import reply_at
+from emberline.gateway.fakes.reply import FakeReply
+
+FAULTS = (
+    "429",
+    "500",
+    "503",  # with Retry-After
+    "refused",  # hangs up before it has read anything
+    "tls",  # answers a handshake with something else: the plain port it is, when asked for https
+    "silent",  # says nothing at all
+    "stall",  # after its headers
+    "stall-later",  # in the middle of a stream
+    "cut",  # in the middle of a stream or a body
+    "bad-json",  # a body that is none
+    "bad-event",  # an event that is none
+    "error-event",  # an error inside a stream that began well
+    "empty",  # 200 and nothing
+    "no-ending",  # a stream that ends without saying so
+    "wrong-type",  # a page instead of a reply
+    "drip",  # byte by byte, for ever
+)
+LONG = 3600.0  # seconds
+PAUSE = 0.05
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request, as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> dict[str, Any]:
+        form = self.headers.get("content-type", "").startswith("application/x-www-form-urlencoded")
+        return msgspec.json.decode(self.body) if self.body and not form else {}
+
+
+@dataclass
+class FakeProvider:
+    """`script` is played request by request, then `fault` every time; "" is to do well. A request whose model is called
+    after a fault (or "cut@5": after five pieces of content) gets that one."""
+
+    fault: str = ""
+    script: list[str] = field(default_factory=list)
+    after: int = 3  # pieces of content that come before a fault in the middle of a stream
+    words: int = 8  # of a reply, where the request sets no limit
+    says: str = ""  # instead of words
+    pace: float = 0.0  # seconds between two events of a stream
+    retry_after: str = "1"
+    unasked: bool = False  # tells a stream's usage to those who did not ask
+    asked: list[Asked] = field(default_factory=list)
+    count: int = 0
+    running: int = 0
+    gone: int = 0  # clients that left before the end
+    keep: int = 64  # requests remembered
+
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> FakeProvider:
+        self._server = await asyncio.start_server(self._connection, host, port, limit=1 << 24, backlog=1024)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://{host}:{self.port}"
+        return self
+
+    async def close(self) -> None:
+        self._server.close()
+        self._server.close_clients() if hasattr(self._server, "close_clients") else None
+
+    # -- HTTP, as much as it takes -------------------------------------------------------------------------------------
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            begun: bytes | None = b""
+            while begun is not None:
+                begun = await self._exchange(begun or await reader.readexactly(1), reader, writer)
+        writer.close()
+
+    async def _exchange(self, begun: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
+        """`begun`: the first byte of the request. What has come of the next one; None: there can be none."""
+        if begun == b"\x16":  # a TLS handshake
+            await _send(writer, 400, "text/plain", b"this is a plain HTTP port")
+            return None
+        head = (begun + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, path, _ = head[0].split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        asked = Asked(method, path, headers, body)
+        if path == "/fake":
+            await self._told(asked, writer)
+            return b""
+        self.count += 1
+        self.asked = [*self.asked[-self.keep + 1 :], asked] if self.keep else []
+        fault, after = self._chosen(asked)
+        if fault == "refused":
+            writer.transport.abort()
+            return None
+        self.running += 1
+        leaving = asyncio.ensure_future(reader.read(1))
+        work = asyncio.ensure_future(self._play(asked, fault, after, writer))
+        try:
+            await asyncio.wait((leaving, work), return_when=asyncio.FIRST_COMPLETED)
+            self.gone += not work.done()
+            if not work.done() or not work.result():
+                return None
+            return leaving.result() or None if leaving.done() else b""
+        finally:
+            self.running -= 1
+            for task in (leaving, work):
+                task.cancel()
+                with suppress(asyncio.CancelledError, ConnectionError):
+                    await task
+
+    def _chosen(self, asked: Asked) -> tuple[str, int]:
+        try:
+            name, _, after = str(asked.json.get("model")).partition("@")
+        except (msgspec.MsgspecError, AttributeError):
+            name, after = "", ""
+        if name in FAULTS:
+            return name, int(after or self.after)
+        return self.script.pop(0) if self.script else self.fault, self.after
+
+    async def _told(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        """By a test in another process."""
+        for name, value in asked.json.items():
+            setattr(self, name, value)
+        counts = {name: getattr(self, name) for name in ("count", "running", "gone", "fault", "script")}
+        await _send(writer, 200, "application/json", msgspec.json.encode(counts))
+
+    # -- what it plays -------------------------------------------------------------------------------------------------
+
+    async def _play(self, asked: Asked, fault: str, after: int, writer: asyncio.StreamWriter) -> bool:
+        """True: the connection can be used again."""
+        if fault == "silent":
+            await asyncio.sleep(LONG)
+        reply = reply_at(asked.path, asked.headers.get("host", ""), asked.json, self.words)
+        reply.say(self.says)
+        reply.unasked = self.unasked
+        if fault in ("429", "500", "503"):
+            more = f"retry-after: {self.retry_after}\r\n" if fault == "503" else ""
+            await _send(writer, int(fault), "application/json", reply.error(int(fault)), more)
+            return True
+        if fault in ("empty", "wrong-type"):
+            kind = "text/html" if fault == "wrong-type" else reply.kind
+            await _send(writer, 200, kind, b"<html>Please log in.</html>" if fault == "wrong-type" else b"")
+            return True
+        if reply.stream:
+            return await self._stream(reply, fault, after, writer)
+        return await self._whole(reply, fault, writer)
+
+    async def _whole(self, reply: FakeReply, fault: str, writer: asyncio.StreamWriter) -> bool:
+        body = reply.whole()
+        if fault == "error-event":
+            body = reply.error(500)
+        if fault in ("bad-json", "bad-event", "no-ending"):
+            body = body[:-5]
+        if fault in ("stall", "stall-later", "cut", "drip"):
+            writer.write(_head(200, "application/json", len(body)))
+            writer.write(body[: 0 if fault == "stall" else len(body) // 2])
+            await _broken(writer, fault, body[len(body) // 2 :])
+            return False
+        await _send(writer, 200, "application/json", body)
+        return True
+
+    async def _stream(self, reply: FakeReply, fault: str, after: int, writer: asyncio.StreamWriter) -> bool:
+        writer.write(_head(200, reply.kind))
+        if fault == "stall":
+            await asyncio.sleep(LONG)
+        async for event in self._events(reply, fault, after):
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+        if fault in ("stall-later", "cut", "drip"):
+            await _broken(writer, fault, b"".join(b"1\r\n%c\r\n" % c for c in b"data: " + b"x" * 4000))
+            return False
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async def _events(self, reply: FakeReply, fault: str, after: int) -> AsyncIterator[bytes]:
+        content, ending = 0, reply.ending() if fault == "no-ending" else b""
+        for event, is_content in reply.events():
+            if fault and is_content and content == after:
+                await asyncio.sleep(PAUSE * bool(after))  # what came before it arrives by itself
+                if fault in ("bad-event", "bad-json"):
+                    yield b'data: {"choices": [{"delta": \n\n'
+                elif fault == "error-event":
+                    yield reply.error_event()
+                if fault != "no-ending":
+                    return
+            if fault == "no-ending" and event == ending:
+                return
+            content += is_content
+            yield event
+            if self.pace:
+                await asyncio.sleep(self.pace)
+
+
+async def _broken(writer: asyncio.StreamWriter, fault: str, rest: bytes) -> None:
+    await writer.drain()
+    if fault == "cut":
+        await asyncio.sleep(PAUSE)
+        writer.transport.abort()
+    elif fault == "drip":
+        for i in range(len(rest)):
+            writer.write(rest[i : i + 1])
+            await writer.drain()
+            await asyncio.sleep(PAUSE)
+    await asyncio.sleep(LONG)
+
+
+def _head(status: int, kind: str, length: int | None = None, more: str = "") -> bytes:
+    size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+    return f"HTTP/1.1 {status} Fake\r\ncontent-type: {kind}\r\n{size}\r\n{more}\r\n".encode()
+
+
+async def _send(writer: asyncio.StreamWriter, status: int, kind: str, body: bytes, more: str = "") -> None:
+    writer.write(_head(status, kind, len(body), more) + body)
+    await writer.drain()
+
+
+def main() -> None:
+    import uvloop
+
+    parser = argparse.ArgumentParser(description="A provider without a model.")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds between two events")
+    args = parser.parse_args()
+
+    async def run() -> None:
+        fake = await FakeProvider(pace=args.pace, keep=0).start(args.port)
+        print(fake.url, flush=True)
+        await asyncio.Event().wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+if __name__ == "__main__":
+    main()

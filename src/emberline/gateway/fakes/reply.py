@@ -1,0 +1,247 @@
+"""FakeReply: words in any dialect, whole or as events, with usage that adds up; a call of the first tool, where the
+request has tools. After a turn of its own that broke off it goes on with the next word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from emberline.api import sse
+from emberline.gateway.call import Dialect
+from emberline.gateway.streams.continuation import GO_ON
+
+CREATED = 1_700_000_000
+PIECE = 5  # letters
+STREAMS = ("streamGenerateContent", "streamRawPredict")
+ARGUMENTS = '{"city": "Paris"}'
+
+
+def dialect_at(path: str) -> Dialect:
+    path = path.partition("?")[0]
+    if "enerateContent" in path:
+        return "gemini"
+    if path.endswith(("rawPredict", "streamRawPredict")):
+        return "anthropic"
+    known: dict[str, Dialect] = {"chat/completions": "openai-chat", "messages": "anthropic",
+                                 "responses": "openai-responses", "embeddings": "openai-embeddings"}  # fmt: skip
+    return next((dialect for end, dialect in known.items() if path.endswith(end)), "raw")
+
+
+class FakeReply:
+    def __init__(self, dialect: Dialect, path: str, asked: dict[str, Any], words: int) -> None:
+        self._dialect = dialect
+        self.stream: bool = asked.get("stream") is True or path.partition("?")[0].endswith(STREAMS)
+        named = path.rpartition("/")[2].partition(":")[0] if "enerateContent" in path else ""
+        self._model = str(asked.get("model") or named or "fake")
+        said = asked.get("max_tokens") or asked.get("max_completion_tokens") or asked.get("max_output_tokens")
+        said = said or asked.get("generationConfig", {}).get("maxOutputTokens")
+        self._first = _words_said(asked)
+        self.words: int = said or max(words - self._first, 0)
+        self._said: list[str] = []
+        self._tool = _tool_name(asked.get("tools"))
+        self._counts = bool((asked.get("stream_options") or {}).get("include_usage"))
+        self.unasked = False
+        self._input = 11
+        self.kind = "text/event-stream" if self.stream else "application/json"
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces())
+
+    def say(self, text: str) -> None:
+        """This, if it is something, instead of words: in pieces of a few letters."""
+        self._said = [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+        self.words = len(self._said) or self.words
+
+    def _pieces(self) -> list[str]:
+        return self._said or [f"word{i} " for i in range(self._first, self._first + self.words)]
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    def whole(self) -> bytes:
+        match self._dialect:
+            case "openai-chat":
+                return sse.dumps(self._chat())
+            case "anthropic":
+                content = [{"type": "text", "text": self.text}]
+                if self._tool:
+                    use = {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": {"city": "Paris"}}
+                    content.append(use)  # type: ignore[arg-type]
+                return sse.dumps({**self._message(), "content": content, "stop_reason": self._stop()})
+            case "openai-responses":
+                return sse.dumps(self._response("completed"))
+            case "openai-embeddings":
+                row = {"object": "embedding", "index": 0, "embedding": [0.25, -0.5]}
+                usage = {"prompt_tokens": self._input, "total_tokens": self._input}
+                return sse.dumps({"object": "list", "data": [row], "model": self._model, "usage": usage})
+            case "gemini":
+                return sse.dumps(self._candidate([{"text": self.text}, *self._function_call()], "STOP"))
+        return sse.dumps({"echo": self._model})
+
+    def _chat(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self._tool:
+            function = {"name": self._tool, "arguments": ARGUMENTS}
+            message["tool_calls"] = [{"id": "call_1", "type": "function", "function": function}]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if self._tool else "stop"}
+        return {**self._chunk("chat.completion"), "choices": [choice], "usage": self._chat_usage()}
+
+    def _chunk(self, kind: str) -> dict[str, Any]:
+        return {"id": "chatcmpl-fake", "object": kind, "created": CREATED, "model": self._model}
+
+    def _chat_usage(self) -> dict[str, Any]:
+        total = self._input + self.words
+        return {"prompt_tokens": self._input, "completion_tokens": self.words, "total_tokens": total}
+
+    def _stop(self) -> str:
+        return "tool_use" if self._tool else "end_turn"
+
+    def _message(self, output: int | None = None) -> dict[str, Any]:
+        usage = {"input_tokens": self._input, "output_tokens": self.words if output is None else output}
+        head = {"id": "msg_fake", "type": "message", "role": "assistant", "model": self._model, "content": []}
+        return {**head, "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        done = status == "completed"
+        part = {"type": "output_text", "text": self.text, "annotations": []}
+        item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": status, "content": [part]}
+        total = self._input + self.words
+        usage: dict[str, Any] = {"input_tokens": self._input, "output_tokens": self.words, "total_tokens": total}
+        usage.update(input_tokens_details={"cached_tokens": 0}, output_tokens_details={"reasoning_tokens": 0})
+        return {"id": "resp_fake", "object": "response", "created_at": CREATED, "model": self._model, "status": status,
+                "output": [item] if done else [], "usage": usage if done else None, "error": None,
+                "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
+
+    def _candidate(self, parts: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+        candidate = {"content": {"role": "model", "parts": parts}, "index": 0}
+        if finish:
+            candidate["finishReason"] = finish
+        total = self._input + self.words
+        usage = {"promptTokenCount": self._input, "candidatesTokenCount": self.words, "totalTokenCount": total}
+        return {"candidates": [candidate], "usageMetadata": usage, "modelVersion": self._model}
+
+    def _function_call(self) -> list[dict[str, Any]]:
+        return [{"functionCall": {"name": self._tool, "args": {"city": "Paris"}}}] if self._tool else []
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def events(self) -> Iterator[tuple[bytes, bool]]:
+        """Each, and whether it carries content."""
+        match self._dialect:
+            case "anthropic":
+                return self._message_events()
+            case "openai-responses":
+                return self._response_events()
+            case "gemini":
+                return self._gemini_events()
+        return self._chat_events()
+
+    def ending(self) -> bytes:
+        """The event that says that all is said."""
+        return list(self.events())[-1][0]
+
+    def _chat_events(self) -> Iterator[tuple[bytes, bool]]:
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> bytes:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish}
+            return sse.data({**self._chunk("chat.completion.chunk"), "choices": [choice]})
+
+        yield chunk({"role": "assistant", "content": ""}), False
+        for piece in self._pieces():
+            yield chunk({"content": piece}), True
+        if self._tool:
+            function = {"name": self._tool, "arguments": ARGUMENTS}
+            call = {"index": 0, "id": "call_1", "type": "function", "function": function}
+            yield chunk({"tool_calls": [call]}), True
+        finish = "tool_calls" if self._tool else "stop"
+        if self.unasked:
+            choice = {"index": 0, "delta": {}, "finish_reason": finish}
+            last = {**self._chunk("chat.completion.chunk"), "choices": [choice], "usage": self._chat_usage()}
+            yield sse.data(last), False
+        else:
+            yield chunk({}, finish), False
+        if self._counts:
+            usage = {"choices": [], "usage": self._chat_usage()}
+            yield sse.data({**self._chunk("chat.completion.chunk"), **usage}), False
+        yield sse.DONE, False
+
+    def _message_events(self) -> Iterator[tuple[bytes, bool]]:
+        def event(kind: str, **more: Any) -> bytes:
+            return sse.event(kind, {"type": kind, **more})
+
+        yield event("message_start", message=self._message(1)), False
+        yield event("content_block_start", index=0, content_block={"type": "text", "text": ""}), False
+        yield event("ping"), False
+        for piece in self._pieces():
+            yield event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece}), True
+        yield event("content_block_stop", index=0), False
+        if self._tool:
+            block = {"type": "tool_use", "id": "toolu_1", "name": self._tool, "input": {}}
+            yield event("content_block_start", index=1, content_block=block), True
+            delta = {"type": "input_json_delta", "partial_json": ARGUMENTS}
+            yield event("content_block_delta", index=1, delta=delta), True
+            yield event("content_block_stop", index=1), False
+        stop = {"stop_reason": self._stop(), "stop_sequence": None}
+        yield event("message_delta", delta=stop, usage={"output_tokens": self.words}), False
+        yield event("message_stop"), False
+
+    def _response_events(self) -> Iterator[tuple[bytes, bool]]:
+        number = 0
+
+        def event(kind: str, **more: Any) -> bytes:
+            nonlocal number
+            number += 1
+            return sse.event(kind, {"type": kind, "sequence_number": number - 1, **more})
+
+        item = {"id": "msg_fake", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
+        part = {"type": "output_text", "text": "", "annotations": []}
+        yield event("response.created", response=self._response("in_progress")), False
+        yield event("response.in_progress", response=self._response("in_progress")), False
+        yield event("response.output_item.added", output_index=0, item=item), False
+        yield event("response.content_part.added", **at, part=part), False
+        for piece in self._pieces():
+            yield event("response.output_text.delta", **at, delta=piece, logprobs=[]), True
+        yield event("response.output_text.done", **at, text=self.text, logprobs=[]), False
+        yield event("response.content_part.done", **at, part={**part, "text": self.text}), False
+        done = self._response("completed")
+        yield event("response.output_item.done", output_index=0, item=done["output"][0]), False
+        yield event("response.completed", response=done), False
+
+    def _gemini_events(self) -> Iterator[tuple[bytes, bool]]:
+        for piece in self._pieces():
+            yield sse.data(self._candidate([{"text": piece}], None)).replace(b"\n\n", b"\r\n\r\n"), True
+        if call := self._function_call():
+            yield sse.data(self._candidate(call, None)).replace(b"\n\n", b"\r\n\r\n"), True
+        yield sse.data(self._candidate([], "STOP")).replace(b"\n\n", b"\r\n\r\n"), False
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    def error(self, status: int) -> bytes:
+        if self._dialect == "anthropic":
+            kind = "rate_limit_error" if status == 429 else "api_error"
+            return sse.dumps({"type": "error", "error": {"type": kind, "message": "as told"}})
+        if self._dialect == "gemini":
+            return sse.dumps({"error": {"code": status, "message": "as told", "status": "UNAVAILABLE"}})
+        return sse.dumps({"error": {"message": "as told", "type": "server_error", "param": None, "code": None}})
+
+    def error_event(self) -> bytes:
+        if self._dialect == "openai-responses":
+            told = {"type": "error", "code": "server_error", "message": "as told", "param": None, "sequence_number": 9}
+            return sse.event("error", told)
+        name = b"event: error\n" if self._dialect == "anthropic" else b""
+        return name + b"data: " + self.error(500) + b"\n\n"
+
+
+def _words_said(asked: dict[str, Any]) -> int:
+    """In the turn that is to be gone on with."""
+    turns = asked.get("messages") or asked.get("contents") or asked.get("input")
+    told = [turn for turn in turns if GO_ON not in str(turn)] if isinstance(turns, list) else []
+    last = told[-1] if told and isinstance(told[-1], dict) else {}
+    return str(last).count("word") if last.get("role") in ("assistant", "model") else 0
+
+
+def _tool_name(tools: Any) -> str:
+    first = tools[0] if isinstance(tools, list) and tools else {}
+    if isinstance(first, dict) and first.get("functionDeclarations"):
+        first = first["functionDeclarations"][0]
+    return str(first.get("function", first).get("name") or "") if isinstance(first, dict) else ""

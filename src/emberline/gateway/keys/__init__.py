@@ -1,0 +1,1 @@
+"""Who may ask, and with whose key a provider is asked."""

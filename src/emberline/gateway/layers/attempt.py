@@ -1,0 +1,195 @@
+"""Attempts: one step of a call, tried until its provider answers or is given up. A reply comes out of here when it is
+certain to begin: a whole one that is what it should be, or a stream with its first content."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from emberline.core.breaker import Breaker
+from emberline.core.clock import Clock
+from emberline.core.errors import DeadlineExceeded
+from emberline.gateway.call import Attempted, Call, Reply
+from emberline.gateway.costs.bill import Prices, bill
+from emberline.gateway.errors import Broken, KeyMissing, Refused, Resting, UpstreamFailed
+from emberline.gateway.keys.secrets import Secrets, own_key
+from emberline.gateway.providers.base import CHANGED, HELD, Provider
+from emberline.gateway.providers.registry import Registry
+from emberline.gateway.providers.wire import Wire, safe_header, wired
+from emberline.gateway.refusal import refused
+from emberline.gateway.streams.eventmeter import EventStreamMeter
+from emberline.gateway.streams.meter import Meter, RawMeter, check_whole
+from emberline.gateway.streams.passage import Passage
+from emberline.gateway.upstream.upstream import Incoming, Upstream
+
+LARGEST = 64 << 20  # bytes of a reply that comes in one piece
+LARGEST_ERROR = 1 << 20
+ERROR_TIME = 10.0  # seconds for it to come
+PATIENCE = 2.0  # seconds that a provider may ask us to wait while there is another
+EVENTS = "text/event-stream"
+_NOT_OURS = HELD | {"content-encoding", "set-cookie", "server", "date", "alt-svc", "strict-transport-security"}
+
+
+def _in_pieces(call: Call, incoming: Incoming) -> bool:
+    """A reply of which nothing is known is passed on as it comes, unless it is JSON."""
+    return call.stream or (call.dialect == "raw" and incoming.kind != "application/json")
+
+
+class Attempts:
+    def __init__(
+        self,
+        registry: Registry,
+        secrets: Secrets,
+        upstream: Upstream,
+        prices: Prices,
+        clock: Clock,
+        wall: Clock,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._registry = registry
+        self._secrets = secrets
+        self._upstream = upstream
+        self._prices = prices
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self.breakers: dict[str, Breaker] = {}  # by provider, place, and the alias of its key where one was chosen
+
+    async def __call__(self, call: Call) -> Reply:
+        provider = self._registry.find(call.provider, call.settings)
+        key = await self._secrets.key(call, provider)
+        if key is None and provider.needs_key and own_key(call) is None:
+            raise KeyMissing(
+                f"there is no key for {provider.slug}",
+                provider=provider.slug,
+                hint="store one, or send it with the request",
+            )
+        most = self._prices.max_output(call.provider, call.model)
+        call.notes.pop(CHANGED, None)  # of a step before
+        wire = wired(call, provider, key, most, int(self._wall.now()))
+        if CHANGED in call.notes:
+            call.notes[CHANGED] = safe_header(call.notes[CHANGED])
+        tries = call.options.max_attempts or call.settings.retries.attempts
+        for attempt in range(tries):
+            began = self._clock.now()
+            try:
+                reply = await self._guarded(call, provider, wire)
+            except UpstreamFailed as e:
+                e.provider = provider.slug
+                self._tried(call, attempt, began, e.status if isinstance(e, Refused) else 0, e.code)
+                if attempt + 1 == tries or (pause := self._pause(call, attempt, e)) is None:
+                    raise
+                await self._sleep(pause)
+            else:
+                self._tried(call, attempt, began, reply.status, "answered")
+                return reply
+        raise AssertionError("not reached")
+
+    def _tried(self, call: Call, attempt: int, began: float, status: int, outcome: str) -> None:
+        seconds = self._clock.now() - began
+        key = call.options.byok_alias or ""
+        call.trail.append(Attempted(call.provider, call.model, call.step, attempt, status, outcome, seconds, key))
+
+    def _pause(self, call: Call, attempt: int, error: UpstreamFailed) -> float | None:
+        """Seconds until the next try; None: there is none."""
+        if not error.retryable:
+            return None
+        retries = call.settings.retries
+        base = retries.delay if call.options.retry_delay is None else call.options.retry_delay
+        factor = {"constant": 1, "linear": attempt + 1, "exponential": 2**attempt}[
+            call.options.backoff or retries.backoff
+        ]
+        pause = base * factor * random.uniform(0.8, 1.2)  # so that those who failed together do not come back together
+        if isinstance(error, Refused) and error.retry_after is not None:
+            if error.retry_after > PATIENCE and not call.last:
+                return None
+            pause = max(pause, error.retry_after)
+        return pause if self._clock.now() + pause < call.deadline else None
+
+    async def _guarded(self, call: Call, provider: Provider, wire: Wire) -> Reply:
+        settings = call.settings.breaker
+        place = provider.origin + (f" {alias}" if (alias := call.options.byok_alias) else "")
+        if (breaker := self.breakers.get(place)) is None:
+            breaker = self.breakers[place] = Breaker(settings.failures, settings.pause)
+        if not breaker.allows(self._clock.now()):
+            raise Resting(f"{provider.slug} failed {breaker.failures} times in a row and is left alone for a while")
+        breaker.began(self._clock.now())
+        try:
+            reply = await self._try(call, provider, wire, breaker)
+        except UpstreamFailed as e:
+            if isinstance(e, Refused) and e.kind != "server":
+                breaker.neither() if e.kind == "busy" else breaker.succeeded()
+            else:
+                breaker.failed(self._clock.now())
+            raise
+        except BaseException:
+            breaker.neither()
+            raise
+        breaker.succeeded()
+        return reply
+
+    async def _try(self, call: Call, provider: Provider, wire: Wire, breaker: Breaker) -> Reply:
+        now = self._clock.now()
+        left = call.deadline - now
+        if left <= 0:
+            raise DeadlineExceeded(f"no reply within {call.settings.timeouts.total:.3g} s")
+        first = call.options.request_timeout or (call.settings.timeouts.first_byte if call.stream else left)
+        incoming = await provider.ask(wire.out, self._upstream, min(first, left), self._wall.now())
+        try:
+            if incoming.status >= 400:
+                body = await incoming.whole(min(left, ERROR_TIME), LARGEST_ERROR)
+                own = call.plain and (provider.own_errors or wire.out.decoder is not None)
+                said = "raw" if own else wire.dialect
+                raise refused(call.provider, incoming.status, incoming.headers, body, said)
+            if 300 <= incoming.status < 400:
+                raise Broken(f"it answered {incoming.status}, a redirection, which is not followed")
+            if _in_pieces(call, incoming):
+                return await self._stream(call, wire, incoming, now + first, breaker)
+            return await self._whole(call, wire, incoming)
+        except BaseException:
+            incoming.close()
+            raise
+
+    async def _whole(self, call: Call, wire: Wire, incoming: Incoming) -> Reply:
+        if wire.dialect != "raw" and incoming.kind != "application/json":
+            raise Broken(f"the reply is {incoming.kind or 'of no type'}, not JSON")
+        left = call.deadline - self._clock.now()
+        body = await incoming.whole(min(max(left, 0.0), call.settings.timeouts.between_events), LARGEST)
+        usage, model = check_whole(wire.dialect, body)
+        incoming.close()
+        said, lost = wire.whole(body)
+        reply = self._reply(call, incoming, said)
+        if lost:
+            call.notes[CHANGED] = safe_header(", ".join(filter(None, (call.notes.get(CHANGED), lost))))
+        reply.usage, reply.model = usage, model or call.model
+        reply.ended = "complete"
+        bill(call, reply, self._prices)
+        return reply
+
+    async def _stream(self, call: Call, wire: Wire, incoming: Incoming, until: float, breaker: Breaker) -> Reply:
+        if incoming.kind == EVENTS:
+            meter: Meter = Meter(wire.dialect, hide_usage=wire.hide_usage)
+        elif wire.dialect == "raw":
+            meter = EventStreamMeter() if incoming.kind == EventStreamMeter.kind else RawMeter()
+        else:
+            raise Broken(f"the reply is {incoming.kind or 'of no type'}, not a stream of events")
+        passage = Passage(call, incoming, meter, wire.translator(), self._clock)
+
+        def settle(passage: Passage, how: str, code: str) -> None:
+            reply.ended, reply.error = how, code
+            reply.usage, reply.estimated = passage.meter.usage(call.body)
+            bill(call, reply, self._prices)
+            if how == "cut":
+                breaker.failed(self._clock.now())
+
+        await passage.begin(until, settle)
+        reply = self._reply(call, incoming, passage)
+        reply.model = meter.signs.model or call.model
+        return reply
+
+    def _reply(self, call: Call, incoming: Incoming, body: bytes | Passage) -> Reply:
+        headers = {name.lower(): value for name, value in incoming.headers.items() if name.lower() not in _NOT_OURS}
+        reply = Reply(incoming.status, headers, body, provider=call.provider, step=call.step)
+        reply.first_byte = self._clock.now() - call.began
+        return reply

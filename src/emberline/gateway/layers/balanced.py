@@ -1,0 +1,85 @@
+"""Balanced: a layer that makes a pool's name a list of steps, the chosen member first, and sees how they do."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Awaitable
+from dataclasses import replace
+from typing import Protocol
+
+from emberline.core.clock import Clock
+from emberline.core.errors import ModelNotFound
+from emberline.gateway.call import POOL, Call, Handler, Layer, Reply, Step
+from emberline.gateway.errors import Forbidden
+from emberline.gateway.layers.cached import lifetime
+from emberline.gateway.layers.hedge import OUTRUN
+from emberline.gateway.layers.permitted import permits
+from emberline.gateway.providers.wire import SHARED
+from emberline.gateway.routes.balance import Balance
+from emberline.gateway.routes.pool import Member
+
+
+class Estimate(Protocol):
+    def at_most(self, call: Call) -> int | None: ...
+
+
+def balanced(balance: Balance, estimate: Estimate, clock: Clock) -> Layer:
+    def layer(inner: Handler) -> Handler:
+        def handle(call: Call) -> Awaitable[Reply]:
+            return inner(call) if call.provider != POOL else chose(call)
+
+        async def chose(call: Call) -> Reply:
+            chosen = _chosen(call, balance, estimate, clock.now())
+            before = len(call.trail)
+            try:
+                return await inner(chosen)
+            finally:
+                for tried in call.trail[before:]:
+                    place = (tried.provider, tried.model, tried.key)
+                    if tried.outcome in ("answered", OUTRUN):  # who was outrun took at least so long
+                        balance.answered(place, tried.seconds, stream=call.stream)
+                    else:
+                        balance.failed(place, tried.status, clock.now())
+
+        return handle
+
+    return layer
+
+
+def _chosen(call: Call, balance: Balance, estimate: Estimate, now: float) -> Call:
+    pool = call.settings.pools.get(call.model)
+    if pool is None:
+        raise ModelNotFound(f"there is no pool {call.model[:80]!r}", param="model")
+    every = call.cleared or permits(call, POOL, call.model)
+    members = [each for each in pool.members if every or permits(call, each.provider, each.model)]
+    if not members:
+        raise Forbidden(f"no member of pool {call.model!r} is allowed here"[:300])
+    costs = [_cost(call, each, estimate) if pool.choose == "cheapest" else None for each in members]
+    chance = random.Random(_seed(call)).random
+    order = balance.order(pool, members, costs, chance, stream=call.stream, now=now)
+    steps = tuple(_step(call, member) for member in order)
+    return call.moved(
+        provider=order[0].provider,
+        model=order[0].model,
+        headers={name: value for name, value in call.headers.items() if name in SHARED},
+        options=steps[0].options,
+        steps=steps,
+        hedge=balance.slow(order[0], call.stream) if pool.hedge and len(order) > 1 else None,
+    )
+
+
+def _step(call: Call, member: Member) -> Step:
+    alias = member.key or call.options.byok_alias
+    return Step(member.provider, member.model, options=replace(call.options, byok_alias=alias))
+
+
+def _cost(call: Call, member: Member, estimate: Estimate) -> int | None:
+    return estimate.at_most(call.moved(provider=member.provider, model=member.model))
+
+
+def _seed(call: Call) -> str:
+    """Turns of one session stay together; so do equal calls whose reply may be in the cache."""
+    if call.options.session_id is not None and not call.options.no_session_affinity:
+        return call.options.session_id
+    return hashlib.sha256(call.body).hexdigest() if lifetime(call) else call.id

@@ -1,0 +1,100 @@
+"""Traced: every call is a span, told when its reply has ended, below the caller's own if it says which
+(`cf-aig-otel-trace-id`, `cf-aig-otel-parent-span-id`, or W3C's `traceparent`). Who is asked is told to go on below it.
+What was asked and answered is in it only if wished."""
+
+from __future__ import annotations
+
+import asyncio
+
+from emberline.gateway.call import Call, Handler, Layer, Reply
+from emberline.gateway.layers.logged import GONE, Tapped, record
+from emberline.gateway.logs.record import Record
+from emberline.trace.context import PARENT, STATE, Context
+from emberline.trace.span import About, Kind, Span
+from emberline.trace.tracer import Tracer
+
+LONGEST = 1 << 16  # characters of a prompt or a completion
+
+
+def traced(tracer: Tracer, *, payloads: bool) -> Layer:
+    def layer(inner: Handler) -> Handler:
+        async def handle(call: Call) -> Reply:
+            span = _begun(tracer, call)
+            try:
+                reply = await inner(call)
+            except asyncio.CancelledError:  # the client left before there was anything to send
+                _end(span, call, Reply(GONE, {}, b"", ended="left", error="client_gone"), None)
+                raise
+            kept: list[bytes] | None = None
+            if payloads and span.context.sampled and not _private(call):
+                if isinstance(reply.body, bytes):
+                    kept = [reply.body[:LONGEST]]
+                else:
+                    reply.body = tapped = Tapped(reply.body, LONGEST)
+                    kept = tapped.kept
+
+            async def ended(reply: Reply) -> None:
+                _end(span, call, reply, kept)
+
+            reply.endings.append(ended)
+            return reply
+
+        return handle
+
+    return layer
+
+
+def _begun(tracer: Tracer, call: Call) -> Span:
+    options, parent = call.options, Context.read(call.trace.get(PARENT, ""))
+    if parent is None:
+        call.trace.pop(STATE, None)  # means nothing without the other
+    if options.otel_trace_id:
+        parent = Context(options.otel_trace_id, options.otel_parent_span_id or "")
+    span = tracer.begin("", Kind.CLIENT, parent)
+    call.trace[PARENT] = str(span.context)
+    return span
+
+
+def _private(call: Call) -> bool:
+    options, settings = call.options, call.settings
+    zdr = settings.zdr if options.zdr is None else options.zdr
+    return zdr or options.collect_payload is False
+
+
+def _end(span: Span, call: Call, reply: Reply, kept: list[bytes] | None) -> None:
+    if not span.context.sampled:
+        return
+    made = record(call, reply, 0.0)
+    span.name = f"{made.request_type or 'call'} {made.model}".strip()
+    span.about |= _about(made)
+    if kept is not None:
+        asked = call.redacted[-1] if call.redacted else call.body
+        span.about |= {"gen_ai.prompt_json": _text(asked), "gen_ai.completion_json": _text(b"".join(kept))}
+    span.end("" if made.success else made.error or made.ended)
+
+
+def _about(record: Record) -> About:
+    return {
+        **{f"metadata.{name}": value for name, value in record.metadata.items()},
+        "gen_ai.operation.name": record.request_type or None,
+        "gen_ai.provider.name": record.provider,
+        "gen_ai.model.provider": record.provider,
+        "gen_ai.request.model": record.model,
+        "gen_ai.usage.input_tokens": record.usage.input,
+        "gen_ai.usage.output_tokens": record.usage.output,
+        "gen_ai.usage.cost": None if record.micros is None else record.micros / 1e6,  # dollars
+        "gen_ai.conversation.id": record.session_id or None,
+        "http.response.status_code": record.status,
+        "emberline.log_id": record.id,
+        "emberline.gateway": f"{record.account}/{record.gateway}",
+        "emberline.cached": record.cached,
+        "emberline.step": record.step,
+        "emberline.attempts": record.attempts,
+        "emberline.stream": record.stream,
+        "emberline.first_byte_ms": record.first_byte_ms,
+        "user.id": record.user or None,
+    }
+
+
+def _text(said: bytes) -> str:
+    return said[:LONGEST].decode("utf-8", "replace")

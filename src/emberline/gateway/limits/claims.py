@@ -1,0 +1,118 @@
+"""Claims: what a call asks of each rule that holds for it: one request, and about as much as it can use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call
+from emberline.gateway.costs.bill import Prices
+from emberline.gateway.costs.catalogue import Model
+from emberline.gateway.costs.cost import cost
+from emberline.gateway.costs.estimate import estimated_input
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.errors import Forbidden
+from emberline.gateway.limits.rule import Amount, Claim, Rule
+from emberline.gateway.settings import Settings
+
+MOST_BUCKETS = 4096  # whose names are remembered
+UNSAID = 4096  # tokens of output reserved where neither the caller nor the catalogue says how many there may be
+
+
+class Sizes(Protocol):
+    """A catalogue, or the files of one."""
+
+    def model(self, provider: str, name: str) -> Model | None: ...
+
+
+@dataclass(slots=True)
+class Claims:
+    """What a call asks of each rule."""
+
+    sizes: Sizes
+    prices: Prices
+    _read: dict[tuple[str, str], tuple[Settings, tuple[Rule, ...]]] = field(default_factory=dict)
+    _buckets: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def of(self, call: Call) -> list[Claim]:
+        rules = self._rules(call.settings)
+        if not rules:
+            return []
+        facts = facts_of(call)
+        holding = [rule for rule in rules if rule.holds(facts, call.identity.limits)]
+        amounts: dict[Amount, int | None] = {"requests": 1}
+        if any(rule.amount != "requests" for rule in holding):
+            usage = self._most(call)
+            amounts |= {"tokens": usage.total, "micros": self._micros(call, usage)}
+        gateway = facts["gateway"]
+        return [
+            Claim(rule, gateway, self._bucket(rule, facts), _known(rule, amounts[rule.amount], call))
+            for rule in holding
+        ]
+
+    def _bucket(self, rule: Rule, facts: dict[str, str]) -> str:
+        """A name takes a hash, and most calls are of somebody who called before."""
+        key = (rule.name, rule.amount, rule.per, rule.technique, *map(facts.get, rule.split))
+        name = self._buckets.get(key)
+        if name is None:
+            if len(self._buckets) >= MOST_BUCKETS:
+                self._buckets.clear()
+            name = self._buckets[key] = rule.bucket(facts)
+        return name
+
+    def at_most(self, call: Call) -> int | None:
+        """Micro-dollars that it may cost; None: not known."""
+        return self._micros(call, self._most(call))
+
+    def _rules(self, settings: Settings) -> tuple[Rule, ...]:
+        place = (settings.account, settings.gateway)
+        read = self._read.get(place)
+        if read is None or read[0] is not settings:
+            read = self._read[place] = (settings, rules_of(settings))
+        return read[1]
+
+    def _most(self, call: Call) -> Usage:
+        """About as much as it can use."""
+        model = self.sizes.model(call.provider, call.model)
+        context, most = (model.context, model.max_output) if model else (None, None)
+        output = 0 if call.dialect == "openai-embeddings" else min(call.max_output or most or UNSAID, most or math.inf)
+        return Usage(input=int(min(estimated_input(call.body), context or math.inf)), output=int(output))
+
+    def _micros(self, call: Call, usage: Usage) -> int | None:
+        custom = call.options.custom_cost
+        if custom is not None:
+            return custom.micros if custom.micros is not None else cost(usage, custom.price)
+        return cost(usage, self.prices.price(call.settings, call.provider, call.model))
+
+
+def rules_of(settings: Settings) -> tuple[Rule, ...]:
+    rules = (*Rule.read(settings.limits), *Rule.read(settings.budgets, "micros"))
+    if len({rule.name for rule in rules}) < len(rules):
+        raise InvalidRequest("a limit and a budget have the same name", param="budgets")
+    return rules
+
+
+def facts_of(call: Call) -> dict[str, str]:
+    """What rules split and filter by. What a key says of its user cannot be said otherwise by a request."""
+    facts = {
+        "gateway": f"{call.account}/{call.gateway}",
+        "key": call.identity.key_id,
+        "user": call.identity.user,
+        "model": call.model,
+        "provider": call.provider,
+    }
+    said = (call.options.metadata or {}, call.settings.metadata, call.identity.metadata)  # the last word counts
+    for name, value in (pair for each in said if each for pair in each.items()):
+        facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    return facts
+
+
+def _known(rule: Rule, amount: int | None, call: Call) -> int:
+    if amount is None and rule.unpriced == "refuse":
+        raise Forbidden(
+            f"budget {rule.name!r} counts money, and what {call.provider}/{call.model} costs is not known"[:300],
+            hint="give the model a price, or let the budget pass what has none (unpriced = 'pass')",
+        )
+    return amount or 0

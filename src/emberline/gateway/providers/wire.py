@@ -1,0 +1,109 @@
+"""Wire: a call as it is put to a provider, and how its reply is to be read. Where the provider speaks the client's
+dialect bytes stay as they are, but for the model's name and the wish to be told a stream's usage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.body import edited, peek
+from emberline.gateway.call import Call, Dialect
+from emberline.gateway.dialects.asked import Asked, asked_of
+from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.prefill import marked
+from emberline.gateway.dialects.translate import StreamTranslator, translate_reply, translate_request
+from emberline.gateway.providers.base import CHANGED, Provider
+from emberline.gateway.upstream.outgoing import Outgoing
+
+TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # can become each other
+SHARED = ("content-type", "accept", "user-agent")  # headers that are no provider's own
+LONGEST = 2000  # characters of that header
+
+
+class Wire(msgspec.Struct, frozen=True):
+    out: Outgoing
+    dialect: Dialect  # spoken with the provider
+    hide_usage: bool = False  # the provider was asked for a stream's usage, the client did not ask
+    client: Spoken | None = None  # what the reply becomes; None: it stays as it is
+    asked: Asked | None = None
+
+    def translator(self) -> StreamTranslator | None:
+        if self.client is None:
+            return None
+        assert self.dialect in TALK
+        return StreamTranslator(self.dialect, self.client, self.asked)
+
+    def whole(self, body: bytes) -> tuple[bytes, str]:
+        """A reply as the client is to read it, and what was lost of it."""
+        if self.client is None:
+            return body, ""
+        assert self.dialect in TALK
+        made, changed = translate_reply(body, self.dialect, self.client, self.asked)
+        return made, ", ".join(map(str, changed))
+
+
+def wired(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
+    """`max_output`: what the catalogue says of the model; `created`: now, in seconds since 1970."""
+    if provider.speaks(call.dialect, call.model):
+        return _as_it_is(call, provider, key)
+    source, target = _pair(call, provider)
+    body, changed = translate_request(
+        call.body, source, target, provider.recipient(call.model, max_output), stream=call.stream
+    )
+    if changed:
+        call.notes[CHANGED] = ", ".join(map(str, changed))
+    asked = asked_of(call.body, source, created=created, id=call.id)
+    headers = {name: value for name, value in call.headers.items() if name in SHARED}
+    moved = call.moved(dialect=target, body=body, headers=headers, query="", plain=True)
+    wire = _as_it_is(moved, provider, key)
+    return msgspec.structs.replace(wire, hide_usage=False, client=source, asked=asked)
+
+
+def _pair(call: Call, provider: Provider) -> tuple[Spoken, Spoken]:
+    source = next((each for each in TALK if each == call.dialect), None)
+    target = spoken_with(call, provider)
+    if source is None or target is None:
+        kinds = ", ".join(provider.native) or "nothing that is known here"
+        raise InvalidRequest(f"{provider.slug} cannot be asked in {call.dialect}", hint=f"it speaks {kinds}")
+    return source, target
+
+
+def spoken_with(call: Call, provider: Provider) -> Spoken | None:
+    """The client's dialect, if the provider speaks it, and otherwise the first that it does."""
+    choices = sorted(TALK, key=lambda each: each != call.dialect)
+    return next((each for each in choices if provider.speaks(each, call.model)), None)
+
+
+def _as_it_is(call: Call, provider: Provider, key: str | None) -> Wire:
+    changes: dict[str, Any] = {}
+    hide = False
+    if call.body and (call.plain or (call.stream and call.dialect == "openai-chat")):
+        seen = call.seen or peek(call.body)
+        if call.plain and call.dialect != "gemini" and seen.model != call.model:
+            changes["model"] = call.model
+        if call.dialect == "openai-chat" and call.stream and not seen.counts and provider.counts_streams:
+            given = seen.stream_options if isinstance(seen.stream_options, dict) else {}
+            changes["stream_options"] = {**given, "include_usage": True}
+            hide = True
+        if call.prefill and call.dialect == "openai-chat":
+            changes.update(marked(call.body, call.prefill))
+    moved = call.moved(
+        endpoint=_endpoint(call, provider) if call.plain else call.endpoint,
+        body=edited(call.body, **changes) if changes else call.body,
+    )
+    return Wire(provider.request(moved, key), call.dialect, hide)
+
+
+def _endpoint(call: Call, provider: Provider) -> str:
+    if call.dialect == "raw":
+        return provider.prefix + call.endpoint
+    return provider.endpoint_for(call.dialect, call.model, call.stream)
+
+
+def safe_header(text: str) -> str:
+    """A header takes no line breaks, only what latin-1 has, and not too much."""
+    if text.isascii() and text.isprintable() and len(text) <= LONGEST:
+        return text
+    return "".join(c for c in text[:LONGEST] if c.isprintable()).encode("latin-1", "replace").decode("latin-1")

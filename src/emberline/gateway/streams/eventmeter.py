@@ -1,0 +1,54 @@
+"""EventStreamMeter: of a stream of AWS's messages that passes as it is: its usage, an error within, and whether its
+messages are whole."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any, ClassVar
+
+import msgspec
+
+from emberline.gateway.errors import Broken
+from emberline.gateway.streams.eventstream import KIND, EventStream, Message
+from emberline.gateway.streams.gauges import usage_within
+from emberline.gateway.streams.meter import RawMeter
+
+
+class EventStreamMeter(RawMeter):
+    kind: ClassVar[str] = KIND
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = EventStream()
+
+    def push(self, data: bytes) -> bytes:
+        try:
+            for message in self._stream.push(data):
+                self._see(message)
+        except Broken as e:
+            self.broken = e
+        return super().push(data)
+
+    def _see(self, message: Message) -> None:
+        if message.exception:
+            self.signs.failed = f"{message.exception}: {message.payload[:300].decode('utf-8', 'replace')}"
+        self.signs.counted(usage_within(_unwrapped(message.payload)))
+
+    def end(self) -> None:
+        try:
+            self._stream.end()
+        except Broken as e:
+            self.broken = e
+        super().end()
+
+
+def _unwrapped(payload: bytes) -> Any:
+    """What a model said, where it is wrapped, or what Bedrock itself says; of no interest if it cannot be read."""
+    try:
+        found = msgspec.json.decode(payload)
+        if isinstance(found, dict) and isinstance(found.get("bytes"), str):
+            return msgspec.json.decode(base64.b64decode(found["bytes"]))
+        return found
+    except (msgspec.MsgspecError, UnicodeDecodeError, binascii.Error):
+        return None

@@ -1,0 +1,340 @@
+"""Gauges: what one event of a stream says, dialect by dialect; and the same of a whole reply. Types name only what is
+read: all else is skipped, and checked to be JSON while it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from emberline.gateway.call import Dialect
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.errors import Broken
+
+
+@dataclass(slots=True)
+class Signs:
+    begun: bool = False  # content has come: text, reasoning, a tool's call
+    ended: bool = False  # the dialect's own ending has come
+    finished: bool = False  # a reason to stop has come
+    failed: str = ""  # what an error event said
+    model: str = ""
+    characters: int = 0  # of content
+    only_usage: bool = False  # the last event
+    told: list[Any] = field(default_factory=list)  # the first and the last usage, as they were told
+
+    def usage(self, dialect: Dialect) -> Usage | None:
+        usage: Usage | None = None
+        for said in self.told:
+            if (read := Usage.read(dialect, said)) is not None:
+                usage = read if usage is None else usage.joined(read)
+        return usage
+
+    def counted(self, said: Any) -> None:
+        if said:
+            self.told = [*self.told[:1], said]
+
+    def came(self, *pieces: Any) -> None:
+        for piece in pieces:
+            if piece:
+                self.begun = True
+                self.characters += len(piece) if isinstance(piece, str) else len(msgspec.json.encode(piece))
+
+
+def _said(error: Any) -> str:
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return error["message"][:500] or "an error without a message"
+    return str(error)[:500]
+
+
+# -- OpenAI chat -------------------------------------------------------------------------------------------------------
+
+
+class _Delta(msgspec.Struct):
+    content: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: Any = None
+    function_call: Any = None
+    refusal: Any = None
+    audio: Any = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: Any = None
+    message: Any = None  # of a whole reply
+
+
+class _Chat(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    model: Any = None
+    usage: Any = None
+    error: Any = None
+
+    @property
+    def content(self) -> bool:
+        return bool(self.choices)
+
+    @property
+    def counted(self) -> Any:
+        return self.usage
+
+
+_CHAT = msgspec.json.Decoder(_Chat)
+
+
+def chat(name: bytes, payload: bytes, signs: Signs) -> None:
+    if payload == b"[DONE]":
+        if not signs.begun and not signs.finished:
+            raise Broken("the stream ended before any content")
+        signs.ended = True
+        return
+    event = _CHAT.decode(payload)
+    if event.error is not None or name == b"error":
+        signs.failed = _said(event.error)
+        return
+    if event.model and not signs.model:
+        signs.model = str(event.model)
+    for choice in event.choices or ():
+        if (d := choice.delta) is not None:
+            if d.content:
+                signs.came(d.content)
+            else:
+                signs.came(d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio)
+        signs.finished |= choice.finish_reason is not None
+    if event.usage:
+        signs.counted(event.usage)
+        signs.only_usage = not event.choices
+
+
+# -- OpenAI responses --------------------------------------------------------------------------------------------------
+
+
+class _Response(msgspec.Struct):
+    model: Any = None
+    usage: Any = None
+    error: Any = None
+    output: Any = None
+    status: Any = None
+
+    @property
+    def content(self) -> bool:
+        return isinstance(self.output, list)
+
+    @property
+    def counted(self) -> Any:
+        return self.usage
+
+
+class _Item(msgspec.Struct):
+    type: Any = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    type: Any = None
+    delta: Any = None
+    response: _Response | None = None
+    item: _Item | None = None
+    message: Any = None
+    error: Any = None
+
+
+_RESPONSES = msgspec.json.Decoder(_ResponseEvent)
+_QUIET = ("message", "reasoning")  # items that open before anything is in them
+
+
+def responses(name: bytes, payload: bytes, signs: Signs) -> None:
+    event = _RESPONSES.decode(payload)
+    match event.type:
+        case str(kind) if kind.endswith(".delta"):
+            signs.came(event.delta)
+        case "response.output_item.added" if event.item is not None and event.item.type not in _QUIET:
+            signs.begun = True
+        case "response.completed" | "response.incomplete":
+            signs.ended = True
+        case "response.failed":
+            signs.failed = _said(event.response.error if event.response else None)
+        case "error":
+            signs.failed = _said(event.error or {"message": event.message})
+        case None:
+            raise Broken("an event of the stream has no type")
+    if (response := event.response) is not None:
+        signs.model = signs.model or str(response.model or "")
+        signs.counted(response.usage)
+
+
+# -- Anthropic ---------------------------------------------------------------------------------------------------------
+
+
+class _Message(msgspec.Struct):
+    model: Any = None
+    usage: Any = None
+    content: Any = None
+    error: Any = None
+
+    @property
+    def counted(self) -> Any:
+        return self.usage
+
+
+class _WholeMessage(_Message):
+    type: Any = None
+
+    def __post_init__(self) -> None:
+        self.content = isinstance(self.content, list)  # which may be empty: the model had nothing to say
+
+
+class _BlockDelta(msgspec.Struct):
+    text: Any = None
+    thinking: Any = None
+    partial_json: Any = None
+    stop_reason: Any = None
+
+
+class _Block(msgspec.Struct):
+    type: Any = None
+
+
+class _MessageEvent(msgspec.Struct):
+    type: Any = None
+    message: _Message | None = None
+    content_block: _Block | None = None
+    delta: _BlockDelta | None = None
+    usage: Any = None
+    error: Any = None
+
+
+_MESSAGES = msgspec.json.Decoder(_MessageEvent)
+
+
+def messages(name: bytes, payload: bytes, signs: Signs) -> None:
+    event = _MESSAGES.decode(payload)
+    match event.type:
+        case "content_block_delta":
+            if event.delta is not None:
+                signs.came(event.delta.text, event.delta.thinking, event.delta.partial_json)
+        case "content_block_start":
+            signs.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
+        case "message_start" if event.message is not None:
+            signs.model = str(event.message.model or "")
+            signs.counted(event.message.usage)
+        case "message_delta":
+            signs.counted(event.usage)
+            signs.finished = True
+        case "message_stop":
+            if not signs.begun and not signs.finished:
+                raise Broken("the stream ended before any content")
+            signs.ended = True
+        case "error":
+            signs.failed = _said(event.error)
+        case None:
+            raise Broken("an event of the stream has no type")
+
+
+# -- Gemini ------------------------------------------------------------------------------------------------------------
+
+
+class _Content(msgspec.Struct):
+    parts: list[dict[str, Any]] | None = None
+
+
+class _Candidate(msgspec.Struct):
+    content: _Content | None = None
+    finishReason: Any = None
+
+
+class _Gemini(msgspec.Struct):
+    candidates: list[_Candidate] | None = None
+    promptFeedback: Any = None
+    usageMetadata: Any = None
+    modelVersion: Any = None
+    error: Any = None
+
+    @property
+    def content(self) -> bool:
+        return bool(self.candidates or self.promptFeedback)
+
+    @property
+    def counted(self) -> Any:
+        return self.usageMetadata
+
+    @property
+    def model(self) -> Any:
+        return self.modelVersion
+
+
+_GEMINI = msgspec.json.Decoder(_Gemini)
+
+
+def gemini(name: bytes, payload: bytes, signs: Signs) -> None:
+    event = _GEMINI.decode(payload)
+    if event.error is not None:
+        signs.failed = _said(event.error)
+        return
+    signs.model = signs.model or str(event.modelVersion or "")
+    for candidate in event.candidates or ():
+        for part in (candidate.content.parts if candidate.content else None) or ():
+            signs.came(part.get("text") if "text" in part else part)
+        signs.ended |= candidate.finishReason is not None
+    if isinstance(event.promptFeedback, dict) and event.promptFeedback.get("blockReason"):
+        signs.ended = True
+    signs.counted(event.usageMetadata)
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+class _Embeddings(msgspec.Struct):
+    data: msgspec.Raw = msgspec.Raw(b"")
+    model: Any = None
+    usage: Any = None
+    error: Any = None
+
+    @property
+    def content(self) -> bool:
+        return len(bytes(self.data)) > 2
+
+    @property
+    def counted(self) -> Any:
+        return self.usage
+
+
+def raw(name: bytes, payload: bytes, signs: Signs) -> None:
+    """Its end is the end of the connection, and anything may be content."""
+    signs.begun = True
+    if b'"usage' in payload:
+        with contextlib.suppress(msgspec.MsgspecError):
+            signs.counted(usage_within(msgspec.json.decode(payload)))
+
+
+def usage_within(found: Any) -> Any:
+    """The usage object of a reply or an event of which nothing is known."""
+    places = (
+        [found, *(found.get(name) for name in ("message", "response", "result", "delta"))]
+        if isinstance(found, dict)
+        else []
+    )
+    names = ("usage", "usageMetadata", "meta")
+    said = (place.get(name) for place in places if isinstance(place, dict) for name in names)
+    return next((each for each in said if each), None)
+
+
+GAUGES: dict[Dialect, Callable[[bytes, bytes, Signs], None]] = {
+    "openai-chat": chat,
+    "openai-responses": responses,
+    "openai-embeddings": raw,
+    "anthropic": messages,
+    "gemini": gemini,
+    "raw": raw,
+}
+WHOLE: dict[Dialect, msgspec.json.Decoder[Any]] = {
+    "openai-chat": _CHAT,
+    "openai-responses": msgspec.json.Decoder(_Response),
+    "openai-embeddings": msgspec.json.Decoder(_Embeddings),
+    "anthropic": msgspec.json.Decoder(_WholeMessage),
+    "gemini": _GEMINI,
+}

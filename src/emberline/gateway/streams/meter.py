@@ -1,0 +1,115 @@
+"""Meter: what a reply says about itself, read from the bytes that pass: its first content, its usage, an error within,
+its ending. Each dialect has a gauge, which decodes of an event only what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from emberline.gateway.call import Dialect
+from emberline.gateway.costs.estimate import estimated_input
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.errors import Broken
+from emberline.gateway.streams.gauges import GAUGES, WHOLE, Signs, usage_within
+from emberline.gateway.streams.splitter import Splitter, payload_of
+
+if TYPE_CHECKING:
+    Gauge = Callable[[bytes, bytes, Signs], None]
+
+CHARACTERS = 4  # of a token, about
+
+
+class Meter:
+    """Of one stream."""
+
+    def __init__(self, dialect: Dialect, *, hide_usage: bool = False) -> None:
+        """`hide_usage`: the client did not ask for the event that tells it, we did."""
+        self.signs = Signs()
+        self.broken: Broken | None = None  # an event was not one: nothing after it counts
+        self._splitter = Splitter()
+        self._dialect = dialect
+        self._gauge: Gauge = GAUGES[dialect]
+        self._hide_usage = hide_usage
+
+    def push(self, data: bytes) -> bytes:
+        """The events that are whole now, up to one that is an error (with it) or malformed (without)."""
+        passed: list[bytes] = []
+        signs = self.signs
+        try:
+            for event in self._splitter.push(data):
+                name, payload = payload_of(event)
+                if payload:
+                    signs.only_usage = False
+                    self._gauge(name, payload, signs)
+                    if signs.only_usage and self._hide_usage:
+                        continue
+                passed.append(event)
+                if signs.failed:
+                    break
+        except msgspec.MsgspecError as e:
+            self.broken = Broken(f"an event of the stream is malformed: {e}")
+        except Broken as e:
+            self.broken = e
+        return passed[0] if len(passed) == 1 else b"".join(passed)
+
+    def end(self) -> None:
+        """The reply is over."""
+        if self.broken is not None:
+            return
+        if self._dialect == "raw":
+            self.signs.ended = self.signs.begun
+        if self._splitter.rest.strip():
+            self.broken = Broken("the stream ended within an event")
+        elif not self.signs.ended:
+            said = "its ending" if self.signs.begun else "a beginning and an ending"
+            self.broken = Broken(f"the stream ended without {said}")
+
+    def usage(self, body: bytes) -> tuple[Usage | None, bool]:
+        """What was told; of a stream that was not told to its end, also what can be counted: the input from `body`, the
+        output from what passed. True: counted."""
+        told = self.signs.usage(self._dialect)
+        if self._dialect == "raw" or (told is not None and self.signs.ended):
+            return told, False
+        output = -(-self.signs.characters // CHARACTERS)
+        if told is None or not told.input:
+            return Usage(input=estimated_input(body), output=output), True
+        return told.joined(Usage(input=told.input, output=output)), True
+
+
+class RawMeter(Meter):
+    """Of a reply that is no stream of events: its bytes pass as they come, and its end is the end."""
+
+    def __init__(self) -> None:
+        super().__init__("raw")
+
+    def push(self, data: bytes) -> bytes:
+        self.signs.begun = True
+        return data
+
+
+def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
+    """The usage and the model of a reply that came in one piece; Broken, if it is none."""
+    if not body:
+        raise Broken("the reply is empty")
+    if dialect == "raw":
+        return _raw_usage(body), ""
+    try:
+        found: Any = WHOLE[dialect].decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Broken(f"the reply is not what it should be: {e}") from e
+    if found.error is not None:
+        raise Broken(f"the reply is an error with a status of success: {str(found.error)[:300]}")
+    if not found.content:
+        raise Broken("the reply has no content")
+    return Usage.read(dialect, found.counted), str(found.model or "")
+
+
+def _raw_usage(body: bytes) -> Usage | None:
+    if b'"usage' not in body and b'"billed_units"' not in body:
+        return None
+    try:
+        return Usage.read("raw", usage_within(msgspec.json.decode(body)))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,130 @@
+"""Passage: a stream on its way from a provider to a client. It begins with the first content: until then nothing has
+been promised, and another provider can be asked. What goes wrong later is told in the client's dialect. It ends
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from emberline.core.clock import Clock
+from emberline.gateway.call import Call
+from emberline.gateway.dialects.translate import StreamTranslator
+from emberline.gateway.errors import Broken, TimedOut, UpstreamFailed
+from emberline.gateway.refusal import last_words
+from emberline.gateway.streams.meter import Meter
+from emberline.gateway.upstream.upstream import Incoming
+
+GRACE = 1.0  # seconds from a stream's own ending to the connection's
+
+Settle = Callable[["Passage", str, str], None]  # how it ended, and the code of what went wrong
+
+
+class Passage:
+    def __init__(
+        self, call: Call, incoming: Incoming, meter: Meter, translator: StreamTranslator | None, clock: Clock
+    ) -> None:
+        self.meter = meter
+        self._call = call
+        self._incoming = incoming
+        self._translator = translator
+        self._clock = clock
+        self._kept: list[bytes] = []  # came before the first content
+        self._over = False
+        self._settle: Settle | None = None
+
+    async def begin(self, until: float, settle: Settle) -> None:
+        """To the first content, or an end that is one."""
+        signs = self.meter.signs
+        while not signs.begun and not signs.ended:
+            passed = await self._more(until, first=True)
+            if signs.failed:
+                raise Broken(f"the stream is an error: {signs.failed}")
+            if passed is None:
+                self.meter.end()
+            if self.meter.broken is not None:
+                raise self.meter.broken
+            if passed:
+                self._kept.append(self._said(passed))
+        self._settle = settle
+
+    async def _more(self, until: float, first: bool = False) -> bytes | None:
+        """Whole events, or what is broken; None at the end. What is less than an event is silence."""
+        meter, timeouts = self.meter, self._call.settings.timeouts
+        now = self._clock.now()
+        quiet = now + (GRACE if meter.signs.ended else timeouts.between_events)
+        until = min(until, self._call.deadline)
+        while True:
+            try:
+                data = await self._incoming.read(min(quiet, until) - now)
+            except TimedOut:
+                if until <= quiet:
+                    raise TimedOut(
+                        "no content came in time" if first else f"no end within {timeouts.total:.3g} s"
+                    ) from None
+                raise TimedOut(f"the stream was silent for {timeouts.between_events:.3g} s") from None
+            if not data:
+                return None
+            passed = meter.push(data)
+            if passed or meter.broken is not None:
+                return passed
+            now = self._clock.now()
+
+    def _said(self, passed: bytes) -> bytes:
+        """In the client's dialect."""
+        return passed if self._translator is None else self._translator.push(passed)
+
+    def __aiter__(self) -> Passage:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._kept:
+            kept, self._kept = b"".join(self._kept), []
+            if kept:
+                return kept
+        while not self._over:
+            try:
+                if said := await self._next():
+                    return said
+            except UpstreamFailed as e:
+                if not self.meter.signs.ended:
+                    return self._fail(e)
+                self._end("complete", "")  # all was said: it only hung up badly, or not at all
+        raise StopAsyncIteration
+
+    async def _next(self) -> bytes:
+        meter = self.meter
+        passed = await self._more(self._call.deadline) if meter.broken is None else None
+        if passed is None and meter.broken is None:
+            meter.end()
+        if meter.broken is not None and not passed:
+            raise meter.broken  # after what was good
+        if passed is None:
+            said = b"" if self._translator is None else self._translator.end()
+            self._end("complete", "")
+            return said
+        said = self._said(passed)
+        if meter.signs.failed:  # its own words, which pass as the last
+            self._end("cut", Broken.code)
+        return said
+
+    def _fail(self, error: UpstreamFailed) -> bytes:
+        self._end("cut", error.code)
+        if self._translator is not None:
+            words: bytes | None = self._translator.fail(error)
+        else:
+            words = last_words(self._call.dialect, error)
+        if not words:
+            raise error
+        return words
+
+    def _end(self, how: str, code: str) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._incoming.close()
+        if self._settle is not None:
+            self._settle(self, how, code)
+
+    async def aclose(self) -> None:
+        """Before the end: the client has left."""
+        self._end("complete" if self.meter.signs.ended else "left", "")

@@ -1,0 +1,93 @@
+"""Decoder: a provider's own way to reply, made one of our dialects. Decoded: a reply that is read through one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any, ClassVar
+
+import msgspec
+
+from emberline.gateway.errors import Broken, TimedOut
+from emberline.net.connection import FOREVER
+from emberline.net.reply import Reply as Incoming
+
+EVENTS = "text/event-stream"
+
+
+class Decoder:
+    """Of one reply. What is no reply of the provider's is Broken."""
+
+    streams: ClassVar[str] = EVENTS  # the content type of its streams
+
+    def whole(self, body: bytes) -> bytes:
+        return body
+
+    def push(self, data: bytes) -> bytes:
+        """The events of the dialect that are whole with these bytes of the provider's stream."""
+        return data
+
+    def end(self) -> bytes:
+        """No more bytes come: what is left to say."""
+        return b""
+
+
+class Decoded(Incoming):
+    __slots__ = ("_decoder", "_ended", "_incoming")
+
+    def __init__(self, incoming: Incoming, decoder: Decoder) -> None:
+        self._incoming = incoming
+        self._decoder = decoder
+        self._ended = False
+        self.status, self.headers, self.kind = 200, incoming.headers, incoming.kind  # 201 is of a prediction
+        if incoming.kind == decoder.streams:
+            self.kind = EVENTS
+            self.headers = {**incoming.headers, "content-type": EVENTS}
+
+    async def read(self, seconds: float = FOREVER) -> bytes:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while not self._ended:
+            left = until - loop.time()
+            if left <= 0:
+                raise TimedOut(f"nothing that is whole came for {seconds:.3g} s in the middle of a reply")
+            data = await self._incoming.read(left)
+            self._ended = not data
+            if made := self._decoder.push(data) if data else self._decoder.end():
+                return made
+        return b""
+
+    async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
+        return self._decoder.whole(await self._incoming.whole(seconds, limit))
+
+    def close(self) -> None:
+        self._incoming.close()
+
+
+class Given(Incoming):
+    """A reply that has been read already."""
+
+    __slots__ = ("body",)
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes, kind: str = "application/json") -> None:
+        self.status, self.headers, self.kind, self.body = status, headers, kind, body
+
+    async def read(self, seconds: float = FOREVER) -> bytes:
+        body, self.body = self.body, b""
+        return body
+
+    async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
+        return await self.read(seconds)
+
+    def close(self) -> None:
+        pass
+
+
+def decoded_object(data: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise Broken(f"what came is not JSON: {e}") from e
+    if not isinstance(found, dict):
+        raise Broken("what came is no object of JSON")
+    return found
