@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from emberline.kernels.cuda import prefill
+from emberline.kernels.tiles import holding
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -175,6 +176,22 @@ def test_tiles_cover_every_query_once_and_come_longest_first() -> None:
         assert sorted(covered) == [(r, q) for r, count in enumerate(counts) for q in range(count)]
         keys = [before[r] + min(first + prefill.ROWS, counts[r]) for r, first in work]
         assert keys == sorted(keys, reverse=True)
+
+
+def test_tiles_that_hold_a_sought_token() -> None:
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        counts = rng.integers(0, 700, rng.integers(1, 40))
+        sought = np.unique(rng.integers(0, max(1, counts.sum()), rng.integers(0, 50)))
+        sought = sought[sought < counts.sum()]
+        tiles = prefill.tiles(counts, np.zeros_like(counts))
+        begins = np.cumsum(counts) - counts
+        held = [
+            [r, first]
+            for r, first in tiles.tolist()
+            if any(begins[r] + q in sought for q in range(first, min(first + prefill.ROWS, counts[r])))
+        ]
+        assert holding(tiles, counts, sought).tolist() == held
 
 
 def test_no_new_tokens_are_no_tiles() -> None:

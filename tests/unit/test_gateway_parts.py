@@ -21,6 +21,7 @@ from emberline.gateway.options import NOTHING, CustomCost, Options
 from emberline.gateway.paths import Target, target_of
 from emberline.gateway.refusal import error_reply, last_words, refused, retry_after
 from emberline.gateway.settings import Settings
+from emberline.gateway.store.packing import SMALL, SMALLEST, packed, unpacked
 
 CHAT = "chat/completions"
 
@@ -147,6 +148,13 @@ def test_estimates_do_not_count_pictures_as_text() -> None:
     assert 1200 < estimated_input(json.dumps(text).encode()) < 1300
     assert PICTURE <= estimated_input(json.dumps(picture).encode()) < PICTURE + 50
     assert estimated_input(b"") == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, SMALLEST - 1, SMALLEST, SMALL, SMALL + 1])
+@pytest.mark.parametrize("start", [b"", b"\0", b"x\x9c", b"{"])
+def test_payloads_come_back_however_they_are_kept(size: int, start: bytes) -> None:
+    data = (start + b"abc" * size)[:size]
+    assert unpacked(packed(data)) == data and len(packed(data)) <= max(SMALLEST, size)
 
 
 def test_ids_are_like_those_of_records() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from copy import copy
 from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -86,10 +85,7 @@ class Call(msgspec.Struct):
         """The same call with some things otherwise; the trail and the notes are shared."""
         if "body" in changes and changes["body"] is not self.body:
             changes.setdefault("seen", None)
-        made = copy(self)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
+        return msgspec.structs.replace(self, **changes)
 
 
 class Stream(Protocol):

@@ -167,8 +167,10 @@ class Gateway:
                     raise Unauthorized("the gateway's key is not known, or no longer", hint=f"see {name}")
                 told = name if identity is not None else ""
                 break
-        dropped = (*OURS, told, *(CREDENTIALS if target.kind == "plain" else ()))
-        return identity or ANONYMOUS, {name: value for name, value in headers.items() if name not in dropped}
+        kept = dict(headers)
+        for name in (*OURS, told, *(CREDENTIALS if target.kind == "plain" else ())):
+            kept.pop(name, None)
+        return identity or ANONYMOUS, kept
 
     def _addressed(self, call: Call, target: Target) -> None:
         """Where it goes: by its path, by its model, or by its steps."""

@@ -4,7 +4,6 @@ where there is a key for them. A server that does not answer has nothing to offe
 from __future__ import annotations
 
 import asyncio
-from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -12,7 +11,7 @@ from emberline.api.openai.models import ServedModel
 from emberline.gateway.call import DYNAMIC, POOL
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.errors import UpstreamFailed
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.keys.identity import Identity, allows
 from emberline.gateway.keys.secrets import DEFAULT_ALIAS, Vault
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.registry import Registry
@@ -85,6 +84,4 @@ class ModelList:
 
 
 def _allowed(settings: Settings, provider: str, model: str) -> bool:
-    models, providers = settings.allowed_models, settings.allowed_providers
-    named = any(fnmatchcase(name, each) for name in (model, f"{provider}/{model}") for each in models)
-    return named and any(fnmatchcase(provider, each) for each in providers)
+    return allows(settings.allowed_providers, settings.allowed_models, provider, model)

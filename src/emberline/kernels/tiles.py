@@ -35,9 +35,14 @@ class Tiles:
     work: decode.Work | None = None  # of the singles
     scratch: decode.Scratch | None = None
     chunks: Tensor | None = None  # [n, 2] int32: the row, and its first query
+    sought: Tensor | None = None  # of these, the ones that hold a query whose logits are wanted; None: not told apart
     general: Tensor | None = None  # the same, where only the general kernel serves
     queries: int = 0  # of one of these
     maps: Maps = field(default_factory=Maps)
+
+    def last(self) -> Tiles:
+        """For the last layer, after which nobody asks for the other queries."""
+        return self if self.sought is None else replace(self, chunks=self.sought)
 
 
 class Cutter:
@@ -70,9 +75,10 @@ class Cutter:
         put: Callable[[np.ndarray], Tensor],
         *,
         most: int = 0,
+        sought: np.ndarray | None = None,
     ) -> Tiles:
         """`put` brings an array to the device. What is made for singles alone has shapes that depend on their number
-        alone; tiles of chunks are padded to `most`."""
+        alone; tiles of chunks are padded to `most`. `sought`: the tokens whose logits are wanted, in order."""
         tiles = Tiles(singles, maps=self._maps)
         if self._device.type != "cuda":
             return tiles
@@ -85,7 +91,8 @@ class Cutter:
             from emberline.kernels.cuda import prefill
 
             cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
-            return replace(tiles, chunks=put(_padded(cut, most)))
+            tiles = replace(tiles, chunks=put(_padded(cut, most)))
+            return tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
         from emberline.kernels.triton import attention
 
         queries = attention.tile_queries(int(counts[rest:].max()), self._heads[0] // self._heads[1])
@@ -108,7 +115,7 @@ class Cutter:
             return 0
         from emberline.kernels import worklist
 
-        return 4 * worklist.ints(rows, self._capacity(rows)) + 8 * (rows + tokens)
+        return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens)
 
     def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor]) -> decode.Work:
         from emberline.kernels import worklist
@@ -127,6 +134,15 @@ class Cutter:
 def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:
     shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
     return shifted
+
+
+def holding(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Of the tiles, those with one of the tokens, which are numbered over all rows of `counts` and in order."""
+    ends = np.cumsum(counts)[tiles[:, 0]]
+    begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
+    within = np.searchsorted(tokens, np.minimum(begins + CHUNK_ROWS, ends)) > np.searchsorted(tokens, begins)
+    held: np.ndarray = tiles[within]
+    return held
 
 
 def most_tiles(tokens: int, rows: int) -> int:

@@ -82,6 +82,8 @@ def _fitted(
     image: int = 0,
 ) -> Usage:
     """The vector, with parts cut down to what they are parts of."""
+    if not (cached_read or cache_write or reasoning or audio or image):  # as most
+        return Usage(input=input, output=output)
     cached_read = min(cached_read, input)
     cache_write = min(cache_write, input - cached_read)
     return Usage(
@@ -109,7 +111,7 @@ def _count(said: Mapping[str, Any], *names: str) -> int:
 
 def _part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = said.get(name)
-    return part if isinstance(part, dict | Mapping) else {}
+    return part if isinstance(part, dict) else {}
 
 
 def _chat(said: Mapping[str, Any]) -> Usage | None:
@@ -119,9 +121,12 @@ def _chat(said: Mapping[str, Any]) -> Usage | None:
     into, out = _part(said, "prompt_tokens_details"), _part(said, "completion_tokens_details")
     # xAI and Gemini's compatible endpoint leave thoughts, which they bill, out of completion_tokens, not of the total.
     hidden = max(0, _count(said, "total_tokens") - input - output)
+    cached = _count(said, "prompt_cache_hit_tokens", "cached_tokens")
+    if not (into or out or hidden):
+        return _fitted(input=input, cached_read=cached, output=output)
     return _fitted(
         input=input,
-        cached_read=_count(into, "cached_tokens") or _count(said, "prompt_cache_hit_tokens", "cached_tokens"),
+        cached_read=_count(into, "cached_tokens") or cached,
         cache_write=_count(into, "cache_write_tokens", "cache_creation_tokens"),
         output=output + hidden,
         reasoning=max(_count(out, "reasoning_tokens"), hidden),

@@ -29,13 +29,15 @@ class Identity:
     limits: tuple[str, ...] = ()  # names of rules that hold for this key besides the gateway's
 
     def may_enter(self, account: str, gateway: str) -> bool:
-        return self.use and fnmatchcase(account, self.account) and _any(gateway, self.gateways)
+        return self.use and _any(account, (self.account,)) and _any(gateway, self.gateways)
 
     def may_use(self, provider: str, model: str) -> bool:
-        """A pattern of models names the model alone, or provider/model."""
-        if not _any(provider, self.allowed_providers):
-            return False
-        return _any(model, self.allowed_models) or _any(f"{provider}/{model}", self.allowed_models)
+        return allows(self.allowed_providers, self.allowed_models, provider, model)
+
+
+def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
+    """A pattern of models names the model alone, or provider/model."""
+    return _any(provider, providers) and (_any(model, models) or _any(f"{provider}/{model}", models))
 
 
 def _any(name: str, patterns: tuple[str, ...]) -> bool:

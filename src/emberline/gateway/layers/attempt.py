@@ -189,7 +189,7 @@ class Attempts:
         return reply
 
     def _reply(self, call: Call, incoming: Incoming, body: bytes | Passage) -> Reply:
-        headers = {name.lower(): value for name, value in incoming.headers.items() if name.lower() not in _NOT_OURS}
+        headers = {name: value for name, value in incoming.headers.items() if name not in _NOT_OURS}
         reply = Reply(incoming.status, headers, body, provider=call.provider, step=call.step)
         reply.first_byte = self._clock.now() - call.began
         return reply

@@ -106,6 +106,8 @@ class Tapped:
 
 def found(call: Call, reply: Reply) -> dict[str, str]:
     """What guardrails found and who went on with a broken stream, so that the log can be searched for it."""
+    if not (call.findings or reply.continued):
+        return {}
     noted = {"guardrails": ", ".join(dict.fromkeys(map(str, call.findings))), "continued": reply.continued}
     return {name: value for name, value in noted.items() if value}
 

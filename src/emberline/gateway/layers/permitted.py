@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from fnmatch import fnmatchcase
 
 from emberline.core.errors import Unauthorized
 from emberline.gateway.call import VIRTUAL, Call, Handler, Reply
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.keys.identity import ANY
+from emberline.gateway.keys.identity import ANY, allows
 
 
 def permitted(inner: Handler) -> Handler:
@@ -41,11 +40,7 @@ def permits(call: Call, provider: str, model: str) -> bool:
 
 def _allowed(call: Call, provider: str, model: str) -> bool:
     """By the gateway, and by what the caller itself asked to stay within."""
-    names = (model, f"{provider}/{model}")
-    for models in (call.settings.allowed_models, call.options.allowed_models):
-        if models not in (None, ANY) and not any(fnmatchcase(name, each) for name in names for each in models):
-            return False
-    for providers in (call.settings.allowed_providers, call.options.allowed_providers):
-        if providers not in (None, ANY) and not any(fnmatchcase(provider, each) for each in providers):
-            return False
-    return True
+    settings, asked = call.settings, call.options
+    return allows(settings.allowed_providers, settings.allowed_models, provider, model) and allows(
+        asked.allowed_providers or ANY, asked.allowed_models or ANY, provider, model
+    )

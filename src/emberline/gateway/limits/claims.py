@@ -14,7 +14,7 @@ from emberline.gateway.costs.cost import cost
 from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.limits.rule import Amount, Claim, Rule
+from emberline.gateway.limits.rule import Claim, Rule
 from emberline.gateway.settings import Settings
 
 MOST_BUCKETS = 4096  # whose names are remembered
@@ -40,17 +40,17 @@ class Claims:
         rules = self._rules(call.settings)
         if not rules:
             return []
-        facts = facts_of(call)
-        holding = [rule for rule in rules if rule.holds(facts, call.identity.limits)]
-        amounts: dict[Amount, int | None] = {"requests": 1}
-        if any(rule.amount != "requests" for rule in holding):
-            usage = self._most(call)
-            amounts |= {"tokens": usage.total, "micros": self._micros(call, usage)}
-        gateway = facts["gateway"]
-        return [
-            Claim(rule, gateway, self._bucket(rule, facts), _known(rule, amounts[rule.amount], call))
-            for rule in holding
-        ]
+        facts, named, usage = facts_of(call), call.identity.limits, None
+        claims = []
+        for rule in rules:
+            if not rule.holds(facts, named):
+                continue
+            amount: int | None = 1
+            if rule.amount != "requests":
+                usage = usage or self._most(call)
+                amount = usage.total if rule.amount == "tokens" else self._micros(call, usage)
+            claims.append(Claim(rule, facts["gateway"], self._bucket(rule, facts), _known(rule, amount, call)))
+        return claims
 
     def _bucket(self, rule: Rule, facts: dict[str, str]) -> str:
         """A name takes a hash, and most calls are of somebody who called before."""
@@ -103,9 +103,10 @@ def facts_of(call: Call) -> dict[str, str]:
         "model": call.model,
         "provider": call.provider,
     }
-    said = (call.options.metadata or {}, call.settings.metadata, call.identity.metadata)  # the last word counts
-    for name, value in (pair for each in said if each for pair in each.items()):
-        facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    said = (call.options.metadata, call.settings.metadata, call.identity.metadata)  # the last word counts
+    for each in said:
+        for name, value in each.items() if each else ():
+            facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
     return facts
 
 

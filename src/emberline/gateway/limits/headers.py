@@ -6,9 +6,15 @@ Where several rules count the same, the one with the smallest part left speaks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from emberline.gateway.limits.base import Grant
 from emberline.gateway.limits.rule import Amount
+
+_NAMES = {
+    amount: tuple(f"x-ratelimit-{what}-{amount}" for what in ("limit", "remaining", "reset"))
+    for amount in get_args(Amount)
+}
 
 
 def remaining(grants: Iterable[Grant]) -> dict[str, str]:
@@ -19,9 +25,10 @@ def remaining(grants: Iterable[Grant]) -> dict[str, str]:
             tightest[amount] = grant
     headers = {}
     for amount, grant in tightest.items():
-        headers[f"x-ratelimit-limit-{amount}"] = str(grant.claim.rule.limit)
-        headers[f"x-ratelimit-remaining-{amount}"] = str(max(0, grant.remaining))
-        headers[f"x-ratelimit-reset-{amount}"] = duration(grant.resets)
+        limit, left, reset = _NAMES[amount]
+        headers[limit] = str(grant.claim.rule.limit)
+        headers[left] = str(max(0, grant.remaining))
+        headers[reset] = duration(grant.resets)
     return headers
 
 

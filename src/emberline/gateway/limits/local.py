@@ -23,22 +23,25 @@ class LocalLimiter:
         ms, name = round(now * 1000), str(next(self._names))
         if len(self._buckets) > FEW:
             self._sweep(ms)
-        rolled = [(claim, self._bucket(claim, ms)) for claim in claims]
-        amounts = [bucket.grant(claim.rule.limit, claim.amount) for claim, bucket in rolled]
-        refused = [pair for pair, amount in zip(rolled, amounts, strict=True) if amount is None]
-        if refused:
-            raise max((_refused(claim, bucket, ms) for claim, bucket in refused), key=lambda e: e.retry_after)
         expires = ms + round(hold * 1000)
-        pairs = zip(rolled, amounts, strict=True)
-        grants = tuple(_taken(claim, bucket, name, amount or 0, expires, ms) for (claim, bucket), amount in pairs)
-        return Reservation(name, grants, expires)
+        rolled, refused = [], []
+        for claim in claims:
+            bucket = self._bucket(claim, ms)
+            amount = bucket.grant(claim.rule.limit, claim.amount)
+            if amount is None:
+                refused.append(_refused(claim, bucket, ms))
+            else:
+                rolled.append((claim, bucket, amount))
+        if refused:
+            raise max(refused, key=lambda e: e.retry_after)
+        return Reservation(name, tuple([_taken(*each, name, expires, ms) for each in rolled]), expires)
 
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
         assert not reservation.settled
         reservation.settled = True
+        ms = round(now * 1000)
         for grant in reservation.grants:
-            bucket = self._bucket(grant.claim, round(now * 1000))
-            bucket.settle(reservation.name, grant.slot, actual.get(grant.claim.rule.amount, 0))
+            self._bucket(grant.claim, ms).settle(reservation.name, grant.slot, actual.get(grant.claim.rule.amount, 0))
 
     async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
         return [self._spent(claim, round(now * 1000)) for claim in claims]
@@ -71,7 +74,7 @@ class LocalLimiter:
                 self._buckets[key] = bucket  # to the end of the round
 
 
-def _taken(claim: Claim, bucket: Bucket, name: str, amount: int, expires: int, now: int) -> Grant:
+def _taken(claim: Claim, bucket: Bucket, amount: int, name: str, expires: int, now: int) -> Grant:
     held = bucket.take(name, amount, expires)
     return Grant(claim, held.slot, amount, claim.rule.limit - bucket.total, bucket.resets(now))
 

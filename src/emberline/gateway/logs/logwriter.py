@@ -62,7 +62,8 @@ class LogWriter:
             payload, size = None, 0
         self._queue.append((record, payload))
         self._bytes += size
-        self._some.set()
+        if not self._some.is_set():
+            self._some.set()
 
     async def __aenter__(self) -> LogWriter:
         self._task = asyncio.create_task(self._run())

@@ -319,8 +319,11 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
     release(base + At<D>::V_EMPTY + 8 * v.stage);
     v.advance();
     round_pairs(p, s);
+    // Once a row's largest score has come, nothing of it changes: times one, to the bit.
+    if (__any_sync(ALL, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
-    for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
+      for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
+    }
   }
   release(base + At<D>::Q_EMPTY);
   wait_for(base + At<D>::V_FULL + 8 * v.stage, v.parity);

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from emberline import __version__
 from emberline.api import reasoning, toolstyle
-from emberline.core.config import ServerConfig, core_count
-from emberline.core.errors import UnsupportedModel
+from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig, core_count
+from emberline.core.errors import DownloadError, UnsupportedModel
 from emberline.engine.grammar_guard import GrammarGuard
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine
@@ -48,14 +48,25 @@ class Text:
 
 
 def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
-    embeddings = None
-    if config.embedder is not None:
-        embeddings = Embeddings(config.embedder, resolve(config.embedder), core_count())
     models = {
         name: Text(directory, Tokenizer.load(directory), _template(directory, config))
         for name, directory in directories.items()
     }
-    return Parts(models, embeddings)
+    return Parts(models, _embeddings(config.embedder))
+
+
+def _embeddings(name: str | None) -> Embeddings | None:
+    """None: nobody wants them; or nobody asked for just this model, and it cannot be had."""
+    if name is None:
+        return None
+    try:
+        directory = resolve(name)
+    except DownloadError as error:
+        if name != DEFAULT_EMBEDDER:
+            raise
+        log.warning("/v1/embeddings is not served: %s", error)
+        return None
+    return Embeddings(name, directory, core_count())
 
 
 @dataclass(frozen=True, slots=True)

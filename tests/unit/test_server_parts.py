@@ -1,0 +1,20 @@
+"""What a server reads beside its engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from emberline.core.config import DEFAULT_EMBEDDER, ServerConfig
+from emberline.core.errors import DownloadError
+from emberline.server.worker import assembly
+
+
+def test_without_a_network_all_but_embeddings_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: str) -> None:
+        raise DownloadError(f"{name} cannot be had")
+
+    monkeypatch.setattr(assembly, "resolve", resolve)
+    assert assembly.read_parts(ServerConfig(embedder=None), {}).embeddings is None
+    assert assembly.read_parts(ServerConfig(embedder=DEFAULT_EMBEDDER), {}).embeddings is None
+    with pytest.raises(DownloadError):
+        assembly.read_parts(ServerConfig(embedder="hf:org/asked-for"), {})
