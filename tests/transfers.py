@@ -13,7 +13,7 @@ import numpy as np
 
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.ticket import Ticket
 
 
@@ -21,12 +21,12 @@ def small(tokens: int = 4, **others: object) -> Layout:
     return replace(Layout("m", layers=3, parts=2, heads=2, tokens=tokens, width=2, dtype="bfloat16"), **others)
 
 
-def blank(layout: Layout, blocks: int) -> Region:
+def blank(layout: Layout, blocks: int) -> HostRegion:
     size = layout.layers * blocks * layout.plane_bytes
-    return Region(layout, [bytearray(size) for _ in range(layout.parts)])
+    return HostRegion(layout, [bytearray(size) for _ in range(layout.parts)])
 
 
-def fill(region: Region, wanted: Sequence[int], seed: int) -> bytes:
+def fill(region: HostRegion, wanted: Sequence[int], seed: int) -> bytes:
     """New content, as the owner of a cache writes it: the generation first."""
     rng, blocks = np.random.default_rng(seed), np.asarray(wanted, np.int64)
     for i, block in enumerate(blocks):
@@ -36,7 +36,7 @@ def fill(region: Region, wanted: Sequence[int], seed: int) -> bytes:
     return content(region, wanted)
 
 
-def content(region: Region, wanted: Sequence[int]) -> bytes:
+def content(region: HostRegion, wanted: Sequence[int]) -> bytes:
     """By token, so that block sizes do not matter: [tokens, layers, parts, heads, width]."""
     lay, found, blocks = region.layout, [], np.asarray(wanted, np.int64)
     for i in range(len(blocks)):

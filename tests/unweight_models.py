@@ -42,6 +42,15 @@ def write(directory: Path, *, shards: int = 1, seed: int = 0, rows: int = 96) ->
     return directory
 
 
+def save(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
+    """All bf16, in one file."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text('{"model_type": "test"}\n')
+    save_file(tensors, directory / "model.safetensors")
+    _rename_dtypes(directory / "model.safetensors", dict.fromkeys(tensors, "BF16"))
+    return directory
+
+
 def bf16(random: np.random.Generator, *shape: int) -> np.ndarray:
     return ((random.standard_normal(shape) * 0.02).astype("<f4").view("<u4") >> 16).astype("<u2")
 

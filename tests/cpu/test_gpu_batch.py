@@ -69,6 +69,12 @@ def test_slots_follow_the_block_table() -> None:
     assert batch.logit_rows.tolist() == [0, 3]
 
 
+def test_tokens_of_chunks_follow_those_of_singles() -> None:
+    rows, work = step([17], [(15, 3, True), (0, 2, False)])
+    work[1].tokens = [8, 9, PENDING]
+    assert Batch.of(*Batch.split(work), rows, BLOCK).tokens.tolist() == [PENDING, 8, 9, PENDING, 7, 7]
+
+
 @pytest.mark.parametrize("rows", [1, 3, 9, 63, 65, 200, 300, 700, 1000])
 def test_padding_is_small_and_room_is_planned_for_it(rows: int) -> None:
     assert rows <= captured_size(rows) <= max(rows * 1.34, rows + 7)

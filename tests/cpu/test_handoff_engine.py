@@ -18,7 +18,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Output
 from emberline.core.params import Grammar, SamplingParams
 from emberline.core.request import FinishReason, Submission
-from emberline.engine.boot import boot, gpu_settings
+from emberline.engine.boot import boot
 from emberline.engine.engine import Engine
 
 PROMPT = [(31 * i) % 250 + 2 for i in range(75)]
@@ -224,8 +224,5 @@ def test_aborted_while_blocks_arrive(checkpoint: Path, plain: dict[str, Reply]) 
 def test_settings_that_cannot_be_are_refused(checkpoint: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"192\.0\.2\.1"):
         boot(EngineConfig(str(checkpoint), device="cpu", transfer=TransferConfig("x", host="192.0.2.1")))
-    with pytest.raises(InvalidRequest, match="on the CPU"):
-        gpu_settings(EngineConfig("", transfer=TransferConfig("x")))
-    gpu_settings(EngineConfig("", transfer=TransferConfig("x", required=False)))
     with pytest.raises(InvalidRequest, match="lease"):
         TransferConfig("x", lease=0.0)

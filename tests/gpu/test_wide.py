@@ -192,7 +192,12 @@ def test_a_graph_with_early_launches(m: int) -> None:
         assert torch.equal(captured, expected)
 
 
-@pytest.mark.parametrize("m,n,k", [(32, 64, 64), (257, 64, 64), (64, 96, 64), (64, 64, 96), (64, 0, 64)])
+def test_few_rows_are_for_packed_weights_of_many_rows() -> None:
+    for m, n, packed in product((16, 17, 32), (28608, 28672), (False, True)):
+        assert supports(m, n, 4096, packed=packed) is (m > 16 and n == 28672 and packed)
+
+
+@pytest.mark.parametrize("m,n,k", [(0, 64, 64), (257, 64, 64), (64, 96, 64), (64, 64, 96), (64, 0, 64)])
 def test_what_is_not_supported(m: int, n: int, k: int) -> None:
     assert not supports(m, n, k) and not supports(m, n, k, packed=True)
     with pytest.raises(AssertionError):

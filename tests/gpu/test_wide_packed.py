@@ -16,8 +16,9 @@ from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
 from emberline.kernels.cuda.uw12 import Packed, lists_at, pack
 from emberline.kernels.cuda.wide import (
     COLUMNS,
+    FEW,
     LARGE,
-    SETS,
+    PACKED,
     SHARES,
     Plan,
     choose,
@@ -30,7 +31,7 @@ from emberline.kernels.cuda.wide import (
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 BF16, F32 = torch.bfloat16, torch.float32
-ROWS = (33, 64, 65, 100, 128, 129, 200, 256)
+ROWS = (17, 32, 33, 64, 65, 100, 128, 129, 200, 256)
 # (k, n): layers of Llama 3.1 8B, narrower; one unit of k; more tiles than CTAs; ragged tails; more than 64 units a part
 SHAPES = [(4096, 6144), (14336, 1024), (896, 1152), (64, 64), (320, 192), (192, 40000), (960, 2624)]
 
@@ -67,17 +68,20 @@ def both(data: Tensor) -> tuple[Weight, Packed]:
     return Weight(data), packed
 
 
+def width(m: int) -> int:
+    return columns_of(m, packed=True)
+
+
 def plain(plan: Plan, n: int, k: int) -> Plan:
-    """The plan for plain weights that must give the same bits."""
-    return planned(plan.groups, plan.columns, n, k, plan.split)
+    """The plan for plain weights that must give the same bits: their tiles are not narrower than 64."""
+    return planned(plan.groups, max(plan.columns, COLUMNS[0]), n, k, plan.split)
 
 
-def tiles(m: int, split: int) -> Iterator[tuple[int, int, int]]:
-    """Groups, sets of registers, and how many CTAs share x: a cluster has no more than 8."""
-    wide = columns_of(m)
-    for (groups, _), ways in ((tile, ways) for tile, ways in SETS.items() if tile[1] == wide):
-        shares = [share for share in (SHARES if wide == LARGE else (1,)) if split * share <= 8]
-        yield from ((groups, sets, share) for sets, share in product(ways, shares))
+def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
+    """Groups, and how many CTAs share x: a cluster has no more than 8."""
+    wide = width(m)
+    shares = [share for share in (SHARES if wide == LARGE else (1,)) if split * share <= 8]
+    yield from product((groups for groups, columns in PACKED if columns == wide), shares)
 
 
 def test_the_cases_are_what_they_say() -> None:
@@ -92,7 +96,7 @@ def test_the_cases_are_what_they_say() -> None:
 def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> None:
     w, packed = both(kind(n, k))
     for m in ROWS:
-        x, plan = random(m, k), choose(columns_of(m), n, k, packed=True)
+        x, plan = random(m, k), choose(width(m), n, k, packed=True)
         for dtype in (F32, BF16):
             expected = linear(x, w, out=poisoned(m, n, dtype=dtype), plan=plain(plan, n, k), pdl=False)
             assert expected.isfinite().all()
@@ -101,15 +105,15 @@ def test_the_chosen_plan(kind: Callable[[int, int], Tensor], k: int, n: int) -> 
 
 @pytest.mark.parametrize("split", (1, 2, 3, 4, 5))
 @pytest.mark.parametrize("kind", (usual, many))
-@pytest.mark.parametrize("m", (37, 61, 90, 128, 129, 200, 256))
+@pytest.mark.parametrize("m", (29, 37, 61, 90, 128, 129, 200, 256))
 def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> None:
     n, k = 1600, 1344
     w, packed = both(kind(n, k))
     x, residual = random(m, k), random(m, n)
-    same = planned(next(tiles(m, split))[0], columns_of(m), n, k, split)
+    same = plain(planned(next(tiles(m, split))[0], width(m), n, k, split), n, k)
     expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=same, pdl=False)
-    for (groups, sets, share), ctas in product(tiles(m, split), (2, 5, 132) if split == 1 else (132,)):
-        deep = planned(groups, columns_of(m), n, k, split, sets=sets, share=share, ctas=ctas)
+    for (groups, share), ctas in product(tiles(m, split), (2, 5, 132) if split == 1 else (132,)):
+        deep = planned(groups, width(m), n, k, split, packed=True, share=share, ctas=ctas)
         for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
             plan = replace(deep, stages=stages)
             assert plan.shared <= SHARED_LIMIT
@@ -125,8 +129,8 @@ def test_every_epilogue(m: int, split: int) -> None:
     n, k = 1600, 960
     w, packed = both(many(n, k).mul_(0.5))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
-    for groups, sets, share in tiles(m, split):
-        plan = planned(groups, columns_of(m), n, k, split, sets=sets, share=share)
+    for groups, share in tiles(m, split):
+        plan = planned(groups, width(m), n, k, split, packed=True, share=share)
         same = plain(plan, n, k)
         for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
             if more is not None and dtype is F32:
@@ -147,8 +151,8 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
     """Equal to the plain kernel's, and to its parts: the product, then torch's silu and multiplication."""
     w, packed = both(usual(n, k) * 2)
     x, bias = random(m, k), random(n, dtype=F32)
-    for (groups, sets, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
-        plan = planned(groups, columns_of(m), n, k, split, sets=sets, share=share, ctas=ctas)
+    for (groups, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
+        plan = planned(groups, width(m), n, k, split, packed=True, share=share, ctas=ctas)
         for shift in (None, bias):
             ours = linear(x, packed, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plan, pdl=False)
             same = linear(x, w, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plain(plan, n, k), pdl=False)
@@ -157,7 +161,7 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
             assert torch.equal(ours, (F.silu(y[:, :, 0]) * y[:, :, 1]).reshape(m, n // 2)), plan
 
 
-@pytest.mark.parametrize("m", (40, 128, 200))
+@pytest.mark.parametrize("m", (30, 40, 128, 200))
 def test_weights_that_are_no_numbers(m: int) -> None:
     """Compared as bits: Inf, NaN, denormals and zeros of both signs are weights like others."""
     n, k = 192, 320
@@ -169,14 +173,14 @@ def test_weights_that_are_no_numbers(m: int) -> None:
     w, packed = both(data)
     x = random(m, k)
     for split in (1, 2):
-        plan = planned(next(tiles(m, split))[0], columns_of(m), n, k, split, sets=1)
+        plan = planned(next(tiles(m, split))[0], width(m), n, k, split, packed=True)
         expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=plain(plan, n, k), pdl=False)
         ours = linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=False)
         assert not expected.isfinite().all()
         assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("most", COLUMNS)
+@pytest.mark.parametrize("most", (FEW, *COLUMNS))
 def test_a_row_is_the_same_in_any_batch(most: int) -> None:
     n, k = 2624, 960
     _, packed = both(usual(n, k))
@@ -199,7 +203,7 @@ def layers(x: Tensor, weights: list[tuple[Packed, ...]], head: Packed, *, pdl: b
     return linear(hidden, head, out=poisoned(m, head.n, dtype=F32), pdl=pdl)
 
 
-@pytest.mark.parametrize("m", (33, 64, 100, 128, 129, 200, 256))
+@pytest.mark.parametrize("m", (20, 33, 64, 100, 128, 129, 200, 256))
 def test_a_graph_with_early_launches(m: int) -> None:
     sizes = ((6144, 4096), (4096, 4096), (8192, 4096), (4096, 4096))
     weights = [tuple(both(usual(n, k))[1] for n, k in sizes) for _ in range(4)]
@@ -219,15 +223,15 @@ def test_a_graph_with_early_launches(m: int) -> None:
 def test_a_plan_for_other_weights_is_refused() -> None:
     w, packed = both(usual(128, 128))
     x = random(64, 128)
-    for weights, sets in ((w, 1), (packed, 0)):
+    for weights, wrong in ((w, True), (packed, False)):
         with pytest.raises(AssertionError):
-            linear(x, weights, out=poisoned(64, 128), plan=planned(1, 64, 128, 128, sets=sets))
+            linear(x, weights, out=poisoned(64, 128), plan=planned(1, 64, 128, 128, packed=wrong))
 
 
 def test_the_choice_fits() -> None:
     for k, n in [*SHAPES, (4096, 28672), (14336, 4096), (4096, 128256), (28672, 8192)]:
-        for wide in COLUMNS:
+        for wide in (FEW, *COLUMNS):
             plan = choose(wide, n, k, packed=True)
-            assert supports(wide, n, k, packed=True)
-            assert plan.sets in SETS[plan.groups, wide]
+            assert supports(wide, n, k, packed=True) is (wide > FEW or n >= 28672)
+            assert plan.packed and (plan.groups, wide) in PACKED
             assert plan.shared <= SHARED_LIMIT and plan.stages > 0 and plan.split <= k // 64

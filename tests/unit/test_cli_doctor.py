@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_the_plan_is_the_engines_own(run: Run, tmp_path: Path) -> None:
 def test_every_option_changes_it(run: Run, tmp_path: Path) -> None:
     ask = ("--model", write_model(tmp_path / "m"), "--gpu-memory", "80G")
     base = kv_tokens(run(*ask)[1])
-    for more in (("--max-running", 512), ("--max-batch-tokens", 32768), ("--dtype", "float32")):
+    for more in (("--max-running", 512), ("--max-batch-tokens", 32768), ("--dtype", "float32"), ("--transfer",)):
         assert kv_tokens(run(*ask, *more)[1]) < base, more
     assert kv_tokens(run(*ask, "--max-context", 4096)[1]) > base
     assert kv_tokens(run(*ask, "--kv-dtype", "float8")[1]) == pytest.approx(2 * base, abs=128)
@@ -148,6 +149,10 @@ def test_transports_are_named_and_a_broken_one_is_no_error(
     model = write_model(tmp_path / "m")
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^ok  transport tcp", output, re.M) and re.search(r"mooncake.* works", output)
+    assert re.search(r"^--  transport cuda +needs a GPU", output, re.M)
+    assert re.search(r"^ok  transport cuda +GPU workers on this machine", run("--model", model, gpu=H200)[1], re.M)
+    _, output = run("--model", model, gpu=replace(H200, out_of_reach=(1, 3)))
+    assert re.search(r"^--  transport cuda +the first GPU cannot reach GPU 1, 3$", output, re.M)
     monkeypatch.setattr(mooncake, "probe", lambda: "it died of signal 11")
     code, output = run("--model", model)
     assert code == 0 and re.search(r"^--  transport mooncake .*broken: it died of signal 11", output, re.M)

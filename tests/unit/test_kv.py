@@ -89,11 +89,14 @@ def test_without_prefix_cache_only_siblings_share() -> None:
     kv = KVManager(16, 8, "t", prefix_cache=False)
     a, b, sibling = request("a", list(range(20))), request("b", list(range(20))), request("a2", list(range(20)))
     sibling.parent = "a"
+    a.params = sibling.params = SamplingParams(n=2)
     kv.admit(a)
     a.computed = a.known
     kv.commit(a)
     assert kv.admit(b) and b.cached == 0
     assert kv.admit(sibling) and sibling.cached == 16
+    finish(kv, b)
+    assert not b.hashes and kv.num_cached == 0  # nobody can want what it had: it is not even given a name
 
 
 def test_how_long_blocks_stay() -> None:

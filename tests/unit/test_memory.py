@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import ModelError
 from emberline.core.plan import Work
+from emberline.engine import memory
 from emberline.engine.gpu.shape import Shape, shapes
 from emberline.engine.memory import RESERVE, UNPACKED, MemoryPlan, kv_token_bytes, plan, weight_bytes
 from emberline.models.config import ModelConfig
@@ -112,17 +113,18 @@ def test_table() -> None:
     assert f"{planned().kv_tokens} tokens" in text
 
 
-def test_scratch_holds_the_largest_matrix_that_is_unpacked() -> None:
-    """A layer's is unpacked whole for many rows, however large; a head in parts."""
+def test_scratch_holds_what_is_unpacked() -> None:
+    """For many rows two matrices of a layer, whole, however large; a head in parts."""
 
-    def more(config: ModelConfig) -> int:
-        plain, packed = planned(config), planned(config, packed=True)
+    def more(config: ModelConfig, **changes: int) -> int:
+        plain, packed = planned(config), planned(config, packed=True, **changes)
         return packed.scratch - plain.scratch
 
-    assert more(LLAMA_8B) == 2 * 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
-    wide = replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)
-    assert more(wide) == 2 * more(LLAMA_8B)
-    assert more(replace(LLAMA_8B, ffn=64, vocab=10**6)) == 2 * UNPACKED
+    widest = 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
+    assert more(LLAMA_8B) == 2 * (2 * widest + UNPACKED)
+    assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + UNPACKED)
+    assert more(replace(LLAMA_8B, vocab=1000)) == 2 * (2 * widest + 1000 * LLAMA_8B.hidden)
+    assert more(LLAMA_8B, tracks=3) == 3 * more(LLAMA_8B)
 
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))
@@ -143,3 +145,10 @@ def test_a_step_of_each_kind_has_its_graph_in_the_plan() -> None:
 
 def _work(tokens: int) -> Work:
     return Work("a", 0, [1] * tokens, [0], samples=True)
+
+
+def test_what_other_processes_hold_is_not_shared_out() -> None:
+    total, context = 141 << 30, 1 << 29
+    assert memory.usable(total, total - context, 0) == total
+    assert memory.usable(total, total - context - (20 << 30), 20 << 30) == total
+    assert memory.usable(total, 9 << 30, 30 << 30) == 39 << 30

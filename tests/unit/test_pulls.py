@@ -21,6 +21,7 @@ from emberline.core.config import SchedulerConfig, TransferConfig
 from emberline.core.events import Output
 from emberline.core.handoff import Note
 from emberline.core.params import SamplingParams
+from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import FinishReason, Status, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeAheadRunner, FakeRunner
@@ -31,7 +32,7 @@ from emberline.kv.transfer.errors import PeerLost, TicketOver, TransferCancelled
 from emberline.kv.transfer.lease import How
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.progress import Progress
-from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Ticket, subject_of
 
@@ -55,11 +56,12 @@ class Open:
 class Gate:
     """A receiver that moves when it is told to."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: HostRegion) -> None:
         self.region = region
         self.prompts: dict[str, tuple[list[int], int]] = {}  # by ticket, with the first token of the output
         self.open: list[Open] = []
         self.told: Counter[str] = Counter()
+        self.reached, self.passed_over = Counter[str](), Counter[str]()
         self.started = threading.Semaphore(0)
 
     def pull(self, ticket: Ticket, into: Sequence[int], deadline: float, *, progress: Progress, first: int) -> Progress:
@@ -385,6 +387,32 @@ def test_blocks_are_saved_before_somebody_else_gets_them() -> None:
     said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("r", "other", "again")}
     assert said == {"r": alone(submission), "other": alone(other), "again": alone(again)}
     assert house.engine.stats().tiers["host"].hit_tokens > 0
+
+
+def test_no_copy_goes_to_or_from_blocks_that_a_pull_writes() -> None:
+    """They were somebody's who ended a step ago, and would have been saved by the plan that is made now."""
+    house = House(9, running=1, buffers=100)
+    first, second = ask("first", 64, 0, 1), ask("second", 64, 5, 2)
+    house.engine.add(first)
+    house.engine.add(replace(second, source=house.ticket("t", second, alone(second)[0])))
+    run, saved = house.engine.runner.run, 0
+
+    def watched(plan: StepPlan) -> StepResult:
+        nonlocal saved
+        saved += len(plan.saves)
+        pulled = {block for pull in house.engine.kv._pulling.values() for block in pull.into}
+        assert pulled.isdisjoint(copy.block for copy in (*plan.saves, *plan.loads))
+        return run(plan)
+
+    house.engine.runner.run = watched  # type: ignore[method-assign]
+    while not house.engine.kv._pulling:
+        house.step()
+    house.until(house.all_open)
+    house.finish(house.gate.open[0], None)
+    house.run()
+    assert saved > 0, "what nobody took"
+    said = {name: [t for o in house.outputs if o.id == name for t in o.tokens] for name in ("first", "second")}
+    assert said == {"first": alone(first), "second": alone(second)}
 
 
 def test_a_slow_peer_is_waited_for_as_long_as_it_sends() -> None:

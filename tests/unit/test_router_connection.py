@@ -103,6 +103,24 @@ def test_connections_are_kept_unless_they_cannot_be() -> None:
     asyncio.run(run())
 
 
+def test_what_is_kept_for_a_worker_that_is_gone_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.router.upstream.IDLE", 0.0)
+
+    async def run() -> None:
+        closed = asyncio.Event()
+
+        async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await says(SIZED, close=False)(reader, writer)
+            closed.set()
+
+        async with Upstream() as upstream, server(kept) as gone, server(says(SIZED)) as other:
+            await fetch(gone, upstream)
+            await fetch(other, upstream)  # its place is new: others are looked at
+            await asyncio.wait_for(closed.wait(), 5)
+
+    asyncio.run(run())
+
+
 def test_what_was_left_early_is_closed_and_what_was_cut_off_is_broken() -> None:
     async def run() -> None:
         gone = asyncio.Event()

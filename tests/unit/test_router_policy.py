@@ -16,6 +16,7 @@ from emberline.router.ask import Ask
 from emberline.router.estimate import Estimate
 from emberline.router.policy import Decision, Rules, Why, affinity, choose
 from emberline.router.worker import Load, Worker
+from emberline.server.routing.trip import Break
 
 RULES = Rules(slack=1000.0, decode_weight=4.0)
 
@@ -180,3 +181,42 @@ def test_tokens_balance_better_than_requests_do() -> None:
         robin[i % 4] += Estimate().prompt(size)
     work = [w.prefill + RULES.decode_weight * w.decode for w in workers]
     assert max(work) < 1.1 * sum(work) / 4 and max(robin) > 3 * sum(robin) / 4
+
+
+# Suspects
+
+
+def suspected(workers: list[Worker]) -> str | None:
+    try:
+        decision = choose(ask(), workers, {}, Estimate(), RULES, 0.0, suspect=True)
+    except Overloaded:
+        return None
+    assert decision.load.suspect
+    return decision.worker.name
+
+
+def test_a_suspect_is_kept_from_other_suspects_and_from_the_last_worker() -> None:
+    assert suspected([worker("a")]) is None and suspected([worker("a"), worker("b", ready=False)]) is None, "the last"
+    two = [worker("a", open_=1), worker("b")]
+    assert suspected(two) == "b"
+    two[1].began(9, Load(1.0, 1.0, suspect=True), 0.0)
+    assert suspected(two) is None, "each could break one of them"
+    assert suspected([*two, worker("c", open_=1)]) in ("a", "c")
+    assert decide(ask(), two), "others go where they like"
+    two[1].ended(9)
+    assert suspected(two) == "b"
+    two[0].doubted = True
+    assert suspected(two) is None, "it may be the last"
+
+
+def test_a_break_stands_until_the_same_processes_are_heard_of() -> None:
+    one = worker("a")
+    one.peers, one.doubted = {"m": "engine 1"}, True
+    broke = Break(one, one.peers)
+    assert broke.stands
+    one.doubted = False
+    assert not broke.stands, "it beats: only the connection broke"
+    one.ready = False
+    assert broke.stands, "by its own word, or replaced by another process"
+    one.ready, one.peers = True, {"m": "engine 2"}
+    assert broke.stands, "its engine died"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -32,9 +34,13 @@ def worker(name: str, role: str = "prefill", open_: int = 0, running: int = 2, l
     return made
 
 
-def pick(ask: Ask, workers: list[Worker], known: dict[str, int] | None = None, open_: int = 0) -> str | None:
+def pick(
+    ask: Ask, workers: list[Worker], known: dict[str, int] | None = None, open_: int = 0, before: float = 0.0
+) -> str | None:
+    """`before`: tokens that who answers has to compute besides."""
     to = worker("d", "decode", open_)
     answering = Decision(to, Load(Estimate().prompt(ask.size - (known or {}).get("d/1", 0)), 16.0), Why.LOAD, 0.0)
+    to.began(99, Load(before + answering.load.prefill, 16.0), 0.0)
     chosen = split(ask, answering, [to, *workers], known or {}, Estimate(), RULES, 0.0)
     assert chosen is None or (chosen.why is Why.SPLIT and chosen.load.decode == 0.0)
     return chosen and chosen.worker.name
@@ -69,6 +75,91 @@ def test_nobody_queues_for_it_who_need_not() -> None:
 def test_who_knows_most_or_has_least_to_do() -> None:
     two = [worker("p0"), worker("p1", open_=1)]
     assert pick(ASK, two) == "p0" and pick(ASK, two, {"p1/1": 400}) == "p1" and pick(ASK, two, {"p1/1": 20}) == "p0"
+
+
+def paced(name: str, rate: int, queued: float = 0.0) -> Worker:
+    made = worker(name)
+    made.reported(0, 0.0)
+    made.reported(rate, 1.0)
+    made.began(0, Load(queued, 0.0), 0.0)
+    return made
+
+
+def test_nobody_waits_much_longer_there_than_it_would_take_here() -> None:
+    """At 100 tokens a second, with 3 s of patience: 1,000 tokens take 10 s wherever they are computed."""
+    assert pick(ASK, [paced("p0", 100, 300.0)]) == "p0" and pick(ASK, [paced("p0", 100, 301.0)]) is None
+    assert pick(ASK, [paced("p0", 100, 900.0)], before=600.0) == "p0", "one would wait here too"
+    assert pick(ASK, [paced("p0", 100, 1000.0)], before=5000.0) is None, "its ticket would come too late"
+    assert pick(ASK, [paced("p0", 100, 700.0)], {"p0/1": 2000}) == "p0", "it knows half of the prompt"
+    assert pick(ASK, [paced("p0", 100, 400.0), paced("p1", 200, 500.0)]) == "p1", "it is faster"
+
+
+def test_what_is_queued_is_known_from_reports() -> None:
+    one = paced("p0", 100, 1000.0)
+    one.began(1, Load(500.0, 0.0), 0.0)
+    one.reported(700, 7.0)
+    assert one.prefill == 900.0 and one.loads[0].prefill == 400.0, "600 more were computed, of the oldest"
+    one.ended(0, seconds=10.0)
+    one.reported(1150, 11.5)  # of these 400 were the first one's last
+    assert one.prefill == pytest.approx(450.0) and one.pace.rate == pytest.approx(100.0)
+    one.reported(80, 0.4)
+    assert one.prefill == pytest.approx(450.0) and one.pace.rate == pytest.approx(100.0), "another engine counts anew"
+    one.reported(380, 1.4)
+    assert one.prefill == pytest.approx(150.0) and 100.0 < one.pace.rate < 300.0, "it learns"
+    one.ended(1)
+    assert one.prefill == 0.0
+
+
+@dataclass
+class Prompt:
+    key: int
+    came: float
+    left: float = 1000.0  # tokens
+
+
+def queues(reports: bool) -> tuple[float, int]:
+    """A worker that prefills and one that decodes compute 100 tokens a second each, prompts come faster than the first
+    can: their mean seconds to the end of the prompt, and how many were given up after 10 s in the queue."""
+    dice, rules = random.Random(1), RULES
+    there, here = worker("p0", running=64, limit=128), worker("d", "decode", running=64, limit=128)
+    at: dict[str, list[Prompt]] = {"p0": [], "d": []}
+    waits, late, computed, arrives, keys = list[float](), 0, 0.0, 0.0, itertools.count()
+    for tick in range(10_000):
+        now = tick / 10
+        while arrives <= now:
+            prompt = Prompt(next(keys), now)
+            answering = Decision(here, Load(1000.0, 16.0), Why.LOAD, 0.0)
+            here.began(prompt.key, answering.load, now)
+            chosen = split(ASK, answering, [there, here], {}, Estimate(), rules, now)
+            if chosen is not None:
+                there.began(prompt.key, chosen.load, now)
+                here.prefilled(prompt.key)
+            at[chosen.worker.name if chosen else "d"].append(prompt)
+            arrives += dice.expovariate(0.13)
+        for prompt in [each for each in at["p0"][1:] if now - each.came > rules.ticket_timeout]:
+            at["p0"].remove(prompt)
+            there.ended(prompt.key)
+            here.owes(prompt.key, 1000.0)
+            at["d"].append(prompt)
+            late += 1
+        for one in (there, here):
+            if queue := at[one.name]:
+                queue[0].left -= 10.0
+                computed += 10.0 * (one is there)
+                if queue[0].left <= 0:
+                    done = queue.pop(0)
+                    one.ended(done.key, seconds=now - done.came)
+                    if one is there:
+                        here.ended(done.key)
+                    waits.append(now - done.came)
+        if reports and tick % 10 == 0:
+            there.reported(int(computed), computed / 100)
+    return sum(waits) / len(waits), late
+
+
+def test_who_knows_the_pace_is_not_late() -> None:
+    blind, seeing = queues(reports=False), queues(reports=True)
+    assert blind[1] > 20 and seeing[1] == 0 and seeing[0] < 0.85 * blind[0]
 
 
 @given(st.lists(st.sampled_from(["prefill", "decode", "both"]), min_size=1, max_size=4), st.booleans(), st.booleans())

@@ -14,15 +14,16 @@ from emberline.core.config import TransferConfig, cache_dir
 from emberline.kv.checksum import find_crc
 from emberline.kv.codec import find_codec
 from emberline.kv.transfer import dock
-from emberline.kv.transfer.dock import Dock, Ways
+from emberline.kv.transfer.dock import Dock, Near, Ways
 from emberline.kv.transfer.shm import Segment
 
 LIBRARY = cache_dir().expanduser() / "kernels"
 
 
-def opened(name: str, *, mooncake: bool) -> Dock:
+def opened(name: str, *, mooncake: bool, host: str = "127.0.0.1") -> Dock:
     ways = Ways(find_crc(LIBRARY), find_codec(LIBRARY, "bfloat16"), always=True, mooncake=mooncake)
-    return Dock.opened(TransferConfig(name), Segment(small(), 12), ways)
+    segment = Segment(small(), 12)
+    return Dock.opened(TransferConfig(name, host), segment.region, Near.by_memory(segment), ways)
 
 
 @pytest.mark.parametrize("kind", ["shm", "mooncake", "tcp"])
@@ -49,6 +50,6 @@ def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: 
 def test_half_a_dock_leaves_nothing_behind() -> None:
     before = threading.active_count()
     with pytest.raises(OSError):
-        Dock.opened(TransferConfig("x", host="192.0.2.1"), Segment(small(), 12))
+        opened("x", mooncake=False, host="192.0.2.1")
     gc.collect()
     assert "emberline-kv" not in Path("/proc/self/maps").read_text() and threading.active_count() == before

@@ -35,7 +35,7 @@ from emberline.kv.transfer.local import LocalTransport, offer
 from emberline.kv.transfer.piece import Piece, cut
 from emberline.kv.transfer.progress import Progress
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.region import Region, Staging, move, runs
+from emberline.kv.transfer.region import HostRegion, Staging, move, runs
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer, Ticket
 
@@ -348,7 +348,7 @@ def test_the_native_checksum_is_zlibs(data: bytes, at: int) -> None:
 
 def test_neighbours_are_read_as_one() -> None:
     assert runs(np.array([3, 4, 5, 9, 8, 0])) == [(3, 6), (9, 10), (8, 9), (0, 1)]
-    region: Region = blank(small(), 6)
+    region: HostRegion = blank(small(), 6)
     assert len(region.views(Piece(0, 1, 0, 4), np.array([1, 2, 3, 5]))) == 2 * 2
 
 
@@ -360,11 +360,11 @@ def test_keys_that_lie_turned_arrive_turned(theirs: int, ours: int) -> None:
     keys = rng.integers(0, 1 << 16, (layers, total, heads, numbers), np.uint16)
     values = rng.integers(0, 1 << 16, (layers, total, heads, numbers), np.uint16)
 
-    def region(tokens: int, *, full: bool) -> Region:
+    def region(tokens: int, *, full: bool) -> HostRegion:
         layout = Layout("m", layers, 2, heads, tokens, 2 * numbers, "bfloat16", turned=2)
         shape = (layers, total // tokens, tokens, heads, numbers)
         parts = [keys.reshape(shape).transpose(0, 1, 3, 4, 2), values.reshape(shape).transpose(0, 1, 3, 2, 4)]
-        return Region(layout, [bytearray(part.tobytes() if full else part.nbytes) for part in parts])
+        return HostRegion(layout, [bytearray(part.tobytes() if full else part.nbytes) for part in parts])
 
     source, target, wanted = region(theirs, full=True), region(ours, full=False), region(ours, full=True)
     for piece in (Piece(0, 1, 0, total // theirs), Piece(1, 2, 0, 1), Piece(1, 2, 1, total // theirs)):

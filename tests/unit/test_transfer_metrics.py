@@ -9,8 +9,8 @@ from emberline.server.worker.transfer_metrics import families
 
 TOLD = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
-    pull_failures={"peer_lost": 2, "bad_transfer": 1}, hit_tokens=64, published=3,
-    ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
+    pull_failures={"peer_lost": 2, "bad_transfer": 1}, reached={"tcp": 4}, passed_over={"cuda": 3},
+    hit_tokens=64, published=3, ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
 )  # fmt: skip
 
 
@@ -27,6 +27,8 @@ def test_each_has_its_line() -> None:
         'vllm:nixl_num_kv_expired_reqs_total{model_name="m"} 1',
         'vllm:external_prefix_cache_hits_total{model_name="m"} 64',
         'emberline:kv_transfer_pull_failures_total{model_name="m",code="peer_lost"} 2',
+        'emberline:kv_transfer_reached_total{model_name="m",transport="tcp"} 4',
+        'emberline:kv_transfer_passed_over_total{model_name="m",transport="cuda"} 3',
         'emberline:kv_transfer_leases_ended_total{model_name="m",how="acknowledged"} 2',
         'emberline:kv_transfer_oldest_lease_seconds{model_name="m"} 2.5',
         'emberline:kv_transfer_copy_seconds_total{model_name="m"} 0.25',

@@ -110,6 +110,37 @@ def test_blocks_decode_alone_from_pieces_of_the_file(tmp_path: Path) -> None:
         assert np.array_equal(tensor.read(lambda a, b: data[a:b], begin, end), whole[begin:end])
 
 
+def test_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one tensor of three dimensions, and as a matrix each: there and back, and any of them read alone."""
+    random = np.random.default_rng(5)
+    experts = np.stack(
+        [unweight_models.bf16(random, 400, 256) + np.uint16(i << 7) for i in range(6)]
+    )  # of 2^i times the size
+    experts[4, 7, :5] = (0x7FC1, 0xFF80, 0x8000, 0x0001, 0x7F7F)
+    found = {"mlp.experts.down_proj": experts} | {f"mlp.experts.{i}.w1.weight": e for i, e in enumerate(experts)}
+    source = unweight_models.save(tmp_path / "plain", found)
+    assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
+    assert main(["unweight", "verify", str(tmp_path / "packed"), str(source), "--quiet"]) == 0
+    assert main(["unweight", "unpack", str(tmp_path / "packed"), str(tmp_path / "again"), "--quiet"]) == 0
+    assert contents(tmp_path / "again") == contents(source)
+    capsys.readouterr()
+    assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
+    assert "6 x 400 x 256" in (said := capsys.readouterr().out) and "7 of 7 tensors coded" in said
+    info = Checkpoint.open(tmp_path / "packed").info("mlp.experts.down_proj")
+    data = np.fromfile(info.file, np.uint8)[info.offset : info.offset + info.nbytes]
+    tensor = CodedTensor.open("down_proj", info, data[: index_bytes(info)], CODEC)
+    fetched: list[int] = []
+
+    def fetch(begin: int, end: int) -> np.ndarray:
+        fetched.append(end - begin)
+        return data[begin:end]
+
+    size = experts[0].nbytes
+    for i, expert in enumerate(experts):
+        assert tensor.read(fetch, i * size, (i + 1) * size).tobytes() == expert.tobytes()
+    assert max(fetched) < info.nbytes // 2
+
+
 def corrupted(plain: Path, to: Path, data: bytes) -> dict[str, bytes] | None:
     """What a loader gets of the damaged file; None for a typed error, which another dtype or shape than the config's is
     to every loader. Anything else raised fails the test."""

@@ -20,6 +20,8 @@ import openai
 import pytest
 from routers import SRC, Fakes, get, start_router, stop, until
 
+from emberline.router.policy import affinity
+
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -121,6 +123,41 @@ def test_when_nobody_can_answer_the_last_word_is_passed_on(fakes: Fakes) -> None
         chat(fakes, model="other")
     assert "'fake'" in raised.value.read().decode()
     assert quiet(fakes)
+
+
+def test_a_request_that_breaks_workers_leaves_one(fakes: Fakes) -> None:
+    """Before its first byte, each that is asked dies of it: the last is not risked, the client is told."""
+    fakes.start("a", "b", "c")
+    for name in fakes.workers:
+        fakes.tell(name, "die", after=0, times=1)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        chat(fakes)
+    until(lambda: sum(worker.poll() is not None for worker in fakes.workers.values()) == 2)
+    left = next(name for name, worker in fakes.workers.items() if worker.poll() is None)
+    fakes.tell(left, "well")
+    assert "word" in str(chat(fakes)), "who has done nothing goes anywhere"
+
+
+def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:
+    """Two workers die while it is theirs, the third is all that is left: it waits until one is back."""
+    fakes = Fakes(tmp_path, "--migration-wait", "30", "--lost-after", "1.5")
+    try:
+        fakes.start("a", "b", "c")
+        second, last, first = sorted("abc", key=lambda name: affinity("s", name))  # as the session is sent to them
+        for name in (first, second):
+            fakes.tell(name, "break", after=0, times=1)
+        assert "word" in str(chat(fakes, session="s")), "they beat again: only connections broke"
+        for name in (first, second):
+            fakes.tell(name, "die", after=0)
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(chat, fakes, session="s")
+            until(lambda: fakes.health(first) == fakes.health(second) == "lost")
+            asked = fakes.tell(last)["asked"]
+            fakes.start(second)
+            assert "word" in str(reply.result(60))
+        assert asked <= 1 and fakes.tell(second)["asked"] + fakes.tell(last)["asked"] == asked + 1 and quiet(fakes)
+    finally:
+        fakes.close()
 
 
 def test_full_workers_are_a_429(fakes: Fakes) -> None:

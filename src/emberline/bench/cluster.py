@@ -15,14 +15,13 @@ import msgspec
 
 from emberline.bench.connection import Connection, HTTPFailed
 from emberline.bench.launch import free_port
+from emberline.cluster.muster import absences, holdings, until_nothing
 from emberline.cluster.supervisor import Child, Supervisor, children
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
 
 PATIENCE = 120.0  # seconds until all are there
 ANSWER = 5.0  # seconds for what they tell
-KEPT = ("running", "waiting", "open_requests")
-KEPT_FOR_OTHERS = ("leases", "pinned_blocks", "quarantined_blocks")
 
 
 class Cluster:
@@ -46,7 +45,6 @@ class Cluster:
         self._urls = {child.name: f"http://127.0.0.1:{free_port()}" for child in self.workers}
         for child in self.workers:
             child.arguments += ["--port", self._urls[child.name].rpartition(":")[2]]
-        self._prefills = workers.get("prefill", 0)
         self._supervisor = Supervisor(lambda who, what: None)
 
     async def __aenter__(self) -> Cluster:
@@ -80,41 +78,22 @@ class Cluster:
 
     async def missing(self) -> str:
         """What keeps it from full strength; "" if nothing does."""
-        status = await self.status()
-        rows = {row["name"]: row for row in status["workers"]} if status is not None else {}
-        for child in self.workers:
-            row = rows.get(child.name, {"health": "unknown"})
-            if row["health"] != "ready":
-                return f"{child.name} is {row['health']}"
-            if row["role"] == "decode" and len(row["paired"]) < self._prefills:
-                return f"{child.name} is paired with {row['paired']}, refused {row['refused']}"
-            stats = await self.stats(child)  # the router may not know yet
-            if stats is None or stats["engine_state"] != "ready":
-                return f"{child.name} says {stats and stats['engine_state']}"
-        return ""
+        return next(iter(absences(await self.status(), await self._told()).values()), "")
 
     async def recovers(self, seconds: float = PATIENCE) -> str:
         """Waits for full strength. What is missing in the end."""
-        return await _until_nothing(self.missing, seconds)
+        return await until_nothing(self.missing, seconds)
 
     async def held(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""
-        status = await self.status()
-        if status is None or status["open_requests"]:
-            return "the router has open requests" if status else "no router"
-        for child in self.workers:
-            stats = await self.stats(child)
-            if stats is None:
-                return f"{child.name} does not answer"
-            kept = {name: stats[name] for name in KEPT} | {name: stats["transfer"][name] for name in KEPT_FOR_OTHERS}
-            kept["blocks"] = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
-            if any(kept.values()):
-                return f"{child.name}: " + ", ".join(f"{name} {count}" for name, count in kept.items() if count)
-        return ""
+        return holdings(await self.status(), await self._told())
 
     async def quiet(self, seconds: float = PATIENCE) -> str:
         """Waits until nothing is held. What is, in the end."""
-        return await _until_nothing(self.held, seconds)
+        return await until_nothing(self.held, seconds)
+
+    async def _told(self) -> dict[str, dict[str, Any] | None]:
+        return {child.name: await self.stats(child) for child in self.workers}
 
 
 async def _ask(url: str, path: str) -> dict[str, Any] | None:
@@ -127,10 +106,3 @@ async def _ask(url: str, path: str) -> dict[str, Any] | None:
         finally:
             connection.close()
     return None
-
-
-async def _until_nothing(what: Any, seconds: float) -> str:
-    end = asyncio.get_running_loop().time() + seconds
-    while (still := await what()) and asyncio.get_running_loop().time() < end:
-        await asyncio.sleep(0.2)
-    return str(still)

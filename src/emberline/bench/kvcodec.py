@@ -35,7 +35,7 @@ from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Habits
 from emberline.kv.transfer.pace import AGAIN
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 from emberline.kv.transfer.ticket import Ticket
@@ -163,11 +163,11 @@ def _pulls(file: Path, habits: Habits, rounds: int, ask: Callable[[str], Any]) -
     return found
 
 
-def _region(both: NDArray[np.uint16]) -> Region:
+def _region(both: NDArray[np.uint16]) -> HostRegion:
     """Of [layers, parts, blocks, heads, tokens, dim]."""
     layers, parts, _, heads, tokens, dim = both.shape
     layout = Layout("bench", layers, parts, heads, tokens, 2 * dim, "bfloat16")
-    return Region(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
+    return HostRegion(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
 
 
 @contextmanager

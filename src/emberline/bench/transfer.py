@@ -35,7 +35,7 @@ from emberline.kv.transfer.local import LocalTransport, offer
 from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
@@ -65,7 +65,7 @@ def bench(sizes: list[int], total: int, rounds: int, piece: int) -> Report:
     config["mooncake"] = broken or distribution()
     report = Report("transfer", config)
     limit = _memcpy(report, total, rounds)
-    raw = {streams: _raw(report, total, rounds, streams) for streams in STREAMS}
+    raw = {streams: raw_sockets(report, total, rounds, streams) for streams in STREAMS}
     for size in sizes:
         for order in ("adjacent", "scattered"):
             _size(report, Case(size, total // size, order, piece, rounds, crc, codec, engine), limit, raw)
@@ -124,7 +124,7 @@ def _transport(kind: str, case: Case) -> Transport:
     return TcpTransport(case.layout, Habits(int(streams), checked, codecs, always=True, crc=case.crc))
 
 
-def _measured(case: Case, target: Region, transport: Transport, ask: Callable[..., Any]) -> list[Round]:
+def _measured(case: Case, target: HostRegion, transport: Transport, ask: Callable[..., Any]) -> list[Round]:
     receiver, found, into = Receiver(target, [transport], piece_bytes=case.piece), [], case.ids(2)
     for _ in range(case.rounds + 1):
         ticket = Ticket.parsed(ask("publish"))
@@ -138,9 +138,9 @@ def _measured(case: Case, target: Region, transport: Transport, ask: Callable[..
     return found[1:]  # the first one touches the memory
 
 
-def _local(case: Case, target: Region) -> list[Round]:
-    sender = Sender(_region(case.layout, case.count), "bench")
-    _paint(sender.region)
+def _local(case: Case, target: HostRegion) -> list[Round]:
+    _paint(source := _region(case.layout, case.count))
+    sender = Sender(source, "bench")
     offer(sender, "here")
     receiver = Receiver(target, [LocalTransport([sender])], piece_bytes=case.piece)
     found, into = [], case.ids(2)
@@ -166,7 +166,7 @@ def _memcpy(report: Report, total: int, rounds: int) -> float:
     return report.results["memcpy"].value
 
 
-def _raw(report: Report, total: int, rounds: int, streams: int) -> float:
+def raw_sockets(report: Report, total: int, rounds: int, streams: int) -> float:
     """Bare sockets: as much as the system moves when nobody asks what it was."""
     listener = socket.create_server(("127.0.0.1", 0))
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -263,16 +263,16 @@ def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int], mooncak
         server.stop()
 
 
-def _region(layout: Layout, blocks: int) -> Region:
+def _region(layout: Layout, blocks: int) -> HostRegion:
     size = layout.layers * blocks * layout.plane_bytes
-    return Region(layout, [np.zeros(size, np.uint8).data for _ in range(layout.parts)])
+    return HostRegion(layout, [np.zeros(size, np.uint8).data for _ in range(layout.parts)])
 
 
-def _whole(region: Region) -> Piece:
+def _whole(region: HostRegion) -> Piece:
     return Piece(0, region.layout.layers, 0, region.blocks)
 
 
-def _paint(region: Region) -> None:
+def _paint(region: HostRegion) -> None:
     """As keys and values are distributed; each plane differs from its neighbours."""
     rng = np.random.default_rng(1)
     values = (rng.standard_normal(1 << 22, np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -281,12 +281,12 @@ def _paint(region: Region) -> None:
         plane[:] = np.resize(np.roll(values, -int(rng.integers(1 << 22))), len(plane))
 
 
-def _wipe(region: Region) -> None:
+def _wipe(region: HostRegion) -> None:
     for view in region.views(_whole(region), np.arange(region.blocks)):
         np.frombuffer(view, np.uint8)[:] = 0
 
 
-def _sums(region: Region, ids: list[int]) -> list[int]:
+def _sums(region: HostRegion, ids: list[int]) -> list[int]:
     """Of each plane of each block: one that is missing or misplaced shows."""
     where = np.asarray(ids, np.int64)
     wholes = (region.views(Piece(0, LAYERS, i, i + 1), where) for i in range(len(ids)))

@@ -90,8 +90,10 @@ class Play:
         end = now() + RESTART
         while turns.ahead:
             async with self._choosing:
-                absent = await self.scene.absent(turns.struck)
-                if (turn := turns.next(absent)) is not None:
+                struck = {*turns.struck}
+                absent = await self.scene.absent(struck)
+                unseen = struck - turns.struck.keys()  # whose fault is over by now
+                if (turn := turns.next({*absent, *unseen})) is not None:
                     return turn
                 await asyncio.sleep(LOOK)
             if turns.struck:

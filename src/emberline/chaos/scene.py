@@ -22,6 +22,7 @@ from emberline.chaos.network import HERE, Network
 from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights
 from emberline.chaos.wire import Ear, Line, Wire
+from emberline.cluster.muster import absences, holdings, until_nothing
 from emberline.cluster.supervisor import Child, Supervisor
 from emberline.core.config import Role, environment
 
@@ -50,14 +51,16 @@ class Settings:
         "--split-tokens",
         "64",
         "--stuck-after",
-        "5",
+        "12",  # longer than a lease: who waits for blocks that nobody fetches any more is not stuck
         "--lost-after",
         "2.5",
         "--ticket-timeout",
         "4",
+        "--migration-wait",
+        "30",
     )
     worker: Sequence[str] = ("--embedder", "none", "--threads", "1", "--device", "cpu", "--max-running", "4",
-                             "--max-batch-tokens", "64", "--stall-timeout", "8")  # fmt: skip
+                             "--max-batch-tokens", "64", "--stall-timeout", "15")  # fmt: skip
 
 
 class Scene:
@@ -224,28 +227,20 @@ class Scene:
         status = await self.ask(f"{self.router.url}/cluster/status")
         if status is None:
             return {"router": "no router"}
-        rows = {row["name"]: row for row in status["workers"]}
         here = [place for place in self.workers if place.name not in without]
-        found = {place.name: await self._absence(place, rows.get(place.name, {})) for place in here}
-        prefills = {place.name for place in here if place.role == "prefill" and not found[place.name]}
-        for place in here:
-            if place.role == "decode" and not found[place.name] and not prefills <= {*rows[place.name]["paired"]}:
-                row = rows[place.name]
-                found[place.name] = f"{place.name} is paired with {row['paired']}, refused {row['refused']}"
+        absent, rows = absences(status, await self._told(here)), {row["name"]: row for row in status["workers"]}
+        unwell = {place.name: _unwell(place, rows[place.name]) for place in here if place.name not in absent}
         if self.store is not None and self.store.name not in without:
-            found[self.store.name] = await self._store_absence([place for place in here if not found[place.name]])
-        absent = {name: why for name, why in found.items() if why}
+            unwell[self.store.name] = await self._store_absence([place for place in here if place.name not in absent])
+        absent |= {name: why for name, why in unwell.items() if why}
         for absence in self.router.absences[-1:]:
             if not absent and len(absence) == 1 and absence[0] < began:
                 absence.append(asyncio.get_running_loop().time())
         return absent
 
-    async def _absence(self, place: Place, row: dict[str, Any]) -> str:
-        if row.get("health") != "ready" or row["incarnation"] != place.incarnation:
-            return f"{place.name} is {row.get('health', 'unknown')}, incarnation {row.get('incarnation')}"
-        if row["breaker"] != "closed":
-            return f"{place.name}'s breaker is {row['breaker']}"
-        return "" if await self.is_ready(place) else f"{place.name} says it is not"
+    async def _told(self, places: Sequence[Place]) -> dict[str, Any]:
+        told = await asyncio.gather(*(self.ask(f"{place.url}/stats") for place in places))
+        return {place.name: stats for place, stats in zip(places, told, strict=True)}
 
     async def _store_absence(self, workers: Sequence[Place]) -> str:
         assert self.store is not None
@@ -264,27 +259,14 @@ class Scene:
 
     async def full_strength(self, seconds: float = RESTART) -> str:
         """Waits for it. What is missing in the end."""
-        return await self._until(self.missing, seconds)
+        return await until_nothing(self.missing, seconds)
 
     async def held(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""
-        status = await self.ask(f"{self.router.url}/cluster/status")
-        if status is None or status["open_requests"]:
-            return "the router has open requests" if status else "no router"
-        for place in self.workers:
-            stats = await self.ask(f"{place.url}/stats")
-            if stats is None:
-                return f"{place.name} does not answer"
-            used = stats["blocks_total"] - stats["blocks_free"] - stats["blocks_cached"]
-            transfer = stats["transfer"]
-            kept = {name: stats[name] for name in ("running", "waiting", "open_requests")} | {"blocks": used}
-            kept |= {name: transfer[name] for name in ("leases", "pinned_blocks", "quarantined_blocks")}
-            if any(kept.values()):
-                return f"{place.name}: " + ", ".join(f"{name} {count}" for name, count in kept.items() if count)
-        return ""
+        return holdings(await self.ask(f"{self.router.url}/cluster/status"), await self._told(self.workers))
 
     async def quiet(self) -> str:
-        return await self._until(self.held, QUIET)
+        return await until_nothing(self.held, QUIET)
 
     async def noticed(self, what: str) -> Counter[str]:
         """Faults that workers have counted since each was started, where a counter's name or label has this."""
@@ -301,8 +283,9 @@ class Scene:
                 return await reply.text()
         return ""
 
-    async def _until(self, what: Any, seconds: float) -> str:
-        end = asyncio.get_running_loop().time() + seconds
-        while (still := await what()) and asyncio.get_running_loop().time() < end:
-            await asyncio.sleep(0.1)
-        return str(still)
+
+def _unwell(place: Place, row: dict[str, Any]) -> str:
+    """What the router says of somebody who is there."""
+    if row["incarnation"] != place.incarnation:
+        return f"{place.name} is known as {row['incarnation']}"
+    return f"{place.name}'s breaker is {row['breaker']}" if row["breaker"] != "closed" else ""

@@ -42,18 +42,16 @@ class Turns:
     def _turn(self, fault: Fault, stage: Stage, absent: Collection[str]) -> Turn | None:
         away = {*absent, *(name for name, other in self.struck.items() if not other.gentle)}
         answering = [place for place in self._of("decode") if place.name not in away]
-        whole = len(answering) == len(self._of("decode"))
         if "router" in away or (fault.of == "router" and not fault.gentle and {*absent, *self.struck}):
             return None
         if stage is Stage.TRANSFER and any(place.name in away for place in self._of("prefill")):
             return None
-        if fault.of == "decode" and not fault.gentle and not (whole and len(answering) > 1):
-            return None  # one at a time: a request that breaks two workers is taken for the cause
         homes = [place for place in answering if not (fault.wired and place.mapped)]
         self._dice.shuffle(homes)
         for home in homes:
             claims = self._claims(fault, home)
-            if not {*absent, *self.struck} & {*claims}:
+            left = {place.name for place in self._workers} - away - ({*claims} if not fault.gentle else set())
+            if left and not {*absent, *self.struck} & {*claims}:
                 return Turn(fault, stage, home, claims)
         return None
 

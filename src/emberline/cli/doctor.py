@@ -41,6 +41,7 @@ class GPU:
     name: str
     memory: int
     capability: tuple[int, int]
+    out_of_reach: tuple[int, ...] = ()  # others whose memory it cannot read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
     parser.add_argument("--max-running", type=count, default=gpu.max_running, help="requests in one batch")
     parser.add_argument("--tiers", action="store_true", help="keys and values go to other tiers, by way of GPU memory")
+    parser.add_argument("--transfer", action="store_true", help="the same to other workers")
 
 
 def run(args: argparse.Namespace) -> int:
     gpu = _gpu()
-    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_transports(), *_model(args, gpu)]
+    findings = [*_machine(), *_software(), *_gpu_kernels(gpu), *_kernels(), *_transports(gpu), *_model(args, gpu)]
     width = max(len(f.what) for f in findings)
     for f in findings:
         print(f"{MARKS[f.good]}  {f.what:<{width}}  {f.says}")
@@ -133,7 +135,16 @@ def _gpu() -> GPU | None:
         refused = refused or driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     if refused:
         return None
-    return GPU(name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value))
+    known = name.value.decode(errors="replace"), memory.value, (capability[0].value, capability[1].value)
+    return GPU(*known, tuple(_out_of_reach(driver)))
+
+
+def _out_of_reach(driver: ctypes.CDLL) -> Iterator[int]:
+    count, reaches = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    for other in range(1, count.value):
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(reaches), 0, other) or not reaches.value:
+            yield other
 
 
 def _gpu_kernels(gpu: GPU | None) -> Iterator[Finding]:
@@ -169,13 +180,14 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("kernels", str(backend), not hint, hint)
 
 
-def _transports() -> Iterator[Finding]:
+def _transports(gpu: GPU | None) -> Iterator[Finding]:
     """How keys and values can travel between workers; one that is broken is left out by them too."""
     from emberline.kv.mooncake import distribution, probe, protocol
 
     memory = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
     yield Finding("transport tcp", "built in")
-    yield Finding("transport shm", "workers on this machine" if memory else "needs Linux", True if memory else None)
+    yield Finding("transport shm", "CPU workers on this machine" if memory else "needs Linux", True if memory else None)
+    yield _between_gpus(gpu)
     if (found := distribution()) is None:
         hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"
         yield Finding("transport mooncake", "not installed (RDMA; prefixes shared by a cluster)", None, hint)
@@ -184,6 +196,17 @@ def _transports() -> Iterator[Finding]:
     else:
         over = "rdma" if protocol() == "rdma" else "tcp: there is no RDMA device"
         yield Finding("transport mooncake", f"{found} works, over {over}")
+
+
+def _between_gpus(gpu: GPU | None) -> Finding:
+    """Whether workers here can copy blocks out of each other's GPU."""
+    if gpu is None or gpu.capability != SERVED:
+        return Finding("transport cuda", "needs a GPU that our kernels serve", None)
+    if gpu.out_of_reach:
+        others = ", ".join(map(str, gpu.out_of_reach))
+        hint = "blocks between their workers go through main memory, over TCP"
+        return Finding("transport cuda", f"the first GPU cannot reach GPU {others}", None, hint)
+    return Finding("transport cuda", "GPU workers on this machine that see each other's GPU")
 
 
 def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
@@ -218,7 +241,7 @@ def _memory(
     from emberline.engine import memory
 
     names = ("weights", "kv_dtype", "kv_memory", "block_size", "max_running", "max_batch_tokens", "max_context",
-             "tiers")  # fmt: skip
+             "tiers", "transfer")  # fmt: skip
     settings = GPUConfig(**{name: getattr(args, name) for name in names})
     dtype = memory.weight_dtype(checkpoint, args.dtype)
     kv_dtype, context = memory.kv_dtype(settings, dtype), memory.context(config, settings)

@@ -52,7 +52,8 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting: int = 0
     kv_usage: float = 0.0
     step: int = 0
-    step_seconds: float = 0.0
+    step_seconds: float = 0.0  # of the last step
+    busy_seconds: float = 0.0  # of all steps
     prompt_tokens: int = 0  # computed
     generated_tokens: int = 0
     prefix_queries: int = 0

@@ -157,6 +157,7 @@ class GPUConfig:
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
     decode_sms: int = 0  # multiprocessors on which streams go on beside chunks of prompts; 0: both share all
     tiers: bool = False  # blocks move to main memory and back, and need scratch on the way
+    transfer: bool = False  # blocks go to other engines and come from them, and need scratch too
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
@@ -255,6 +256,7 @@ class RouterConfig:
     migrations: int = 3  # times that a stream goes on at another worker
     migration_wait: float = 10.0  # seconds until there is one
     split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker; inf: never split
+    split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
     ticket_timeout: float = 10.0  # seconds a prompt may wait at the worker that is to compute it for another
     queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
     affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
@@ -288,6 +290,7 @@ class RouterConfig:
             "migrations",
             "migration_wait",
             "split_tokens",
+            "split_patience",
         ):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be below 0", param=name)

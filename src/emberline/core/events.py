@@ -114,6 +114,8 @@ class TransferStats:
     copy_seconds: float = 0.0  # of these, in which bytes moved
     hidden_seconds: float = 0.0  # of these, while the peer had more to compute
     pull_failures: dict[str, int] = field(default_factory=dict)  # by the code of kv.transfer.errors
+    reached: dict[str, int] = field(default_factory=dict)  # peers, by the transport that led there
+    passed_over: dict[str, int] = field(default_factory=dict)  # and by those that should have and did not
     hit_tokens: int = 0  # that requests did not have to compute
     recomputed: int = 0  # requests that computed what they should have been able to pull
     published: int = 0  # requests
@@ -131,7 +133,7 @@ class TransferStats:
         every = list(all_)
         if not every:
             return None
-        counters = ("pull_failures", "ended")
+        counters = ("pull_failures", "reached", "passed_over", "ended")
         sums: dict[str, Any] = {
             name: sum(getattr(one, name) for one in every) for name in TransferStats.__slots__ if name not in counters
         }

@@ -15,7 +15,7 @@ class Admission:
     so that any runner can take a request over from any other."""
 
     id: str
-    tokens: Sequence[int]
+    tokens: list[int]  # the runner's own from now on
     prompt_len: int
     params: SamplingParams
     seed: int

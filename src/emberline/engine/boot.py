@@ -25,13 +25,14 @@ from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.transfer.dock import Dock, Ways
-from emberline.kv.transfer.shm import Segment
+from emberline.kv.transfer.dock import Dock, Near, Ways
+from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
 
 if TYPE_CHECKING:
     from emberline.engine.gpu.boot import Booted
+    from emberline.engine.gpu.region import DeviceRegion
     from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import Reader
 
@@ -69,8 +70,6 @@ def on_gpu(config: EngineConfig) -> bool:
 def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
         raise InvalidRequest("threads is for an engine on the CPU", param="threads")
-    if config.transfer is not None and config.transfer.required:
-        raise InvalidRequest("so far only engines on the CPU exchange blocks with others", param="transfer")
     given = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")
@@ -85,11 +84,13 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
         kv_memory=config.kv_memory,
         itl_target_ms=config.itl_target_ms,
         tiers=config.has_tiers,
+        transfer=config.transfer is not None,
         **given,
     )
 
 
 def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None) -> Booted:
+    from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from
 
     if config.kv_host_memory > (free := free_memory()):  # pinned, so all of it is taken at once
@@ -99,8 +100,15 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None
             hint="lower --kv-host-memory",
         )
 
+    def library() -> ctypes.CDLL | None:
+        return ops.start(threads=1, cache=cache_dir() / "kernels").library
+
     def tiers(layout: str, shape: KVShape) -> TierStack:
-        return _tiers(config, layout, shape, ops.start(threads=1, cache=cache_dir() / "kernels").library)
+        return _tiers(config, layout, shape, library())
+
+    def dock(region: DeviceRegion) -> Dock | None:
+        assert config.transfer is not None
+        return _dock(config, config.transfer, region, ipc.near(region), library())
 
     return boot_from(
         Path(config.model),
@@ -109,6 +117,7 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None
         reader=reader,
         compiler=_compiler,
         tiers=tiers if settings.tiers else None,
+        dock=dock if settings.transfer else None,
     )
 
 
@@ -157,7 +166,9 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         prefix_cache=config.prefix_cache,
     )
     tiers = _tiers(config, runner.layout, cache.shape, backend.library) if config.has_tiers else None
-    dock = _dock(config, config.transfer, cache.segment, backend.library) if config.transfer and cache.segment else None
+    dock = None
+    if config.transfer is not None and (segment := cache.segment) is not None:
+        dock = _dock(config, config.transfer, segment.region, Near.by_memory(segment), backend.library)
     engine = Engine(scheduler, runner, tiers=tiers, dock=dock)
     planned = time.perf_counter()
     return Loaded(
@@ -185,11 +196,13 @@ def _tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CD
     return TierStack(host, below)
 
 
-def _dock(config: EngineConfig, transfer: TransferConfig, segment: Segment, library: ctypes.CDLL | None) -> Dock | None:
-    codec = codec_of(config.kv_codec, library, segment.region.layout.dtype)
+def _dock(
+    config: EngineConfig, transfer: TransferConfig, region: Region, near: Near | None, library: ctypes.CDLL | None
+) -> Dock | None:
+    codec = codec_of(config.kv_codec, library, region.layout.dtype)
     ways = Ways(crc_of(library), codec, config.kv_codec == "uw", config.kv_mooncake)
     try:
-        return Dock.opened(transfer, segment, ways)
+        return Dock.opened(transfer, region, near, ways)
     except OSError as error:
         if transfer.required:
             where = f"{transfer.host}:{transfer.port}"

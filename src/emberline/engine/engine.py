@@ -234,9 +234,10 @@ class Engine:
         )
 
     def _transfer(self) -> TransferStats | None:
-        if self.kv.pulls is None or self._publisher is None:
+        if self.kv.pulls is None or self._publisher is None or self.dock is None:
             return None
         stats = self.kv.pulls.stats()
+        stats.reached, stats.passed_over = dict(self.dock.receiver.reached), dict(self.dock.receiver.passed_over)
         self._publisher.report(stats)
         stats.quarantined_blocks = self.kv.num_quarantined
         return stats

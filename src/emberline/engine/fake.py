@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
 from emberline.kv.transfer.layout import Layout
-from emberline.kv.transfer.region import Region
+from emberline.kv.transfer.region import HostRegion
 
 
 class FakeRunner:
@@ -49,10 +49,10 @@ class FakeRunner:
             self._newest.pop(ended, None)
         return StepResult(plan.step, sampled, logprobs)
 
-    def region(self) -> Region:
+    def region(self) -> HostRegion:
         """Its memory, for transfers."""
         layout = Layout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
-        return Region(layout, [memoryview(self._memory)])
+        return HostRegion(layout, [memoryview(self._memory)])
 
     def _slots(self, block: int) -> slice:
         return slice(block * self._block_size, (block + 1) * self._block_size)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
-from emberline.core.errors import ModelError
+from emberline.core.errors import InvalidRequest, ModelError
 from emberline.engine import memory
 from emberline.engine.boot import Loaded, boot, boot_on_gpu, free_memory, gpu_settings, loaded_on_gpu, on_gpu
 from emberline.engine.engine import Engine
@@ -85,14 +85,16 @@ def boot_fleet(
             return loaded[name]
 
         return Fleet({name: Settled(partial(load, name)) for name in configs}, 0, rules), loaded
-    import torch
+    from emberline.engine.gpu.boot import device_memory
+
+    configs = {name: _without_transfer(config) for name, config in configs.items()}
 
     def load_on_gpu(name: str, settings: GPUConfig) -> Booted:
         booted = boot_on_gpu(configs[name], settings, readers.get(name))
         loaded[name] = loaded_on_gpu(booted)
         return booted
 
-    members, space = taking_turns(configs, int(torch.cuda.mem_get_info()[1]), free_memory(), load_on_gpu)
+    members, space = taking_turns(configs, device_memory(), free_memory(), load_on_gpu)
     return Fleet(members, space, rules), loaded
 
 
@@ -132,6 +134,14 @@ def taking_turns(
     if sum(member.nbytes for member in members.values()) > space and sum(weights.values()) > free:
         raise _too_much(weights, ", which main memory must hold while they sleep", free)
     return members, space
+
+
+def _without_transfer(config: EngineConfig) -> EngineConfig:
+    """While a model sleeps, nobody can read its blocks; and when it wakes, they lie elsewhere."""
+    if config.transfer is not None and config.transfer.required:
+        hint = "serve one model with each worker, or with --role both"
+        raise InvalidRequest("models that share a GPU exchange no blocks with others", param="transfer", hint=hint)
+    return replace(config, transfer=None)
 
 
 def _too_much(weights: Mapping[str, int], besides: str, free: int) -> ModelError:

@@ -20,12 +20,15 @@ GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activa
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PIECES = 4  # of scratch, for blocks on their way to other tiers: two each way, one filled while the other is emptied
 PIECE_BYTES = 64 << 20  # or one block, if that is larger
+SLOTS = 4  # each way, for what other engines are sent or send
+SLOT_BYTES = 4 << 20  # or a layer of the largest block there is, if that is larger: as kv/transfer/receiver.py cuts
+LARGEST_BLOCK = 64  # tokens
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
 LEAST_BLOCKS = 2
 F32 = 4
 PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are written out once more
 PACKED_GRAIN, PACKED_BLOCK = 64, 16  # what rows and columns are multiples of, or stay plain; rows with one header
-UNPACKED = 28_672 * 4096  # weights of a packed head that are unpacked at a time, as kernels/gpu.py has it
+UNPACKED = 8192 * 4096  # weights of a packed head that are unpacked at a time, as kernels/gpu.py has it
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
 FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
@@ -37,7 +40,7 @@ class MemoryPlan:
     total: int
     weights: int
     activations: int
-    scratch: int  # of attention: partial results; tables of blocks and of angles; blocks on their way to other tiers
+    scratch: int  # of attention: partial results; tables of blocks and of angles; blocks on their way to others
     logits: int
     graphs: int
     reserve: int
@@ -89,6 +92,8 @@ def plan_for(
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
         tiers=settings.tiers,
+        transfer=settings.transfer,
+        tracks=3 if settings.decode_sms else 1,
     )
 
 
@@ -153,16 +158,20 @@ def plan(
     kv_tokens: int | None = None,
     packed: bool = False,
     tiers: bool = False,
+    transfer: bool = False,
+    tracks: int = 1,
 ) -> MemoryPlan:
     """`graphs`: captured steps, by default one of each shape there can be. `kv_tokens`: so many and no more; by
-    default as many as fit."""
+    default as many as fit. `tracks`: on which steps run, each with scratch of its own for weights it unpacks."""
     graphs = len(shapes(max_running, max_batch_tokens)) if graphs is None else graphs
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
-    scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
+    scratch = _scratch(config, block_size, max_running, max_context) + packed * tracks * _unpacked(config)
+    scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
+    scratch += transfer * 2 * SLOTS * moved_at_once(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     fixed = {
         "weights": weight_bytes(config, dtype_bytes, packed=packed),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
-        "scratch": scratch + tiers * PIECES * copied_at_once(block_bytes) * block_bytes,
+        "scratch": scratch,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
         "reserve": RESERVE,
@@ -181,6 +190,13 @@ def plan(
         block_size=block_size,
         max_context=max_context,
     )
+
+
+def usable(total: int, free: int, ours: int) -> int:
+    """Of a device's memory, all but what other processes hold. `ours`: what this one has allocated. Its context cannot
+    be told from theirs, but is smaller than what is kept in reserve for it."""
+    others = total - free - ours
+    return total if others <= RESERVE else total - others
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False) -> int:
@@ -212,6 +228,11 @@ def copied_at_once(block_bytes: int) -> int:
     return max(1, PIECE_BYTES // block_bytes)
 
 
+def moved_at_once(token_bytes: int) -> int:
+    """Of what other engines are sent or send. `token_bytes`: keys and values of one token in one layer."""
+    return max(SLOT_BYTES, LARGEST_BLOCK * token_bytes)
+
+
 def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
     """x and its normed copy; q, k and v; what attention gives; gate and up; their product."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -226,10 +247,11 @@ def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context
 
 
 def _unpacked(config: ModelConfig) -> int:
-    """The largest matrix as bf16: for many rows a layer's is unpacked whole, the head's in parts."""
+    """For many rows: the largest matrix of a layer as bf16, twice, since the next is unpacked while one is used; and a
+    part of the head."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
-    return 2 * max(widest, min(UNPACKED, config.vocab * config.hidden))
+    return DTYPE_BYTES["bfloat16"] * (2 * widest + min(UNPACKED, config.vocab * config.hidden))
 
 
 def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: int) -> ModelError:

@@ -47,7 +47,7 @@ class Row:
         self.params = admission.params
         self.seed = admission.seed
         self.matcher = matcher
-        self.tokens = list(admission.tokens)
+        self.tokens = admission.tokens
         self.prompt_len = admission.prompt_len
         self._eos = eos
         p = self.params

@@ -11,7 +11,7 @@ from __future__ import annotations
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output, Timing
-from emberline.core.plan import PENDING, Admission, Copy, Sampled, StepPlan, StepResult, TokenLogprob, Work
+from emberline.core.plan import PENDING, Admission, Sampled, StepPlan, StepResult, TokenLogprob, Work
 from emberline.core.request import FinishReason, Request, Status
 from emberline.engine.admission import WaitingQueue
 from emberline.engine.pacing import Pacer
@@ -46,7 +46,6 @@ class Scheduler:
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
         self._loading: dict[str, Request] = {}  # those whose prefix is on its way from somewhere else
-        self._loads: list[Copy] = []  # of the plan that is being made
         self._unmet: dict[str, Request] = {}  # running, but the runner has not heard of these
         self._met: set[str] = set()
         self._ended: list[str] = []
@@ -120,8 +119,8 @@ class Scheduler:
             if admitted.status is Status.RUNNING:
                 planned[admitted.id] = self._share(admitted, budget)
                 budget -= planned[admitted.id]
-        saves = self.kv.saves()  # last: also what a request brought that has ended since
-        if not (planned or self._ended or saves or self._loads):
+        saves, loads = self.kv.saves(), self.kv.loads()  # last: also what a request brought that has ended since
+        if not (planned or self._ended or saves or loads):
             return None
         self._step += 1
         plan = StepPlan(
@@ -130,9 +129,9 @@ class Scheduler:
             [self._work(self.requests[i], n) for i, n in planned.items()],
             self._ended,
             saves,
-            self._loads,
+            loads,
         )
-        self._ended, self._loads = [], []
+        self._ended = []
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
@@ -197,7 +196,7 @@ class Scheduler:
     def _load(self, request: Request) -> None:
         """Takes what has come of its prefix. It starts when that is all, or when it has waited long enough; perhaps
         with a first token that was sampled where its prefix is from."""
-        self._loads += self.kv.load(request)
+        self.kv.load(request)
         if not self.kv.is_loading(request):
             del self._loading[request.id]
             request.status = Status.RUNNING

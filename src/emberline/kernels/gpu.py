@@ -1,19 +1,21 @@
 """The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
 
 While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
-rows, `wide` up to 256 where it is faster; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
-bits for them; cuBLAS gets them unpacked, a part at a time. Every kernel of ours may start before the one before it in
-the stream has ended.
+rows, `wide` where it is faster, up to 256; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
+bits for them; cuBLAS gets them unpacked, a matrix ahead where the caller has an `Ahead`. Every kernel of ours may start
+before the one before it in the stream has ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from emberline.kernels.ahead import Ahead
 from emberline.kernels.cuda import decode, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
@@ -30,7 +32,7 @@ apply_bitmask = sampling.apply_bitmask
 edit = sampling.edit
 log_probs = sampling.log_probs
 
-UNPACKED = 28_672 * 4096  # weights that are unpacked at a time, at most
+UNPACKED = 8192 * 4096  # weights of a head that are unpacked at a time, at most
 MANY_ROWS = 1024  # from which on our own large product, with silu(gate) * up built in, beats cuBLAS and one more kernel
 
 
@@ -61,6 +63,7 @@ def linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
     full: bool = False,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     x = _normed(x, norm, eps)
     m = len(x)
@@ -70,15 +73,22 @@ def linear(
         return product(x, w.handle, out=y, bias=bias, residual=add_to)
     if full:
         return _full(x, w, bias, out)
-    if add_to is not None:
-        add_to.addmm_(x, _rows(w).t())
-        return add_to if bias is None else add_to.add_(bias)
-    y = F.linear(x, _rows(w), None if bias is None else bias.to(x.dtype))
+    with _rows(x, w, ahead) as rows_:
+        if add_to is not None:
+            add_to.addmm_(x, rows_.t())
+            return add_to if bias is None else add_to.add_(bias)
+        y = F.linear(x, rows_, None if bias is None else bias.to(x.dtype))
     return y if out is None else out.copy_(y)
 
 
 def gate_up_silu(
-    x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+    x: Tensor,
+    w: PackedWeight,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     x = _normed(x, norm, eps)
     width = w.n // 2
@@ -86,11 +96,13 @@ def gate_up_silu(
     if width % GATED_ROWS == 0 and (product := _product(x, w)):
         return product(x, w.handle, out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
-    if len(x) >= MANY_ROWS and w.handle is not None and group == GATED_ROWS and gemm.supports(len(x), w.n, w.k):
-        plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(_rows(w))
-        early = plain is w.handle  # weights just unpacked may not be read early
-        return gemm.linear(x, plain, out=y, gated=True, pdl=early)
-    return activation.silu_mul(F.linear(x, _rows(w)), y, group, pdl=True)
+    with _rows(x, w, ahead) as rows_:
+        if len(x) >= MANY_ROWS and w.handle is not None and group == GATED_ROWS and gemm.supports(len(x), w.n, w.k):
+            plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(rows_)
+            early = plain is w.handle  # weights just unpacked may not be read early
+            return gemm.linear(x, plain, out=y, gated=True, pdl=early)
+        both = F.linear(x, rows_)
+    return activation.silu_mul(both, y, group, pdl=True)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
@@ -185,9 +197,9 @@ def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    if skinny.supports(m, w.n, w.k):
-        return skinny.linear
-    return wide.linear if wide.supports(m, w.n, w.k, packed=w.layout is Layout.UW12) else None
+    if wide.supports(m, w.n, w.k, packed=w.layout is Layout.UW12):
+        return wide.linear
+    return skinny.linear if skinny.supports(m, w.n, w.k) else None
 
 
 def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
@@ -205,9 +217,15 @@ def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -
     return y if bias is None else y.add_(bias)
 
 
-def _rows(w: PackedWeight) -> Tensor:
-    """As they were, for this product alone."""
-    return _unpacked(w.handle) if isinstance(w.handle, uw12.Packed) else w.data
+def _rows(x: Tensor, w: PackedWeight, ahead: Ahead | None) -> AbstractContextManager[Tensor]:
+    """As they were, for the product that is launched inside and no other."""
+    if not isinstance(w.handle, uw12.Packed):
+        return nullcontext(w.data)
+    if ahead is None:
+        return nullcontext(_unpacked(w.handle))
+    then = ahead.following(w)
+    wanted = then is not None and then.layout is Layout.UW12 and _product(x, then) is None
+    return ahead.rows(w, then if wanted else None)
 
 
 def _unpacked(packed: uw12.Packed) -> Tensor:

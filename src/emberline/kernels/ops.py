@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from emberline.kernels import ref
+from emberline.kernels.ahead import Ahead
+from emberline.kernels.backend import Backend
 from emberline.kernels.cpu.build import BuildError, build
 from emberline.kernels.cpu.library import NativeStep, load
 from emberline.kernels.packed import Layout, PackedWeight
@@ -24,23 +25,13 @@ from emberline.kernels.stack import DenseLayer, DenseStack
 from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 
 __all__ = [
-    "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
+    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
     "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles", "newest_tokens",
     "pack_linear", "paged_attention", "rms_norm", "rope_and_cache", "sample", "set_threads", "start",
 ]  # fmt: skip
 
 CACHE = Path("~/.cache/emberline/kernels")
 STORE, ADD, GATED = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    library: ctypes.CDLL | None
-    isa: str
-    reason: str = ""  # why there is no library
-
-    def __str__(self) -> str:
-        return f"native ({self.isa})" if self.library else f"torch ({self.reason})"
 
 
 _backend: Backend | None = None
@@ -118,12 +109,13 @@ def linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
     full: bool = False,
+    ahead: Ahead | None = None,
 ) -> Tensor:
-    """`full`: in float32 whatever x is."""
+    """`full`: in float32 whatever x is. `ahead`: where a GPU unpacks weights, and what it knows of those to come."""
     if x.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full)
+        return gpu.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full, ahead=ahead)
     if w.layout < 0:
         return ref.linear(x, w, bias, norm=norm, eps=eps, add_to=add_to, out=out)
     m, k = x.shape
@@ -138,12 +130,18 @@ def linear(
 
 
 def gate_up_silu(
-    x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
+    x: Tensor,
+    w: PackedWeight,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    out: Tensor | None = None,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     if x.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
+        return gpu.gate_up_silu(x, w, norm=norm, eps=eps, out=out, ahead=ahead)
     if w.layout < 0:
         return ref.gate_up_silu(x, w, norm=norm, eps=eps, out=out)
     m, k = x.shape

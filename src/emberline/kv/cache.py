@@ -25,11 +25,11 @@ class KVShape:
     def block_bytes(self) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
-    def layout(self, model: str) -> Layout:
-        """As transfers describe it, in main memory."""
+    def layout(self, model: str, *, turned: bool = True) -> Layout:
+        """As transfers describe it; a CPU's keys are turned, a GPU's are not."""
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
-        return Layout(model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item)
+        return Layout(model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item if turned else 0)
 
 
 class KVCache:

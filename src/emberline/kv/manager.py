@@ -55,6 +55,7 @@ class KVManager:
         self._quarantine: list[tuple[Pull, list[int]]] = []  # tables whose request is gone, but not who writes there
         self._pinned: Counter[int] = Counter()  # blocks that others may read, how often
         self._unsaved: list[tuple[int, bytes]] = []  # blocks filled since the last plan; it is the last that has them
+        self._loads: list[Copy] = []  # what has come since
 
     @property
     def total(self) -> int:
@@ -110,7 +111,7 @@ class KVManager:
     def commit(self, request: Request) -> None:
         """Blocks that are now full of computed tokens become known to others."""
         full, indexed = request.computed // self.block_size, self._indexed[request.id]
-        if full <= indexed:
+        if full <= indexed or not self._shares(request):
             return
         hashes, table = self._hashes(request, full), self._tables[request.id]
         for i in range(indexed, full):
@@ -199,16 +200,15 @@ class KVManager:
         if self.pulls is not None:
             self.pulls.forget(request)
 
-    def load(self, request: Request) -> list[Copy]:
+    def load(self, request: Request) -> None:
         """What has come of its prefix since the last time. It counts as computed at once, for others too: what has not
         been copied yet will be by the plan that is being made, before any work."""
         if (pull := self._pulling.get(request.id)) is not None:
             self._take(request, pull)
-            return []
-        copies = self._fetched(request)
+            return
+        self._loads += self._fetched(request)
         if request.id in self._fetches and self._clock.now() >= self._fetches[request.id][1]:
             self._stop_fetching(request)  # whatever has not come yet is computed
-        return copies
 
     def _take(self, request: Request, pull: Pull) -> None:
         assert self.pulls is not None
@@ -257,6 +257,11 @@ class KVManager:
         buffers = [(block, digest, self.tiers.reserve(digest)) for block, digest in unsaved]
         return [Copy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
 
+    def loads(self) -> list[Copy]:
+        """For the next plan too."""
+        loads, self._loads = self._loads, []
+        return loads
+
     def copied(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
         """A plan's copies have been made."""
         if self.tiers is not None:
@@ -270,11 +275,19 @@ class KVManager:
         if self.pulls is not None and request.source is not None:
             if (pull := self.pulls.start(request, self._tables[request.id])) is not None:
                 self._pulling[request.id] = pull
+                self._part_from(self._tables[request.id][request.cached // self.block_size :])
         elif self.tiers is not None:
             missing = self._shareable(request)[request.cached // self.block_size :]
             if missing and (count := self.tiers.lookup(missing)):
                 until = self._clock.now() + self._load_timeout
                 self._fetches[request.id] = self.tiers.fetch(missing[:count]), until
+
+    def _part_from(self, blocks: Sequence[int]) -> None:
+        """They are written to beside the steps now: who had them before has no copies to make in the next plan."""
+        theirs = set(blocks)
+        self._unsaved = [unsaved for unsaved in self._unsaved if unsaved[0] not in theirs]
+        self.copied((), [copy for copy in self._loads if copy.block in theirs])
+        self._loads = [copy for copy in self._loads if copy.block not in theirs]
 
     def private_blocks(self, request: Request) -> int:
         """How many blocks freeing this request would give back at once."""
@@ -294,10 +307,14 @@ class KVManager:
 
     def _shareable(self, request: Request) -> list[bytes]:
         """Of its blocks, those that need not be computed if they are found."""
-        if request.params.prompt_logprobs is not None:
-            return []  # what comes from the cache has no logits
+        if not self._shares(request) or request.params.prompt_logprobs is not None:
+            return []  # and what comes from the cache has no logits
         full = (request.known - 1) // self.block_size  # the last token is always computed: it has the logits
         return self._hashes(request, full)
+
+    def _shares(self, request: Request) -> bool:
+        """Whether anybody can want the same blocks: without a prefix cache, the n completions of one submission."""
+        return self.prefix_cache or request.params.n > 1
 
     def _parent(self, request: Request, at: int) -> bytes:
         return request.hashes[at - 1] if at else b""  # before the first there is nothing to be held
@@ -305,7 +322,6 @@ class KVManager:
     def _hashes(self, request: Request, full: int) -> list[bytes]:
         hashes = request.hashes
         if len(hashes) < full:
-            # Without a prefix cache only the n completions of one submission share blocks.
             salt = request.salt if self.prefix_cache else f"{request.salt}/{request.parent}"
             parent = hashes[-1] if hashes else root_hash(self._layout, salt)
             for i in range(len(hashes), full):

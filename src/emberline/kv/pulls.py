@@ -2,8 +2,8 @@
 
 A Pull looks like a tier's Fetch: what has come counts, from the first missing token on, and the rest is computed. Its
 thread writes straight to the request's blocks, so nobody else may have these before it has ended: also one that was
-cancelled. It writes beside the steps under way, and not in their order: a runner that is given plans ahead would have
-to be done with those that knew the blocks before. Nothing here makes the engine's loop wait, and nothing that fails
+cancelled. It writes beside the steps, and not in their order, but after those that were under way when it started: they
+may know the blocks from before (`Region.fence`). Nothing here makes the engine's loop wait, and nothing that fails
 reaches it.
 """
 
@@ -140,6 +140,7 @@ class Pulls:
             self._spawn(lambda: self._release(ticket))
             return None
         pull = Pull(ticket, list(into), request.cached // size, request.deadline, now)
+        self._source.region.fence()
         self._spawn(lambda: self._run(pull))
         return pull
 

@@ -14,6 +14,8 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels.tiles import GATED_ROWS
 from emberline.models.reader import Piece
 
+Cut = tuple[slice, ...]  # of a tensor
+
 
 def split_stack(whole: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
     """Where the parts of a stack go."""
@@ -64,9 +66,12 @@ class Part:
 
 
 class Arrival:
-    """Bytes [start, end) of a file on their way to `place`, which holds as many elements, in the same order."""
+    """Bytes [start, end) of a file on their way to `place`, which holds as many elements, in the same order; or those
+    that a `cut` leaves of the tensor."""
 
-    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part) -> None:
+    def __init__(
+        self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, cut: Cut | None = None
+    ) -> None:
         self.name = name
         self.file = info.file
         self.start = info.offset
@@ -74,6 +79,7 @@ class Arrival:
         self.size = self.left = info.logical_bytes  # on the device: what is coded in the file grows
         self._to = place
         self._dtype = dtype
+        self._shape, self._cut = info.shape, cut
         self._place: Tensor | None = None  # known when the first bytes come
         self._landing: Tensor | None = None  # uint8, flat: the place itself, or a staged copy
 
@@ -86,7 +92,7 @@ class Arrival:
             self._place = self._to if isinstance(self._to, Tensor) else self._to.whole.place(self._to.index)
             self._landing = (
                 torch.empty(self.size, dtype=torch.uint8, device=self._place.device)
-                if self._place.dtype != self._dtype or not self._place.is_contiguous()
+                if self._place.dtype != self._dtype or not self._place.is_contiguous() or self._cut is not None
                 else self._place.view(-1).view(torch.uint8)
             )
         self._landing[at : at + len(source)].copy_(source, non_blocking=True)
@@ -96,7 +102,8 @@ class Arrival:
 
     def _finish(self, place: Tensor, landing: Tensor) -> None:
         if landing.data_ptr() != place.data_ptr():
-            place.copy_(landing.view(self._dtype).view(place.shape))
+            came = landing.view(self._dtype).view(self._shape)
+            place.copy_((came if self._cut is None else came[self._cut]).reshape(place.shape))
         self._place = self._landing = None
         if isinstance(self._to, Part):
             self._to.whole.arrived()

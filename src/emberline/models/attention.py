@@ -52,17 +52,18 @@ class Attention:
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: Forward, rows: Tensor | None = None) -> Tensor:
         """Adds to x in place. With `rows`, everything is cached but only those rows go on, in a new tensor."""
         heads = self.heads, self.kv_heads, self.head_dim
-        qkv = self.qkv(x)
+        qkv = self.qkv(x, ahead=f.ahead)
         q_norm, k_norm = self.q_norm, self.k_norm
         ops.rope_and_cache(
             qkv, f.positions, self.cos_sin, keys, values, f.slots, *heads, q_norm=q_norm, k_norm=k_norm, eps=self.eps
         )
         if rows is not None and not len(rows):
             return x[:0]
+        tiles = f.tiles if rows is None or f.tiles is None else f.tiles.last()
         mixed = ops.paged_attention(
             qkv, keys, values, f.block_tables, f.query_start, f.context, self.scale, *heads,
-            window=self.window, tiles=f.tiles,
+            window=self.window, tiles=tiles,
         )  # fmt: skip
         if rows is not None:
             x, mixed = x[rows], mixed[rows]
-        return self.o(mixed, add_to=x)
+        return self.o(mixed, add_to=x, ahead=f.ahead)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo
-from emberline.models.arrival import Arrival, Part
+from emberline.models.arrival import Arrival, Cut, Part
 from emberline.unweight.codec import Codec
 from emberline.unweight.description import Description
 from emberline.unweight.format import BLOCK, Bytes
@@ -45,8 +45,16 @@ class CodedArrival(Arrival):
     """Its bytes come in any order. Whole blocks are decoded from where they lie; of others, and of what comes before
     the index that says where blocks lie, copies are kept: of a tensor's bytes once at most, and seldom of many."""
 
-    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, codec: Codec) -> None:
-        super().__init__(name, info, dtype, place)
+    def __init__(
+        self,
+        name: str,
+        info: TensorInfo,
+        dtype: torch.dtype,
+        place: Tensor | Part,
+        codec: Codec,
+        cut: Cut | None = None,
+    ) -> None:
+        super().__init__(name, info, dtype, place, cut)
         self._info, self._codec = info, codec
         self._lock = threading.Lock()
         self._index = np.empty(index_bytes(info), np.uint8)
@@ -108,8 +116,16 @@ class CodedArrival(Arrival):
 class CheckedArrival(Arrival):
     """A tensor that a packed file holds as it was."""
 
-    def __init__(self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, codec: Codec) -> None:
-        super().__init__(name, info, dtype, place)
+    def __init__(
+        self,
+        name: str,
+        info: TensorInfo,
+        dtype: torch.dtype,
+        place: Tensor | Part,
+        codec: Codec,
+        cut: Cut | None = None,
+    ) -> None:
+        super().__init__(name, info, dtype, place, cut)
         self._crc32, self._codec = Description.of(info).crc32, codec
         self._parts: list[tuple[int, int, int]] = []  # where, how many bytes, their CRC-32
         self._unseen = self.size

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops
+from emberline.kernels.ahead import Lane
 from emberline.models.attention import Attention
 from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import Forward
 from emberline.models.layers import Linear
 from emberline.models.rope import cos_sin
+from emberline.models.sleep import every
 from emberline.models.weights import Weights
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -23,7 +25,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @dataclass(frozen=True, slots=True)
 class Layer:
     attention: Attention
-    ffn: Callable[[Tensor], Tensor]
+    ffn: Callable[[Tensor, ops.Ahead | None], Tensor]
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, table: Tensor) -> Layer:
@@ -90,6 +92,12 @@ class Decoder:
         x = self._one_by_one(x, f) if self.stack is None else self._at_once(self.stack, x, f)
         return self.head(x, out=out, full=True) if len(x) else x.new_empty(0, self.config.vocab)
 
+    def ahead(self, computing: Lane, unpacking: Lane) -> ops.Ahead:
+        """For steps on a lane of a device that keeps weights packed."""
+        order = list(every(ops.PackedWeight, self.layers))  # their parts lie in the order of use
+        alike = order.index(self.layers[-1].attention.qkv.weight) + 1  # after it, rows that nobody wants are dropped
+        return ops.Ahead(order, alike, computing, unpacking)
+
     def _at_once(self, stack: ops.DenseStack, x: Tensor, f: Forward) -> Tensor:
         batch = f.positions, f.slots, f.block_tables, f.query_start, f.context
         rows = torch.arange(len(x)) if f.logit_rows is None else f.logit_rows
@@ -102,7 +110,7 @@ class Decoder:
             x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
             if not len(x):
                 return x
-            x = layer.ffn(x)
+            x = layer.ffn(x, f.ahead)
         return x
 
 

@@ -26,6 +26,7 @@ from emberline.models.arrival import Arrival, Part, Pending, Places, split_stack
 from emberline.models.carrier import Carrier
 from emberline.models.coded import CheckedArrival, CodedArrival
 from emberline.models.reader import Reader, ReadStats, files_of
+from emberline.models.shard import Shard
 from emberline.models.weights import DTYPES, Weights
 from emberline.unweight.tensor import is_coded
 
@@ -62,10 +63,11 @@ class DeviceWeights(Weights):
         reader: Reader | None = None,
         *,
         packed: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         """`reader`: one that was started on the checkpoint's files before; `finish` closes it. `packed`: matrices of
         bf16 are kept in 12 bits a weight."""
-        super().__init__(checkpoint, dtype)
+        super().__init__(checkpoint, dtype, shard=shard)
         self.device = torch.device(device)
         self.packed = packed
         self._reader = reader
@@ -141,10 +143,11 @@ class DeviceWeights(Weights):
         self._arrivals.append(self._arrival(name, info, place))
 
     def _arrival(self, name: str, info: TensorInfo, place: Tensor | Part) -> Arrival:
+        dtype, cut = DTYPES[info.dtype], self.shard.cut(name, info.shape) if self.shard.of > 1 else None
         if info.packed is None:
-            return Arrival(name, info, DTYPES[info.dtype], place)
+            return Arrival(name, info, dtype, place, cut)
         kind = CodedArrival if is_coded(info) else CheckedArrival
-        return kind(name, info, DTYPES[info.dtype], place, self._codec)
+        return kind(name, info, dtype, place, self._codec, cut)
 
     def _fill(self, reader: Reader) -> LoadTimes:
         places = Places(self._arrivals)

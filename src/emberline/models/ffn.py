@@ -31,9 +31,10 @@ class FeedForward:
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
         """Adds to x in place."""
-        return self.down(ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps), add_to=x)
+        inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, ahead=ahead)
+        return self.down(inner, add_to=x, ahead=ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,6 @@ class BiasedFeedForward:
             down=load_linear(weights, [(f"{at}.mlp.down_proj", config.hidden)], config.ffn, bias=True),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=1)
-        return self.down(F.silu(gate) * up, add_to=x)
+    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
+        gate, up = self.gate_up(x, ahead=ahead).chunk(2, dim=1)
+        return self.down(F.silu(gate) * up, add_to=x, ahead=ahead)

@@ -23,3 +23,4 @@ class Forward:
     keys: Tensor  # [layers, blocks, kv_heads, block_size, head_dim]: the cache, written in place
     values: Tensor
     tiles: ops.Tiles | None = None  # how attention is cut up, where the device wants to be told
+    ahead: ops.Ahead | None = None  # where packed weights become plain rows, on a device that keeps them packed

@@ -20,9 +20,16 @@ class Linear:
     eps: float = 0.0
 
     def __call__(
-        self, x: Tensor, add_to: Tensor | None = None, *, out: Tensor | None = None, full: bool = False
+        self,
+        x: Tensor,
+        add_to: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        full: bool = False,
+        ahead: ops.Ahead | None = None,
     ) -> Tensor:
-        return ops.linear(x, self.weight, self.bias, norm=self.norm, eps=self.eps, add_to=add_to, out=out, full=full)
+        norm, eps = self.norm, self.eps
+        return ops.linear(x, self.weight, self.bias, norm=norm, eps=eps, add_to=add_to, out=out, full=full, ahead=ahead)
 
 
 def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:

@@ -18,6 +18,7 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels import ops
+from emberline.models.shard import Shard
 from emberline.unweight.codec import Codec, codec_of
 from emberline.unweight.tensor import CodedTensor, check_raw, is_coded
 
@@ -34,8 +35,10 @@ class Weights:
         """Whether it reads packed files."""
         return self.device.type == "cpu"
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, shard: Shard | None = None) -> None:
+        """`shard`: only its part of each tensor is handed out."""
         self.checkpoint = checkpoint
+        self.shard = shard or Shard()
         self.dtype = dtype  # of matrices; None: as in the file, but float16 widens, since no kernel reads it
         self.taken_bytes = 0  # in the dtype they are used in
         self._left = set(checkpoint.names())
@@ -100,7 +103,7 @@ class Weights:
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.info(name)
-        if info.shape != shape:
+        if self.shard.shape(name, info.shape) != shape:
             raise ModelFileError(
                 f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json asks for {shape}"
             )
@@ -116,7 +119,7 @@ class Weights:
         dtype = DTYPES[info.dtype]
         flat = self._decoded(name, info) if is_coded(info) else self._stored(name, info)
         aligned = flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()  # the format allows any offset
-        return aligned.view(dtype).view(shape)
+        return aligned.view(dtype).view(info.shape)[self.shard.cut(name, info.shape)]
 
     def _stored(self, name: str, info: TensorInfo) -> Tensor:
         flat = torch.frombuffer(self._map(info.file), dtype=torch.uint8, offset=info.offset, count=info.nbytes)

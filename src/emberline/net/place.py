@@ -34,13 +34,16 @@ class Place:
 
     def kept(self, since: float) -> Connection | None:
         """The one used last; those not used `since` then go."""
-        idle = self.idle
-        while idle and idle[0].idle_since < since:
-            idle.popleft().abort()
-        while idle:
-            if not (connection := idle.pop()).closed:
+        self.tidy(since)
+        while self.idle:
+            if not (connection := self.idle.pop()).closed:
                 return connection
         return None
+
+    def tidy(self, since: float) -> None:
+        """Those not used `since` then go."""
+        while self.idle and self.idle[0].idle_since < since:
+            self.idle.popleft().abort()
 
     def close(self) -> None:
         while self.idle:

@@ -80,6 +80,8 @@ class Pool:
     def _place(self, origin: str, checked: bool) -> Place:
         if len(self._places) >= MOST_PLACES:
             self._forget()
+        for each in self._places.values():  # nobody may ask there again
+            each.tidy(self._loop.time() - self._idle)
         place = self._places[origin, checked] = Place.of(origin, checked)
         return place
 

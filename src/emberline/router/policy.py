@@ -3,7 +3,8 @@
 A request costs a worker the tokens it must compute there: less where the beginning of its prompt was seen. Wanted is
 the worker with the least work in front of it, this request included. The request's home, where its session or the
 longest part of its prompt belongs, is given `slack` tokens for free: so far affinity holds, then it yields to load. No
-request is made to queue while another worker could run it at once.
+request is made to queue while another worker could run it at once. A suspect, under which several workers broke, may
+only have been there: it is tried again, but where no other suspect is, and never where it could break the last worker.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Rules:
     slack: float = 2048.0  # tokens
     decode_weight: float = 4.0  # a generated token counts as so many of a prompt
     split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker
+    split_patience: float = 3.0  # seconds by which it may be done later there: streams here are not held up
+    ticket_timeout: float = 10.0  # seconds that it may wait there
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,17 @@ def choose(
     now: float,
     without: Collection[str] = (),
     urgent: bool = False,
+    suspect: bool = False,
 ) -> Decision:
     """`known`: bytes of the prompt by worker, most first. `without`: workers that were tried already. `urgent`: its
-    client has part of the reply, so it does not matter how full they are. Raises what the client is to be told if there
-    is none."""
+    client has part of the reply, so it does not matter how full they are. `suspect`: see above. Raises what the client
+    is to be told if there is none."""
     there = [worker for worker in workers if worker.takes(ask.model, now) and worker.answers]
     if not there:
         raise _nobody(ask, workers)
     left = answering([worker for worker in there if worker.id not in without])
+    if suspect:
+        left = _spared(left, there)
     places = [w for w in left if w.open < w.max_running] or [w for w in left if w.open < w.limit or urgent]
     if not places:
         raise _full(there)
@@ -77,13 +83,19 @@ def choose(
 
     best = min(places, key=cost)
     seen = min(known.get(best.id, 0), ask.size)
-    load = Load(estimate.prompt(ask.size - seen), estimate.output(ask))
+    load = Load(estimate.prompt(ask.size - seen), estimate.output(ask), suspect)
     return Decision(best, load, why if best is home or home is None else Why.YIELDED, estimate.prompt(seen))
 
 
 def answering(workers: Sequence[Worker]) -> Sequence[Worker]:
     """Who prefills for others does nothing else while they are there."""
     return [worker for worker in workers if worker.role != "prefill"] or workers
+
+
+def _spared(workers: Sequence[Worker], there: Sequence[Worker]) -> Sequence[Worker]:
+    """Of these, who may have a suspect: another must be left."""
+    spare = sum(worker.calm for worker in there) > 1
+    return [worker for worker in workers if worker.calm and spare]
 
 
 def _home(

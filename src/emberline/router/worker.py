@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from emberline.core.breaker import Breaker
+from emberline.router.pace import Pace
 
 DURATION_WEIGHT = 0.1
 
@@ -14,6 +15,7 @@ DURATION_WEIGHT = 0.1
 class Load:
     prefill: float  # tokens still to be computed before the first byte
     decode: float  # tokens still to be generated
+    suspect: bool = False  # workers broke under the request: it may be what breaks them
 
 
 @dataclass(slots=True)
@@ -25,6 +27,7 @@ class Worker:
     limit: int  # requests it may have, running and waiting; running first: max_running <= limit
     breaker: Breaker
     ready: bool = True  # takes new requests
+    doubted: bool = False  # something broke under it, and nothing was heard of it since
     dialect: str = "native"
     role: str = "both"  # or prefill: computes prompts for others; or decode
     peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
@@ -33,6 +36,8 @@ class Worker:
     prefill: float = 0.0  # sums of these
     decode: float = 0.0
     seconds: float = 0.0  # a request takes, about
+    pace: Pace = field(default_factory=Pace)
+    _unreported: float = 0.0  # tokens of prompts that are done and not in a report yet
 
     def __post_init__(self) -> None:
         assert 0 < self.max_running <= self.limit
@@ -49,6 +54,11 @@ class Worker:
         """Our own can, whatever their role."""
         return self.role != "prefill" or self.dialect == "native"
 
+    @property
+    def calm(self) -> bool:
+        """It is well, and has no suspect that could change that."""
+        return not self.doubted and not any(load.suspect for load in self.loads.values())
+
     def takes_from(self, other: Worker, model: str) -> bool:
         return other.peers.get(model) in self.paired
 
@@ -64,6 +74,23 @@ class Worker:
         self.prefill -= load.prefill
         load.prefill = 0.0
 
+    def owes(self, key: int, tokens: float) -> None:
+        """A prompt that was to be computed elsewhere has to be computed here after all."""
+        self.loads[key].prefill += tokens
+        self.prefill += tokens
+
+    def reported(self, tokens: int, seconds: float) -> None:
+        """What it computed of prompts, and in what time, since it began: the oldest first, as workers take them."""
+        if self.role != "prefill":  # others' time is their streams' too
+            return
+        more = max(self.pace.reported(tokens, seconds) - self._unreported, 0.0)
+        self._unreported = 0.0
+        for load in self.loads.values():
+            done = min(load.prefill, more)
+            load.prefill -= done
+            self.prefill -= done
+            more -= done
+
     def generated(self, key: int, tokens: int) -> None:
         """More may come than was expected: then nothing more is."""
         load = self.loads[key]
@@ -73,6 +100,7 @@ class Worker:
 
     def ended(self, key: int, seconds: float | None = None) -> None:
         load = self.loads.pop(key)
+        self._unreported += load.prefill if seconds is not None else 0.0
         self.prefill -= load.prefill
         self.decode -= load.decode
         if not self.loads:

@@ -23,7 +23,7 @@ from emberline.bench.report import Report, Result
 
 KERNELS = ("linear", "decode", "prefill", "elementwise", "sample")
 DEADLINE = 460.0  # seconds for everything
-WHATS = ("engine", "open", "cold", "kernels", "all")
+WHATS = ("engine", "open", "cold", "handoff", "kernels", "all")
 PEERS_FIGURES = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
 
 
@@ -73,6 +73,10 @@ def parts(args: argparse.Namespace) -> list[Part]:
     if args.what in ("cold", "all") and engine.wanted("cold", only):
         start = partial(cold.measure, directory=args.checkpoint, settings=given, rounds=rounds)
         found.append(Part("cold", 90.0 + cold.WRITE_SECONDS + 60.0 * (rounds or cold.ROUNDS), start))
+    if args.what == "handoff":  # takes two processes, and so is no part of all
+        from emberline.bench.gpu import handoff
+
+        found.append(Part("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
     if args.what in ("kernels", "all"):
         found += [Part(f"kernels.{name}", 100.0, _kernel(name)) for name in KERNELS if not only or name in only]
     for who in args.peers:

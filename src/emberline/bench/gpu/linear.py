@@ -193,11 +193,18 @@ def _ours(
     x, out = _random(m, weights[0].k), torch.empty(m, weights[0].n, device="cuda", dtype=torch.bfloat16)
 
     def call(weight: Source) -> Callable[[], Tensor]:
-        if m <= 32:
+        if plan:
             return lambda: linear(x, weight, out=out, plan=plan, pdl=pdl)
-        return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
+        if wide_plan:
+            return lambda: wide.linear(x, weight, out=out, plan=wide_plan, pdl=pdl)
+        return lambda: _product(weight, m)(x, weight, out=out, pdl=pdl)
 
     return replay([call(weight) for weight in weights], replays=replays)
+
+
+def _product(weight: Source, m: int) -> Callable[..., Tensor]:
+    """As a model chooses it."""
+    return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, Packed)) else linear
 
 
 def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
@@ -245,17 +252,19 @@ def _our_chain(layers: Sequence[Sequence[Source]], head: Source, m: int, *, pdl:
     """With the epilogues that a model uses. Inputs stay as they are, so that nothing grows from layer to layer."""
     x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
-    ours: Callable[..., Tensor] = linear if m <= 32 else wide.linear
     logits = torch.empty(m, head.n, device="cuda")
+
+    def product(x: Tensor, weight: Source, out: Tensor, **options: object) -> None:
+        _product(weight, m)(x, weight, out=out, pdl=pdl, **options)
 
     def run() -> None:
         for layer in range(LAYERS):
             qkv, o, gate_up, down = layers[layer % DISTINCT]
-            ours(x, qkv, out=qkv_out, pdl=pdl)
-            ours(x, o, out=hidden, residual=residual, pdl=pdl)
-            ours(x, gate_up, out=active, gated=True, pdl=pdl)
-            ours(inner, down, out=hidden, residual=residual, pdl=pdl)
-        ours(x, head, out=logits, pdl=pdl)
+            product(x, qkv, qkv_out)
+            product(x, o, hidden, residual=residual)
+            product(x, gate_up, active, gated=True)
+            product(inner, down, hidden, residual=residual)
+        product(x, head, logits)
 
     return run
 

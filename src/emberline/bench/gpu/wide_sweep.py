@@ -110,27 +110,23 @@ def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, tupl
     """And how the table writes them, the likely ones first."""
     made = {}
     shares = wide.SHARES if columns == wide.LARGE else (1,)
-    for (groups, sets, beside), split, share in product(_tiles(columns, packed), SPLITS, shares):
+    for (groups, beside), split, share in product(_tiles(columns, packed), SPLITS, shares):
         if split > k // 64 or split * share > MOST_CTAS:
             continue
         limit, ctas = wide.SHARED_LIMITS[beside], beside * SMS
-        plan = wide.planned(groups, columns, n, k, split, sets=sets, share=share, ctas=ctas, shared=limit)
+        plan = wide.planned(groups, columns, n, k, split, packed=packed, share=share, ctas=ctas, shared=limit)
         if plan.grid <= ctas and plan.stages > 1 and plan.shared <= limit:
-            row = (groups, split, sets, beside, share) if packed else (groups, split, share)
+            row = (groups, split, beside, share) if packed else (groups, split, share)
             made[plan] = row if columns == wide.LARGE else row[:-1]
     return dict(sorted(made.items(), key=lambda item: wide.estimate(item[0], n, k))[:MOST_PLANS])
 
 
-def _tiles(columns: int, packed: bool) -> Iterator[tuple[int, int, int]]:
-    """Groups, sets of registers, and CTAs on a multiprocessor."""
-    if not packed:
-        yield from ((groups, 0, 1) for groups, wide_ in wide.PLAIN if wide_ == columns)
-        return
-    for (groups, wide_), counts in wide.SETS.items():
-        for sets in counts if wide_ == columns else ():
-            yield groups, sets, 1
-            if sets == 1 and groups * columns <= 128:
-                yield groups, sets, 2
+def _tiles(columns: int, packed: bool) -> Iterator[tuple[int, int]]:
+    """Groups, and CTAs on a multiprocessor."""
+    for groups in (groups for groups, wide_ in (wide.PACKED if packed else wide.PLAIN) if wide_ == columns):
+        yield groups, 1
+        if packed and groups <= 2 and groups * columns <= wide.MOST_OF_TWO:
+            yield groups, 2
 
 
 def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:

@@ -6,12 +6,13 @@ tokens of the step  [0, singles) theirs                  [singles, ...) the chun
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from emberline.core.plan import Work
+from emberline.core.plan import PENDING, Work
 from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.shape import Shape
 
@@ -44,11 +45,13 @@ class Batch:
         starts = np.fromiter((w.start for w in work), np.int32, len(work))
         counts = np.fromiter((len(w.tokens) for w in work), np.int32, len(work))
         total = int(counts.sum())
-        tokens = np.fromiter((t for w in work for t in w.tokens), np.int64, total)
+        ones = np.fromiter((w.tokens[0] for w in singles), np.int64, len(singles))
+        tokens = np.concatenate([ones, *(_ids(w.tokens) for w in chunks)])
         ends = np.cumsum(counts)
         positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts).astype(np.int32)
         token_rows = np.repeat(index, counts)
-        slots = rows.mirror[token_rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        at = token_rows * rows.mirror.shape[1] + positions // block_size
+        slots = rows.mirror.take(at).astype(np.int64) * block_size + positions % block_size
         scored = [
             np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
             for w, end in zip(work, ends.tolist(), strict=True)
@@ -92,3 +95,8 @@ class Batch:
         ends = np.zeros(len(self.counts) + 1, np.int32)
         np.cumsum(self.counts, out=ends[1:])
         return ends
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    """Of a long prompt, in half the time that numpy takes: as C's unsigned numbers, which all but PENDING are."""
+    return np.array(tokens, np.int64) if tokens[-1] == PENDING else np.frombuffer(array("Q", tokens), np.int64)

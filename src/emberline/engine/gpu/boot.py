@@ -22,6 +22,7 @@ from emberline.core.plan import Admission, StepPlan, StepResult, Work
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Cuda, Device
+from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import RowMaker
@@ -29,6 +30,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.tiers.stack import TierStack
+from emberline.kv.transfer.dock import Dock
 from emberline.models.config import ModelConfig
 from emberline.models.decoder import Decoder
 from emberline.models.device_weights import DeviceWeights
@@ -45,6 +47,7 @@ log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
 MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
+MakeDock = Callable[[DeviceRegion], Dock | None]
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
 
 
@@ -78,10 +81,11 @@ def boot_gpu(
     compiler: Callable[[], GrammarCompiler] | None = None,
     device: Device | None = None,
     tiers: MakeTiers | None = None,
+    dock: MakeDock | None = None,
 ) -> Booted:
     """`weights` is where the tensors come from; it is finished here, with everything else made while they arrive.
-    `identity` is asked for when they have. `tiers`: makes those that the settings speak of."""
-    assert (tiers is not None) == settings.tiers
+    `identity` is asked for when they have. `tiers`, `dock`: make those that the settings speak of."""
+    assert (tiers is not None) == settings.tiers and (dock is not None) == settings.transfer
     began = time.perf_counter()
     device = device or Cuda()
     model = Decoder.load(config, weights, context, "")
@@ -115,7 +119,8 @@ def boot_gpu(
     begun = time.perf_counter()
     below = tiers_of(runner, tiers) if tiers is not None else None
     seconds["tiers"] = time.perf_counter() - begun
-    engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below)
+    shared = dock(region_of(runner, device)) if dock is not None else None
+    engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds)
 
@@ -128,6 +133,7 @@ def boot_from(
     reader: Reader | None = None,
     compiler: Callable[[Path, ModelConfig], GrammarCompiler] | None = None,
     tiers: MakeTiers | None = None,
+    dock: MakeDock | None = None,
 ) -> Booted:
     """From a checkpoint. `reader`: one that has been reading its files since before torch was imported."""
     began = time.perf_counter()
@@ -155,6 +161,7 @@ def boot_from(
         compiler=grammars,
         device=device,
         tiers=tiers,
+        dock=dock,
     )
     return replace(booted, seconds={"config": opened - began, "device": there - opened, **booted.seconds})
 
@@ -166,6 +173,12 @@ def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
     runner.copier.reach(tiers.host.area)
     tiers.host.on_close = runner.copier.let_go
     return tiers
+
+
+def region_of(runner: GPURunner, device: Device) -> DeviceRegion:
+    """Its cache, for other engines."""
+    layout = runner.cache.shape.layout(runner.model.fingerprint, turned=False)
+    return DeviceRegion(layout, runner.cache, device)
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
@@ -257,6 +270,10 @@ def warm_up(runner: GPURunner) -> float:
 
 
 def _device_memory(device: Device) -> int:
-    if device.torch.type == "cuda":
-        return int(torch.cuda.mem_get_info(device.torch)[1])
-    return 1 << 30
+    return device_memory(device.torch) if device.torch.type == "cuda" else 1 << 30
+
+
+def device_memory(device: torch.device | None = None) -> int:
+    """Bytes that a plan may share out."""
+    free, total = torch.cuda.mem_get_info(device)
+    return memory.usable(total, free, torch.cuda.memory_reserved(device))

@@ -121,7 +121,8 @@ class CudaLane:
 class Cuda:
     def __init__(self, index: int = 0) -> None:
         self.torch = torch.device("cuda", index)
-        self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch))
+        # Before all others: what runs beside a step takes the multiprocessors that it leaves.
+        self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch, priority=-1))
 
     def pinned(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)

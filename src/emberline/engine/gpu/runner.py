@@ -59,7 +59,9 @@ class GPURunner:
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
         lanes = device.split(settings.decode_sms) if settings.decode_sms else ()
-        self._main, *self._beside = (Track(lane, Staging(size, device)) for lane in (device.lane, *lanes))
+        self._main, *self._beside = (
+            Track(lane, Staging(size, device), model.ahead(lane, device.beside())) for lane in (device.lane, *lanes)
+        )
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
         self.copier = DeviceCopier(cache, device) if settings.tiers else None
 
@@ -157,7 +159,7 @@ class GPURunner:
         if shape is not None:
             batch = batch.shaped(shape, self._rows.padding)
         sheet = track.inputs.sheet()
-        inputs = self._inputs(batch, shape, sheet)
+        inputs = self._inputs(batch, shape, sheet, track.ahead)
         alone = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
         wanted = None if alone else sheet.put(batch.wanted)
         sheet.send()
@@ -200,9 +202,9 @@ class GPURunner:
         track.captured[shape] = Captured(logits, replay)
         return logits, replay
 
-    def _inputs(self, batch: Batch, shape: Shape | None, sheet: Sheet) -> Inputs:
+    def _inputs(self, batch: Batch, shape: Shape | None, sheet: Sheet, ahead: ops.Ahead) -> Inputs:
         """Of a shape, all lies where it lay when that was captured."""
-        most = ops.most_tiles(shape.tokens, shape.chunks) if shape is not None else 0
+        most, sought = (0, batch.logit_rows) if shape is None else (ops.most_tiles(shape.tokens, shape.chunks), None)
         return Inputs(
             tokens=sheet.put(batch.tokens),
             token_rows=sheet.put(batch.token_rows),
@@ -211,8 +213,9 @@ class GPURunner:
             context=sheet.put(batch.starts),
             rows=sheet.put(batch.rows),
             query_start=sheet.put(batch.query_start),
-            tiles=self._cutter.cut(batch.starts, batch.counts, batch.singles, sheet.put, most=most),
+            tiles=self._cutter.cut(batch.starts, batch.counts, batch.singles, sheet.put, most=most, sought=sought),
             logit_rows=sheet.put(batch.logit_rows) if shape is None or shape.chunks else None,
+            ahead=ahead,
         )
 
     def _forward(self, inputs: Inputs, out: Tensor | None) -> Tensor:
@@ -229,6 +232,7 @@ class GPURunner:
                 keys=self.cache.keys,
                 values=self.cache.values,
                 tiles=inputs.tiles,
+                ahead=inputs.ahead.anew(),
             ),
             out=out,
         )

@@ -27,6 +27,7 @@ class Inputs:
     query_start: Tensor
     tiles: ops.Tiles
     logit_rows: Tensor | None  # None: all
+    ahead: ops.Ahead  # its track's
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,10 @@ class Captured:
 
 
 class Track:
-    def __init__(self, lane: Lane, inputs: Staging) -> None:
+    def __init__(self, lane: Lane, inputs: Staging, ahead: ops.Ahead) -> None:
         self.lane = lane
         self.inputs = inputs
+        self.ahead = ahead
         self.met: set[Shape] = set()  # that a step had before
         self.captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
@@ -56,6 +58,7 @@ class Track:
         self.captured.clear()
         self.lane.forget()
         self.inputs.forget()
+        self.ahead.forget()
         self._logits = None
 
 

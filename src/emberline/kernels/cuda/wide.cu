@@ -81,6 +81,7 @@ struct Header {
   int from, units, all;  // the part of k, and k / 64
   u32 scale, scale8;
   u32 ends;         // lane j: where the escapes of units j and 32 + j of 64 end
+  u32 some[2];      // which of these units have any
   u32 held, later;  // lane j: escape j of the 32 at hand, and of the next
   u32 next, last;
 
@@ -88,7 +89,12 @@ struct Header {
     return reinterpret_cast<const u16*>(at + STARTS_AT)[u32(from + min(unit, units))];
   }
   DEVICE u32 escape(u32 i) const { return i < last ? reinterpret_cast<const u32*>(at + escapes_at(all))[i] : 0; }
-  DEVICE void look(int unit, int lane) { ends = start(unit + lane + 1) | start(unit + 32 + lane + 1) << 16; }
+  DEVICE void look(int unit, int lane) {
+    const u32 end = start(unit + lane + 1), end32 = start(unit + 32 + lane + 1);
+    ends = end | end32 << 16;
+    some[0] = __ballot_sync(ALL, start(unit + lane) != end);
+    some[1] = __ballot_sync(ALL, start(unit + 32 + lane) != end32);
+  }
   DEVICE void open(const u8* header, int lane) {
     at = header;
     scale = reinterpret_cast<const u32*>(at)[lane / 4];
@@ -103,13 +109,13 @@ struct Header {
     const u32 two = __shfl_sync(ALL, ends, i % 32);
     return i & 32 ? two >> 16 : two & 0xffff;
   }
-  // Into a decoded unit, those before `end` that were not put yet: units come one after the other.
+  // Into a decoded unit, those before `end` that were not put yet: there are some, and units come one after the other.
   DEVICE void put(u32 (&a)[4][4], u32 end, int lane) {
 #pragma unroll 1
-    while (next < end) {
+    do {
       patch(a, __shfl_sync(ALL, held, next % 32), lane);
       if (++next % 32 == 0) held = later, later = escape(next + 32 + lane);
-    }
+    } while (next < end);
   }
 };
 
@@ -195,16 +201,16 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, i
 }
 
 // The same of packed weights. All warps of a group come to the same products in the same order, whatever each has to
-// patch. With two sets of registers a unit is decoded while the products of the one before run, with one set after
-// them: other groups' run meanwhile.
+// patch. Large tiles have two sets of registers: a unit is decoded while the products of the one before run. Others have
+// one, and decode after them: other groups' run meanwhile.
 template <class S>
 DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int units, int warp, int lane) {
   int last = 0;
   u32 sets[S::SETS][4][4], mine = S::X_BYTES + warp * UNIT_BYTES + 16 * lane;
   asm volatile("" : "+r"(mine));  // kept, not computed again for every unit
-  const auto step = [&](u32 (&a)[4][4], int i) {
+  const auto step = [&](u32 (&a)[4][4], int i, bool patched) {
     wait_for<S>(ring.full + 8 * ring.stage, ring.parity);
-    const u32 at = ring.slots + ring.stage * S::SLOT, end = header.end(i);
+    const u32 at = ring.slots + ring.stage * S::SLOT;
     Unit unit;
     unit.load_shared(at + mine, 0);
     if (S::SETS == 1) {
@@ -212,7 +218,7 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int un
       if (i) ring.give_back<S>(last, lane);
     }
     decode_unit(a, unit, header.scale, header.scale8);
-    header.put(a, end, lane);
+    if (patched) header.put(a, header.end(i), lane);
     const u64 x = matrix(at);
     products_begin();
 #pragma unroll
@@ -226,10 +232,15 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int un
     ring.advance();
   };
 #pragma unroll 1
-  for (int i = 0; i < units; i += S::SETS) {
-    if (i % 64 == 0 && i) header.look(i, lane);
-    step(sets[0], i);
-    if (S::SETS == 2 && i + 1 < units) step(sets[S::SETS - 1], i + 1);
+  for (int first = 0; first < units; first += 32) {
+    if (first && first % 64 == 0) header.look(first, lane);
+    const int until = min(first + 32, units);
+    u32 some = first & 32 ? header.some[1] : header.some[0];
+#pragma unroll 1
+    for (int i = first; i < until; i += S::SETS, some >>= S::SETS) {
+      step(sets[0], i, some & 1);
+      if (S::SETS == 2 && i + 1 < until) step(sets[S::SETS - 1], i + 1, some & 2);
+    }
   }
   products_wait<0>();
   ready(d);
@@ -307,7 +318,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   __syncthreads();
   if (S::LARGE && sharing.some()) be_seen();
   if (warp >= S::WARPS) {
-    if (S::LARGE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHER_REGISTERS));
+    if (S::TRADES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FETCHER_REGISTERS));
     if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, call.early, lane == 0);
     else if (S::LARGE && sharing.some()) see_all();
     __syncwarp();
@@ -315,7 +326,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
     if (split > 1) meet(), meet();
     else if (S::LARGE && sharing.some()) meet();  // a CTA that has ended can be told nothing
   } else {
-    if (S::LARGE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTER_REGISTERS));
+    if (S::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER_REGISTERS));
     compute<S>(ring, weights, steps, call, index, warp, lane);
     __syncwarp();
     if (S::LARGE && sharing.some() && split == 1) meet();
@@ -332,14 +343,14 @@ __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), 1)
 }
 
 // With few registers, two CTAs share a multiprocessor where shared memory lets them.
-constexpr int packed_ctas(int groups, int columns, int sets) { return sets == 1 && groups * columns <= 128 ? 2 : 1; }
+constexpr int packed_ctas(int groups, int columns) { return groups <= 2 && groups * columns <= 128 ? 2 : 1; }
 
-template <int GROUPS, int COLUMNS, int SETS>
-__global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS, SETS))
+template <int GROUPS, int COLUMNS>
+__global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS))
     wide_packed(const u8* planes, const u8* headers, int stride, const __grid_constant__ TensorMap x_map, void* out,
                 const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
                 int end, int early) {
-  using S = Shape<GROUPS, COLUMNS, true, SETS>;
+  using S = Shape<GROUPS, COLUMNS, true>;
   run<S>(Units<S>{planes, headers, n, k / 64, stride}, &x_map,
          Call{out, residual, bias, n, k, m, stages, split, share, end, early});
 }

@@ -7,18 +7,20 @@
 
 enum Epilogue { STORE, STORE_F32, ADD, GATED };
 
-// A large tile's 128 sums a thread take more registers than a launch has for each: those who fetch leave theirs to
-// those who compute, which goes by whole warpgroups. And CTAs may stand below each other and share x.
-constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
-constexpr int threads_of(int groups, int columns) { return 128 * groups + (columns == 256 ? 128 : 32); }
+// A CTA whose sums take half of all registers gives a thread more of them than a launch has for each: those who fetch
+// leave theirs to those who compute, which goes by whole warpgroups.
+constexpr bool trades(int groups, int columns) { return groups * columns == 512; }
+constexpr int threads_of(int groups, int columns) { return 128 * groups + (trades(groups, columns) ? 128 : 32); }
 
-// SETS: of registers that packed weights are decoded to.
-template <int GROUPS_, int WIDTH, bool PACKED_, int SETS_ = 1> struct Shape {
+template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr bool PACKED = PACKED_;
-  static constexpr int SETS = SETS_;
   static constexpr int GROUPS = GROUPS_, ROWS = 64 * GROUPS, WARPS = 4 * GROUPS;
   static constexpr int COLUMNS = WIDTH, BLOCKS = COLUMNS / 8, QUADS = COLUMNS / 32;
-  static constexpr bool LARGE = COLUMNS == 256;
+  static constexpr bool LARGE = COLUMNS == 256;  // CTAs may stand below each other and share x
+  static constexpr bool TRADES = trades(GROUPS, COLUMNS);
+  // 128 * 40 + 256 * 232 = 384 * 168, the launch's; 128 * 24 + 512 * 112 < 640 * 96
+  static constexpr int FETCHER_REGISTERS = LARGE ? 40 : 24, COMPUTER_REGISTERS = LARGE ? 232 : 112;
+  static constexpr int SETS = LARGE ? 2 : 1;  // of registers that packed weights are decoded to
   static constexpr u32 GROUP_BYTES = PACKED ? 4 * UNIT_BYTES : 8192;
   static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
 };
@@ -52,7 +54,7 @@ struct Ring {
 // As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
 // registers that a warpgroup takes over from another. Nor in one with a call, as a division is one.
 template <class S> DEVICE void wait_for(u32 barrier, u32 parity) {
-  if constexpr (S::LARGE) {
+  if constexpr (S::TRADES) {
 #pragma unroll 1
     for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
       if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
@@ -88,6 +90,12 @@ DEVICE void multiply_group(float (&d)[128], u64 w, u64 x, int more) {
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(more));
 }
 // The same with w in registers: 16 rows a warp.
+DEVICE void multiply_group(float (&d)[16], const u32 (&w)[4], u64 x, int more) {
+  asm volatile(
+      "{ .reg .pred p;\n setp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+      : FLOATS_16(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
+}
 DEVICE void multiply_group(float (&d)[32], const u32 (&w)[4], u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
@@ -145,7 +153,7 @@ DEVICE float silu(float x) {
 // As torch does it in bf16: gate and up are rounded, then silu, then the product.
 template <class S> DEVICE float gated(float gate, float up) {
   gate = to_float(to_bf16(gate));
-  const float part = S::LARGE ? silu(gate) : gate / (1.f + expf(-gate));
+  const float part = S::TRADES ? silu(gate) : gate / (1.f + expf(-gate));
   return to_float(to_bf16(part)) * to_float(to_bf16(up));
 }
 

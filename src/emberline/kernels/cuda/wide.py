@@ -1,8 +1,8 @@
 """linear: y = x w^T for 33 to 256 rows of x, where reading the weights is still most of the time, or not much less than
-the products. `wide.cu` says how.
+the products; packed weights of many rows from 17 rows of x on. `wide.cu` says how.
 
-A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m up to 64,
-up to 128, and beyond. Nor does it depend on whether the weights are packed, for the same split of k.
+A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m up to 32,
+up to 64, up to 128, and beyond. Nor does it depend on whether the weights are packed, for the same split of k.
 """
 
 from __future__ import annotations
@@ -24,28 +24,19 @@ GROUPS = (1, 2, 3, 4)  # warpgroups, 64 rows of w each
 COLUMNS = (64, 128, 256)  # rows of x
 LARGE = 256  # of them: tiles whose sums leave registers for two groups, and whose x CTAs may share
 LARGE_GROUPS, SHARES = 2, (1, 2)
+TRADES = 512  # groups * columns: a whole warpgroup fetches, and leaves its registers to the others
+# Fewer, of packed weights: where their rows keep so many CTAs with tall tiles busy, which read x less often.
+FEW, LEAST_OF_FEW, TALL, TALL_TILES = 32, 17, 4, 112
 SPLITS = (1, 2, 3, 4)
-# Packed weights, by tile: how many sets of registers they may be decoded to. Two where a thread has enough of them;
-# with one set and groups * columns <= 128, two CTAs may share a multiprocessor.
-SETS = {
-    (1, 64): (1, 2),
-    (2, 64): (1, 2),
-    (3, 64): (1,),
-    (4, 64): (1,),
-    (1, 128): (1, 2),
-    (2, 128): (1, 2),
-    (3, 128): (1,),
-    (LARGE_GROUPS, LARGE): (1, 2),
-}
 SHARED_LIMITS = {1: SHARED_LIMIT, 2: 113 << 10}  # of a CTA, by how many share a multiprocessor
+MOST_OF_TWO = 128  # groups * columns of packed weights, where registers are enough for two CTAs
 CLUSTERS = {1: SMS, 2: 66, 3: 40, 4: 30, 6: 18, 8: 15}  # of a size an H200 runs so many at once; of 3 and 6 at least
 # What bounds a plan, in bytes a microsecond: memory, what the L2 hands out, and what a multiprocessor takes in. Then
 # what the parts of k cost in a cluster: to meet, in microseconds, and to hand sums over, in bytes a microsecond.
 MEMORY_RATE, L2_RATE, SM_RATE = 4.39e6, 7.8e6, 0.1e6
 MEETING, HANDING_RATE = 0.7, 0.06e6
-# Of packed weights, in microseconds: from one unit of a warp to the next, at best; the products of a group's unit with
-# 64 rows of x.
-DECODING, MULTIPLYING = 0.2, 0.073
+# Of packed weights, in microseconds: a step of a CTA; what each group adds, and each column of a group.
+STEP, GROUP_STEP, COLUMN_STEP = 0.15, 0.12, 0.0004
 # Of large tiles, in microseconds: the products of a group's step, as gemm.cu has them; what a tile takes besides; and
 # what the L2 hands out while they run. And cuBLAS for as many rows: FLOP a microsecond, what a call takes besides.
 LARGE_MULTIPLYING, LARGE_FINISH, LARGE_L2_RATE = 0.36, 1.5, 6.0e6
@@ -68,37 +59,37 @@ MEASURED: dict[tuple[int, int, int], tuple[int, ...]] = {
     (256, 4096, 14336): (),
     (256, 128256, 4096): (),
 }
-# columns, n, k: groups, split, sets, CTAs on a multiprocessor, and how many share x, for packed weights
+# columns, n, k: groups, split, CTAs on a multiprocessor, and how many share x, for packed weights
 MEASURED_PACKED: dict[tuple[int, int, int], tuple[int, ...]] = {
-    (64, 6144, 4096): (2, 4, 1, 2),
-    (128, 6144, 4096): (1, 2, 1, 2),
-    (64, 4096, 4096): (1, 3, 1, 2),
-    (128, 4096, 4096): (1, 2, 2, 1),
-    (64, 28672, 4096): (2, 1, 1, 2),
-    (128, 28672, 4096): (2, 1, 1, 1),
-    (64, 4096, 14336): (2, 7, 1, 2),
-    (128, 4096, 14336): (3, 5, 1, 1),
-    (64, 128256, 4096): (4, 1, 1, 1),
-    (128, 128256, 4096): (3, 1, 1, 1),
-    (256, 6144, 4096): (2, 2, 2, 1, 1),
-    (256, 4096, 4096): (2, 3, 2, 1, 1),
-    (256, 28672, 4096): (2, 1, 2, 1, 2),
-    (256, 4096, 14336): (2, 3, 2, 1, 1),
-    (256, 128256, 4096): (2, 1, 2, 1, 1),
+    (64, 6144, 4096): (2, 4, 2),
+    (128, 6144, 4096): (1, 2, 2),
+    (64, 4096, 4096): (1, 3, 2),
+    (128, 4096, 4096): (1, 3, 2),
+    (64, 28672, 4096): (2, 1, 2),
+    (128, 28672, 4096): (4, 1, 1),
+    (64, 4096, 14336): (2, 6, 2),
+    (128, 4096, 14336): (3, 5, 1),
+    (64, 128256, 4096): (4, 1, 1),
+    (128, 128256, 4096): (4, 1, 1),
+    (256, 6144, 4096): (2, 2, 1, 1),
+    (256, 4096, 4096): (2, 3, 1, 1),
+    (256, 28672, 4096): (2, 1, 1, 2),
+    (256, 4096, 14336): (2, 3, 1, 1),
+    (256, 128256, 4096): (2, 1, 1, 1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k. `sets`: of
-    registers that packed weights are decoded to; 0: they are not packed. `share`: CTAs that share tiles of x."""
+    """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k. `share`:
+    CTAs that share tiles of x."""
 
     groups: int
     columns: int
     stages: int
     split: int
     grid: int
-    sets: int = 0
+    packed: bool = False
     share: int = 1
 
     @property
@@ -107,16 +98,16 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return 128 * self.groups + (128 if self.columns == LARGE else 32)
+        return 128 * self.groups + (128 if self.groups * self.columns == TRADES else 32)
 
     @property
     def variant(self) -> str:
         tile = f"{self.groups}, {self.columns}"
-        return f"wide_packed<{tile}, {self.sets}>" if self.sets else f"wide<{tile}>"
+        return f"wide_packed<{tile}>" if self.packed else f"wide<{tile}>"
 
     @property
     def slot(self) -> int:
-        return 128 * self.columns + self.groups * (4 * UNIT_BYTES if self.sets else 128 * 64)
+        return 128 * self.columns + self.groups * (4 * UNIT_BYTES if self.packed else 128 * 64)
 
     @property
     def fetched(self) -> int:
@@ -136,19 +127,21 @@ class Plan:
         return -(-64 * self.columns * fragments // self.slot) if self.split > 1 else 1
 
 
-PLAIN = [*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE)]
-TILES = [(tile, (0,)) for tile in PLAIN] + list(SETS.items())
-VARIANTS = tuple(Plan(*tile, 1, 1, 1, sets).variant for tile, ways in TILES for sets in ways)
+PLAIN = (*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE))
+PACKED = (*PLAIN, (TALL, FEW))
+VARIANTS = tuple(Plan(*tile, 1, 1, 1, tiles is PACKED).variant for tiles in (PLAIN, PACKED) for tile in tiles)
 
 
 def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
-    """Whether it can be done, and should: for more than 128 rows and plain weights, cuBLAS may be faster. It would have
-    packed ones unpacked first, which takes as long again."""
+    """Whether it can be done, and should: for few rows `cuda.linear` may be faster, for more than 128 and plain weights
+    cuBLAS. That would have packed ones unpacked first, which takes as long again."""
+    if m < LEAST_ROWS:
+        return fits(m, n, k) and packed and m >= LEAST_OF_FEW and n >= 64 * TALL * TALL_TILES
     return fits(m, n, k) and (m <= COLUMNS[-2] or packed or beats_cublas(n, k))
 
 
 def fits(m: int, n: int, k: int) -> bool:
-    return LEAST_ROWS <= m <= MOST_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % UNIT == 0
+    return 1 <= m <= MOST_ROWS and n > 0 and n % 64 == 0 and k > 0 and k % UNIT == 0
 
 
 @cache
@@ -177,8 +170,9 @@ def linear(
     assert residual is None or residual.data_ptr() % 16 == 0
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(epilogue_of(out, residual, gated))
-    plan = plan or choose(columns_of(m), w.n, k, packed=isinstance(w, Packed))
-    assert plan.columns >= m and plan.split <= k // UNIT and bool(plan.sets) is isinstance(w, Packed)
+    packed = isinstance(w, Packed)
+    plan = plan or choose(columns_of(m, packed=packed), w.n, k, packed=packed)
+    assert plan.columns >= m and plan.split <= k // UNIT and plan.packed is packed
     assert plan.stages > 1 or k <= UNIT * plan.split, "a slot is given back when the next one's products are issued"
     assert plan.stages >= plan.least_stages
     teams = -(-w.n // (64 * plan.groups * plan.share))
@@ -200,25 +194,23 @@ def linear(
     return out
 
 
-def columns_of(m: int) -> int:
-    return next(columns for columns in COLUMNS if columns >= m)
+def columns_of(m: int, *, packed: bool = False) -> int:
+    return next(columns for columns in ((FEW, *COLUMNS) if packed else COLUMNS) if columns >= m)
 
 
 @cache
 def choose(columns: int, n: int, k: int, *, packed: bool = False) -> Plan:
     """The plan that should take the least time. It must not depend on more: the split is part of what a result is."""
     if packed and (columns, n, k) in MEASURED_PACKED:
-        groups, split, sets, beside, share = (*MEASURED_PACKED[columns, n, k], 1)[:5]
+        groups, split, beside, share = (*MEASURED_PACKED[columns, n, k], 1)[:4]
         ctas, limit = beside * SMS, SHARED_LIMITS[beside]
-        return planned(groups, columns, n, k, split, sets=sets, share=share, ctas=ctas, shared=limit)
+        return planned(groups, columns, n, k, split, packed=True, share=share, ctas=ctas, shared=limit)
     if not packed and (row := MEASURED.get((columns, n, k))):
         groups, split, share = (*row, 1)[:3]
         return planned(groups, columns, n, k, split, share=share)
-    ways = [(groups, max(counts)) for (groups, wide), counts in SETS.items() if wide == columns]
-    if not packed:
-        ways = [(groups, 0) for groups, wide in PLAIN if wide == columns]
-    tiles = product(ways, SPLITS, SHARES if columns == LARGE else (1,))
-    plans = [planned(groups, columns, n, k, split, sets=sets, share=share) for (groups, sets), split, share in tiles]
+    known = [groups for groups, wide in (PACKED if packed else PLAIN) if wide == columns]
+    tiles = product(known, SPLITS, SHARES if columns == LARGE else (1,))
+    plans = [planned(groups, columns, n, k, split, packed=packed, share=share) for groups, split, share in tiles]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * CLUSTERS[plan.cluster]]
     return min((plan for plan in fitting if plan.split <= k // UNIT), key=lambda plan: estimate(plan, n, k))
 
@@ -230,7 +222,7 @@ def planned(
     k: int,
     split: int = 1,
     *,
-    sets: int = 0,
+    packed: bool = False,
     share: int = 1,
     ctas: int = SMS,
     shared: int = SHARED_LIMIT,
@@ -239,7 +231,7 @@ def planned(
     CTA has one."""
     teams = -(-n // (64 * groups * share))  # of tiles that share x
     waves = -(-teams // (ctas // share)) if split == 1 else 1
-    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), sets, share)
+    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share)
     most = waves * -(-k // (UNIT * split))  # steps of a CTA: more stages are never used
     return replace(bare, stages=max(bare.least_stages, min(most, (shared - 1024) // (bare.slot + 16))))
 
@@ -250,7 +242,7 @@ def estimate(plan: Plan, n: int, k: int) -> float:
     waves = -(-tiles * plan.split // plan.grid)
     steps = waves * -(-units // plan.split)  # of a CTA
     limits = [
-        (1.5 if plan.sets else 2) * n * k / MEMORY_RATE,
+        (1.5 if plan.packed else 2) * n * k / MEMORY_RATE,
         tiles * units * plan.fetched / (LARGE_L2_RATE if plan.columns == LARGE else L2_RATE),
         steps * plan.slot / SM_RATE,
     ]
@@ -258,8 +250,8 @@ def estimate(plan: Plan, n: int, k: int) -> float:
     parted = MEETING + handed / HANDING_RATE if plan.split > 1 else 0.0
     if plan.columns == LARGE:
         return max(*limits, steps * plan.groups * LARGE_MULTIPLYING) + waves * LARGE_FINISH + parted
-    if plan.sets:
-        limits.append(steps * max(DECODING, plan.groups * plan.columns / 64 * MULTIPLYING))
+    if plan.packed:
+        limits.append(steps * (STEP + plan.groups * (GROUP_STEP + plan.columns * COLUMN_STEP)))
     return max(limits) + sum(limits) / 10 + parted
 
 

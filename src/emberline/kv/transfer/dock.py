@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from emberline.core.config import TransferConfig
@@ -16,12 +16,15 @@ from emberline.kv.transfer.errors import PeerUnreachable
 from emberline.kv.transfer.link import Habits
 from emberline.kv.transfer.mooncake import Mooncake, MooncakeTransport, serve_mooncake
 from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.region import HostRegion, Region
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.server import Server
 from emberline.kv.transfer.shm import Segment, ShmTransport, serve_shm
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 
 log = logging.getLogger("emberline.transfer")
+
+DEVICE_STREAMS = 4  # connections of one pull: a device's pieces take more steps one after the other, on both sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,19 @@ class Ways:
 
 
 @dataclass(frozen=True, slots=True)
+class Near:
+    """How processes of the same host reach a cache."""
+
+    transport: Transport
+    serve: Callable[[Sender], Server]
+
+    @staticmethod
+    def by_memory(segment: Segment) -> Near:
+        """They map it."""
+        return Near(ShmTransport(segment.region.layout), lambda sender: serve_shm(sender, segment))
+
+
+@dataclass(frozen=True, slots=True)
 class Dock:
     sender: Sender
     receiver: Receiver
@@ -42,24 +58,26 @@ class Dock:
     config: TransferConfig = field(default_factory=lambda: TransferConfig("local"))
 
     @staticmethod
-    def opened(config: TransferConfig, segment: Segment, ways: Ways | None = None) -> Dock:
-        """For a cache that lies in the segment: its own host maps it, others connect."""
+    def opened(config: TransferConfig, region: Region, near: Near | None = None, ways: Ways | None = None) -> Dock:
+        """Others connect to it."""
         ways = ways or Ways()
-        sender, layout = Sender(segment.region, config.name, crc=ways.crc), segment.region.layout
+        sender, layout = Sender(region, config.name, crc=ways.crc), region.layout
         codecs = [ways.codec] if ways.codec else []
-        habits = Habits(crc=ways.crc, codecs=codecs, always=ways.always)
-        transports: list[Transport] = [ShmTransport(layout), TcpTransport(layout, habits)]
-        servers: list[Server] = [serve_shm(sender, segment)]
+        streams = 2 if isinstance(region, HostRegion) else DEVICE_STREAMS
+        habits = Habits(streams, crc=ways.crc, codecs=codecs, always=ways.always, staging=region.staging)
+        transports: list[Transport] = [near.transport] if near else []
+        servers: list[Server] = [near.serve(sender)] if near else []
         try:
-            servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
-            if ways.mooncake and (engine := _mooncake(config.advertise or config.host)) is not None:
+            if ways.mooncake and (engine := _mooncake(config.advertise or config.host, region)) is not None:
                 servers.append(serve_mooncake(sender, engine, config.host, advertise=config.advertise))
-                transports.insert(1, MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
+                transports.append(MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
+            servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
+            transports.append(TcpTransport(layout, habits))
         except BaseException:  # half a dock is none
             for server in servers:
                 server.stop()
             raise
-        return Dock(sender, Receiver(segment.region, transports, crc=ways.crc), servers, config)
+        return Dock(sender, Receiver(region, transports, crc=ways.crc), servers, config)
 
     def close(self) -> None:
         """Nobody gets or sends anything any more."""
@@ -69,9 +87,9 @@ class Dock:
             server.stop()
 
 
-def _mooncake(host: str) -> Mooncake | None:
+def _mooncake(host: str, region: Region) -> Mooncake | None:
     """None if it is not to be had: blocks have other ways."""
-    reason = probe(host, protocol())
+    reason = probe(host, protocol()) if isinstance(region, HostRegion) else "they are in a GPU's memory"
     if reason is None:
         try:
             return Mooncake(host, protocol())

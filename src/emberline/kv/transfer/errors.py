@@ -2,6 +2,7 @@
 
 TransferError           status  code                 what happened
 ├── PeerUnreachable     503     peer_unreachable     nobody answers at any of its endpoints
+│   └── Elsewhere                                    nobody on this host
 ├── PeerLost            502     peer_lost            the connection ended while an answer was due
 ├── PeerChanged         409     peer_changed         another incarnation answers there
 ├── Incompatible        409     incompatible         the two caches do not pair
@@ -26,6 +27,10 @@ class TransferError(EmberlineError):
 class PeerUnreachable(TransferError):
     status = 503
     code = "peer_unreachable"
+
+
+class Elsewhere(PeerUnreachable):
+    """It can only be reached from its own host, and that is another."""
 
 
 class PeerLost(TransferError):

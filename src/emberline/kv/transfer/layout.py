@@ -51,6 +51,12 @@ class Layout:
         return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def check_pair(self, other: Layout) -> None:
+        if bool(self.turned) != bool(other.turned):
+            ours, theirs = ("across" if layout.turned else "along" for layout in (self, other))
+            raise Incompatible(
+                f"keys lie {ours} the tokens here, {theirs} them there",
+                hint="a GPU's cache pairs with a GPU's, and a CPU's with a CPU's",
+            )
         for name in (field.name for field in fields(self) if field.name != "tokens"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:

@@ -34,7 +34,7 @@ from emberline.kv.transfer.errors import (
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Dial, Habits, StreamLink
 from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Ids, runs
+from emberline.kv.transfer.region import HostRegion, Ids, runs
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.server import Server, generation_mark
 from emberline.kv.transfer.tcp import dialling, listening
@@ -126,18 +126,19 @@ class Mooncake:
 
 class MooncakeServer(Server):
     def __init__(self, sender: Sender, engine: Mooncake, listener: socket.socket, patience: float) -> None:
-        self._engine = engine
-        for part in sender.region.parts:
+        assert isinstance(sender.region, HostRegion)
+        self._engine, self._region = engine, sender.region
+        for part in self._region.parts:
             engine.register(part)
         super().__init__(sender, listener, patience=patience)
 
     def stop(self) -> None:
         super().stop()
-        for part in self._sender.region.parts:
+        for part in self._region.parts:
             self._engine.forget(part)
 
     def _attach(self, channel: Channel, transfer: int) -> None:
-        region = self._sender.region
+        region = self._region
         told = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
         channel.tell(Kind.OKAY, transfer, told, time.monotonic() + self._patience)
 

@@ -6,9 +6,11 @@ arrives. What arrived counts only if the lease was alive after the last byte: un
 
 from __future__ import annotations
 
+import logging
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,6 +21,7 @@ from emberline.kv.transfer.base import Fetch, Link, Transport
 from emberline.kv.transfer.errors import (
     BadTransfer,
     Corrupted,
+    Elsewhere,
     PeerChanged,
     PeerUnreachable,
     TransferError,
@@ -29,6 +32,8 @@ from emberline.kv.transfer.piece import Piece, cut
 from emberline.kv.transfer.progress import Progress
 from emberline.kv.transfer.region import Ids, Region
 from emberline.kv.transfer.ticket import Peer, Ticket
+
+log = logging.getLogger("emberline.transfer")
 
 PIECE = 4 << 20  # bytes: what a piece costs besides its copying is then small, and it stays in the last cache
 WAIT = 1.0  # seconds that a growing ticket is waited for at a time
@@ -50,6 +55,8 @@ class Receiver:
         self._clock = clock or SystemClock()
         self._crc = crc
         self._piece_bytes = piece_bytes
+        self.reached: Counter[str] = Counter()  # peers, by the transport that led there
+        self.passed_over: Counter[str] = Counter()  # the same, by those that should have and did not
         self._links: dict[str, Link] = {}  # by incarnation: one that ended is never spoken to again
         self._lock = threading.Lock()
 
@@ -188,15 +195,26 @@ class Receiver:
         return kept
 
     def _connected(self, peer: Peer, deadline: float) -> Link:
-        why: list[TransferError] = []
+        why: dict[str, TransferError] = {}
         for transport in self._transports:
             if transport.kind in peer.endpoints:
                 try:
-                    return transport.connect(peer, deadline)
+                    link = transport.connect(peer, deadline)
                 except TransferError as error:
-                    why.append(error)
-        for told in why:
+                    why[transport.kind] = error
+                else:
+                    self._pass_over(peer, why)
+                    self.reached[transport.kind] += 1
+                    return link
+        for told in why.values():
             if not isinstance(told, PeerUnreachable):  # somebody answers, and says what is wrong
                 raise told
-        reasons = "; ".join(error.message for error in why) or "no transport in common"
+        reasons = "; ".join(error.message for error in why.values()) or "no transport in common"
         raise PeerUnreachable(f"{peer.name} cannot be reached: {reasons}")
+
+    def _pass_over(self, peer: Peer, why: Mapping[str, TransferError]) -> None:
+        """Better ways than the one that was taken."""
+        for kind, error in why.items():
+            if not isinstance(error, Elsewhere):
+                log.warning("%s is not reached by %s: %s", peer.name, kind, error.message)
+                self.passed_over[kind] += 1

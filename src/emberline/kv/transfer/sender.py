@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.kv.checksum import Crc, chained
+from emberline.kv.checksum import Crc
 from emberline.kv.transfer.errors import BadTransfer, BlockReused, TicketOver
 from emberline.kv.transfer.lease import Ended, How, Lease, Leases
 from emberline.kv.transfer.piece import Piece
@@ -146,10 +146,15 @@ class Sender:
     def _described(self, blocks: Sequence[int]) -> tuple[Ids, Marks, tuple[int, ...]]:
         """Blocks, their generations, and checksums if they are sealed."""
         assert all(0 <= block < self.region.blocks for block in blocks)
-        ids, layers = np.asarray(blocks, np.int64), self.region.layout.layers
-        whole = (Piece(0, layers, i, i + 1) for i in range(len(blocks) if self._seal else 0))
-        sums = tuple(chained(self.crc, self.region.views(piece, ids)) for piece in whole)
+        ids = np.asarray(blocks, np.int64)
+        sums = tuple(self._sum(ids, i) for i in range(len(blocks) if self._seal else 0))
         return ids, self.region.current(ids), sums
+
+    def _sum(self, blocks: Ids, at: int) -> int:
+        layout = self.region.layout
+        room = memoryview(bytearray(layout.block_bytes))
+        self.region.gather(Piece(0, layout.layers, at, at + 1), blocks, layout, room)
+        return self.crc(room, 0)
 
     def _ticket(self, lease: Lease) -> Ticket:
         blocks, generations = tuple(lease.blocks.tolist()), tuple(lease.generations.tolist())

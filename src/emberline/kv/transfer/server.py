@@ -81,7 +81,7 @@ class Server:
             if self.num_open >= MOST_CONNECTIONS:
                 sock.close()
                 continue
-            channel = Channel(sock, self._patience)
+            channel = Channel(sock, self._patience, self._sender.region.staging())
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
             with self._lock:
                 self._open[channel] = thread
@@ -134,8 +134,8 @@ class Server:
             elif asked.kind == Kind.ATTACH:
                 self._attach(channel, asked.transfer)
             else:
-                soon = MOST_WAIT + self._patience
-                channel.tell(Kind.OKAY, asked.transfer, self._said(asked.kind, told), time.monotonic() + soon)
+                answer = self._said(asked.kind, told, channel.staging)
+                channel.tell(Kind.OKAY, asked.transfer, answer, time.monotonic() + self._patience)
         except (TransferError, KeyError, TypeError, ValueError) as error:
             if channel.broken:
                 raise
@@ -143,7 +143,7 @@ class Server:
             self._sender.failed(known.code)
             self._refuse(channel, asked.transfer, known)
 
-    def _said(self, kind: int, told: dict[str, Any]) -> dict[str, Any]:
+    def _said(self, kind: int, told: dict[str, Any], staging: Staging) -> dict[str, Any]:
         if kind == Kind.STATE:
             wait = min(float(told["wait"]), MOST_WAIT)
             return self._sender.state(told["id"], int(told["known"]), wait).as_dict()
@@ -152,15 +152,16 @@ class Server:
         elif kind == Kind.END:
             self._sender.end(told["id"], How(told["how"]))
         elif kind == Kind.VOUCH:
-            return self._vouch(told["id"], Piece(*map(int, told["piece"])), bool(told["checked"]))
+            return self._vouch(told["id"], Piece(*map(int, told["piece"])), staging if told["checked"] else None)
         else:
             raise BadTransfer(f"nobody here knows requests of kind {kind}")
         return {}
 
-    def _vouch(self, id: str, piece: Piece, checked: bool) -> dict[str, Any]:
-        """For a piece that the receiver has read by itself, before it asked: it was as published until now."""
+    def _vouch(self, id: str, piece: Piece, staging: Staging | None) -> dict[str, Any]:
+        """For a piece that the receiver has read by itself, before it asked: it was as published until now. `staging`:
+        if its checksum is wanted."""
         with self._sender.reading(id, piece) as lease:
-            views = self._sender.region.views(piece, lease.blocks) if checked else []
+            views = self._payload(piece, lease, staging, None) if staging is not None else []
             return {
                 "mark": generation_mark(lease.generations[piece.first : piece.last]),
                 "crc": chained(self._sender.crc, views),

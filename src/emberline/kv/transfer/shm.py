@@ -9,26 +9,23 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import socket
-import struct
 import time
 from collections.abc import Iterator
 
 import numpy as np
 
+from emberline.kv.transfer import unix
 from emberline.kv.transfer.base import Fetch
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
 from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerLost, PeerUnreachable, TransferTimeout
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Habits, StreamLink
 from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Region, Staging, move
+from emberline.kv.transfer.region import HostRegion, Staging, move
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.server import Server
 from emberline.kv.transfer.ticket import Peer
-
-CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 class Segment:
@@ -53,9 +50,7 @@ class ShmServer(Server):
         super().__init__(sender, listener, patience=patience)
 
     def _attach(self, channel: Channel, transfer: int) -> None:
-        told = channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-        if CREDENTIALS.unpack(told)[1] != os.getuid():
-            raise BadTransfer("only processes of the same user may map the cache")
+        unix.check_user(channel)
         deadline, fd = time.monotonic() + self._patience, self._segment.reader()
         try:
             channel.tell(Kind.OKAY, transfer, {"blocks": self._segment.region.blocks}, deadline)
@@ -67,28 +62,11 @@ class ShmServer(Server):
 def serve_shm(sender: Sender, segment: Segment, address: str | None = None, *, patience: float = PATIENCE) -> ShmServer:
     """`sender` publishes from the segment's region. `address`: a name without a file, of this host's network."""
     assert sender.region is segment.region
-    address = address or f"emberline-{secrets.token_hex(8)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("\0" + address)
-    listener.listen(128)
-    sender.endpoints["shm"] = address
+    listener, sender.endpoints["shm"] = unix.listening(address)
     return ShmServer(sender, segment, listener, patience)
 
 
 class ShmLink(StreamLink):
-    def __init__(self, peer: Peer, layout: Layout, habits: Habits, deadline: float) -> None:
-        def dial(seconds: float) -> socket.socket:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(seconds)
-            try:
-                sock.connect("\0" + peer.endpoints["shm"])
-            except OSError:
-                sock.close()
-                raise
-            return sock
-
-        super().__init__(peer, layout, dial, habits, deadline)
-
     def _prepare(self, deadline: float) -> None:
         self._source = self._mapped(deadline)
 
@@ -112,7 +90,7 @@ class ShmLink(StreamLink):
         if not self._source.holds(fetch.blocks[part], fetch.generations[part]):
             raise BlockReused("a published block has been given other content")
 
-    def _mapped(self, deadline: float) -> Region:
+    def _mapped(self, deadline: float) -> HostRegion:
         with self._channel(deadline) as channel:
             blocks, fd = self._attached(channel, deadline)
         try:
@@ -145,7 +123,7 @@ class ShmTransport:
         self._habits = habits or Habits(streams=1)
 
     def connect(self, peer: Peer, deadline: float) -> ShmLink:
-        return ShmLink(peer, self._layout, self._habits, deadline)
+        return ShmLink(peer, self._layout, unix.dialling(peer.endpoints["shm"]), self._habits, deadline)
 
 
 def _spans(layout: Layout, blocks: int) -> list[int]:
@@ -154,10 +132,10 @@ def _spans(layout: Layout, blocks: int) -> list[int]:
     return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
 
 
-def _region(layout: Layout, blocks: int, memory: mmap.mmap) -> Region:
+def _region(layout: Layout, blocks: int, memory: mmap.mmap) -> HostRegion:
     first, *others = _cuts(memoryview(memory), _spans(layout, blocks))
     size = layout.layers * blocks * layout.plane_bytes
-    return Region(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * blocks], np.uint64))
+    return HostRegion(layout, [part[:size] for part in others], np.frombuffer(first[: 8 * blocks], np.uint64))
 
 
 def _cuts(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:

@@ -27,7 +27,7 @@ from emberline.router.prefixmap import PrefixMap
 from emberline.router.split import split
 from emberline.router.worker import Worker
 from emberline.server.routing.leg import Leg
-from emberline.server.routing.router_metrics import RouterMetrics
+from emberline.server.routing.router_metrics import GONE, RouterMetrics
 from emberline.server.routing.spans import leg_ended
 
 log = logging.getLogger("emberline.router")
@@ -37,7 +37,13 @@ class Dispatch:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._rules = Rules(config.affinity_slack, config.decode_weight, config.split_tokens)
+        self._rules = Rules(
+            config.affinity_slack,
+            config.decode_weight,
+            config.split_tokens,
+            config.split_patience,
+            config.ticket_timeout,
+        )
         self.membership = Membership(Patience(config.lost_after, config.stuck_after))
         self.workers: dict[str, Worker] = {}  # by name
         self.estimates: defaultdict[str, Estimate] = defaultdict(Estimate)  # of models that are served
@@ -83,8 +89,10 @@ class Dispatch:
             raise Superseded(f"{beat.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if not self.membership.beat(beat, self._clock.now()):
             raise NotFound(f"no worker {beat.name[:200]!r} of this incarnation is registered", hint="register again")
-        self.workers[beat.name].paired = frozenset(beat.paired)
-        self._look(self.workers[beat.name])
+        worker = self.workers[beat.name]
+        worker.doubted, worker.paired = False, frozenset(beat.paired)
+        worker.reported(beat.prompt_tokens, beat.busy_seconds)
+        self._look(worker)
 
     def peers(self, name: str) -> dict[str, list[dict[str, Any]]]:
         """Who computes prompts for this worker, by model: it is to be ready for their blocks."""
@@ -145,12 +153,19 @@ class Dispatch:
         for name in self.membership.forget(now):
             log.info("worker %s is forgotten", name)
             self._retire(self.workers.pop(name), lost=True)
+            self._forget(name)
         for id_ in [id_ for id_ in self._retired if id_ not in self._open]:
             self._retired.discard(id_)
         for id_ in self._retired:
             for leg in self._open[id_].values():
                 if now - leg.heard > self._config.stuck_after:
                     leg.cut(Health.STUCK.value)
+
+    def _forget(self, name: str) -> None:
+        """What is kept by names of workers and models: whoever starts them may give each another."""
+        self.metrics.forget(name)
+        for model in self.estimates.keys() - {model for worker in self.workers.values() for model in worker.models}:
+            del self.estimates[model]
 
     def _look(self, worker: Worker) -> None:
         health = self.health(worker)
@@ -180,10 +195,9 @@ class Dispatch:
     def num_open(self) -> int:
         return sum(map(len, self._open.values()))
 
-    def choose(self, ask: Ask, without: set[str], *, urgent: bool = False) -> Decision:
-        return choose(
-            ask, list(self.workers.values()), *self._known(ask), self._rules, self._clock.now(), without, urgent
-        )
+    def choose(self, ask: Ask, without: set[str], *, urgent: bool = False, suspect: bool = False) -> Decision:
+        workers, now = list(self.workers.values()), self._clock.now()
+        return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect)
 
     def again(self, decision: Decision) -> Decision | None:
         """Back to who was to be left, if it is still there."""
@@ -272,7 +286,8 @@ class Dispatch:
                 worker.breaker.failed(now)
             case _:
                 worker.breaker.neither()
-        self.metrics.closed(worker.name, outcome, seconds, None if leg.first is None else leg.first - leg.began)
+        known = worker.name if worker.name in self.workers else GONE
+        self.metrics.closed(known, outcome, seconds, None if leg.first is None else leg.first - leg.began)
         if leg.span is not None:
             leg_ended(leg, leg.span)
 

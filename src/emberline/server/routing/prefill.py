@@ -21,6 +21,7 @@ from emberline.server.routing.leg import Leg
 log = logging.getLogger("emberline.router")
 
 GRACE = 1.0  # seconds to end by itself, once nobody needs it
+BROKE = ("broken", "lost", "stuck", "status 500")  # the worker under it, or so it may be
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Prefill:
             self.failed = "late"
             self._task.cancel()
             return None
+
+    @property
+    def crashed(self) -> bool:
+        return self.failed in BROKE
 
     def leave(self) -> None:
         """Nobody needs it any more, and it may be about to end."""

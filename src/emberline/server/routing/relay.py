@@ -88,7 +88,7 @@ class Relay:
         """Who is tried next; None if there is nobody, or it was tried often enough."""
         try:
             if trip.goes_on:
-                decision = self._dispatch.choose(trip.ask, trip.tried, urgent=trip.started)
+                decision = self._dispatch.choose(trip.ask, trip.tried, urgent=trip.started, suspect=trip.suspect)
                 trip.tries += 1
                 if trip.setback is None:
                     return decision
@@ -103,10 +103,11 @@ class Relay:
         return self._dispatch.again(origin) if origin is not None else None
 
     async def _wait(self, trip: Trip) -> Decision | None:
-        """Who has the beginning of a reply waits for somebody who can go on with it, be it one who was tried before."""
+        """Who has the beginning of a reply waits for somebody who can go on with it, be it one who was tried before; so
+        does who has seen workers break."""
         while trip.may_wait(self._config.migration_wait, self._now()):
             await asyncio.sleep(PAUSE + (self._now() - trip.since) / 4)
-            trip.tried, trip.tries = set(), 0
+            trip.tried, trip.tries = set(), 0 if trip.started else trip.attempts - 1
             if (decision := self._next(trip)) is not None:
                 return decision
         return None
@@ -150,6 +151,8 @@ class Relay:
         if decision is None:
             return Setback("no prefill") if must else None
         await trip.close()
+        missing = leg.decision.load.prefill
+        to.prefilled(leg.key)
         prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, trip.deadline)
         prefill.leg.span = self._span(trip, decision, "prefill")
         if must:
@@ -158,8 +161,10 @@ class Relay:
         if refusal is not None and not trip.started:
             leg.outcome = "refused"
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
-        elif prefill.ticket is not None:
-            to.prefilled(leg.key)
+        elif prefill.ticket is None:
+            to.owes(leg.key, missing)
+        if prefill.crashed:
+            trip.broke(prefill.worker)
         return None
 
     def _span(self, trip: Trip, decision: Decision, kind: str) -> Span | None:
@@ -255,7 +260,7 @@ class Relay:
         elif setback.status:
             await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
         else:
-            why = f"{trip.tries} workers could not answer, the last because of: {setback.reason}"
+            why = f"{trip.legs} workers could not answer, the last because of: {setback.reason}"
             raise EngineUnavailable(why, hint="retry in a few seconds")
 
     async def _broke(self, trip: Trip, error: EmberlineError) -> None:

@@ -14,6 +14,8 @@ from emberline.server.metrics import SECONDS, Family, Histogram
 
 Seen = tuple[Worker, Member, Health]
 
+GONE = "(gone)"  # stands for all workers that were forgotten
+
 
 class RouterMetrics:
     def __init__(self) -> None:
@@ -41,6 +43,11 @@ class RouterMetrics:
         self._first.observe(first)
         if outcome == "answered":
             self._whole.observe(seconds)
+
+    def forget(self, worker: str) -> None:
+        """Its requests stay in the sums."""
+        for name, outcome in [key for key in self.outcomes if key[0] == worker]:
+            self.outcomes[GONE, outcome] += self.outcomes.pop((name, outcome))
 
     def families(self, seen: Sequence[Seen], prefixes: int, kv: KVIndex | None = None) -> Iterator[Family]:
         yield from _gauges(seen)

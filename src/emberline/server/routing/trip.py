@@ -18,7 +18,7 @@ from emberline.router.worker import Worker
 from emberline.server.exchange import Exchange
 from emberline.server.routing.prefill import Prefill
 
-CRASHES = 2  # workers that may break under one request before its first byte: it may be what breaks them
+CRASHES = 2  # workers that die under one request until it is suspected to be what kills them
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,20 @@ class Setback:
     status: int = 0
     headers: Mapping[str, str] | None = None
     body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A worker broke under the request, or only their connection did."""
+
+    worker: Worker
+    engines: Mapping[str, str]  # that it had then
+
+    @property
+    def stands(self) -> bool:
+        """Until the same processes are heard of again, and are well."""
+        worker = self.worker
+        return worker.doubted or not worker.ready or worker.peers != self.engines
 
 
 @dataclass(slots=True)
@@ -52,8 +66,7 @@ class Trip:
     since: float = 0.0  # when it had to
     lost: str = ""  # what happened then, for its client
     tried: set[str] = field(default_factory=set)  # workers, since one of them said something
-    broken: set[str] = field(default_factory=set)  # workers, under this request
-    crashes: int = 0
+    breaks: list[Break] = field(default_factory=list)
     moves: int = 0
     tries: int = 0
     legs: int = 0  # workers that were to answer so far
@@ -66,10 +79,21 @@ class Trip:
 
     @property
     def goes_on(self) -> bool:
-        if self.tries >= self.attempts:
-            return False
+        return self.tries < self.attempts and self._may_go_on
+
+    @property
+    def crashes(self) -> int:
+        return sum(each.stands for each in self.breaks)
+
+    @property
+    def suspect(self) -> bool:
+        return self.crashes >= CRASHES
+
+    @property
+    def _may_go_on(self) -> bool:
+        """If somebody can be found."""
         if not self.started:
-            return self.crashes < CRASHES
+            return self.crashes <= CRASHES and len(self.breaks) <= self.attempts
         return self._can_move and max(self.moves, self.crashes) <= self.migrations
 
     @property
@@ -82,14 +106,19 @@ class Trip:
         return self.ask.stream and self.generates and self.moves < self.migrations
 
     def may_wait(self, patience: float, now: float) -> bool:
-        """For a worker to go on at."""
-        due = self._can_move and max(self.moves, self.crashes) <= self.migrations
-        return due and now - self.since < patience
+        """For a worker to go on at; or to begin at, if one broke without a word, or none may have a suspect."""
+        broke = bool(self.breaks) and self.setback is not None and not self.setback.status
+        return (self.started or broke or self.suspect) and self._may_go_on and now - self.since < patience
 
     def progressed(self) -> None:
         """A worker has said something: what was before is forgotten, but not who broke."""
         self.tries, self.moving, self.origin = 0, "", None
-        self.tried = set(self.broken)
+        self.tried = {each.worker.id for each in self.breaks}
+
+    def broke(self, worker: Worker) -> None:
+        """Under this request; why, nobody can tell."""
+        self.breaks.append(Break(worker, worker.peers))
+        worker.doubted = True
 
     def fell_back(self, setback: Setback, decision: Decision, now: float) -> None:
         self.setback = setback
@@ -98,10 +127,10 @@ class Trip:
         elif setback.reason != "unable" or self.started:
             self.tried.add(decision.worker.id)
         if setback.crash:
-            self.crashes += 1
-            self.broken.add(decision.worker.id)
+            self.broke(decision.worker)
         if not self.started:
             self.track = Track()
+            self.since = now if setback.crash else self.since
         elif not self.moving:
             self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply ended"
         if self._can_move:

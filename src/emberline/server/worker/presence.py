@@ -63,6 +63,7 @@ class Presence:
             kv_usage=round(stats.kv_usage, 4),
             step=stats.step,
             step_seconds=stats.step_seconds,
+            busy_seconds=stats.busy_seconds,
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             prefix_queries=stats.prefix_queries,

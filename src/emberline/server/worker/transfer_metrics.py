@@ -36,6 +36,8 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
         yield Family.of(f"emberline:kv_transfer_{name}", help_, "gauge", [(labels, gauge)])
     for name, help_, label, counts in (
         ("pull_failures", "Pulls that failed, by what happened.", "code", stats.pull_failures),
+        ("reached", "Other engines that were connected to, by the way.", "transport", stats.reached),
+        ("passed_over", "Better ways to them that failed; the log says why.", "transport", stats.passed_over),
         ("leases_ended", "Leases by how they ended.", "how", stats.ended),
     ):
         samples = [(f'{labels},{label}="{key}"', count) for key, count in sorted(counts.items())]

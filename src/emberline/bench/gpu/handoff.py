@@ -1,0 +1,273 @@
+"""Blocks of one process's cache in another's, on one GPU: by way of main memory and straight across, in GB/s beside
+plain copies; and a prompt computed there and continued here: what the move costs, and how much of it hides behind the
+prompt."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+
+from emberline.bench.gpu.engine import CONFIG, VOCAB
+from emberline.bench.gpu.model import RandomWeights
+from emberline.bench.report import Report
+from emberline.bench.transfer import raw_sockets
+from emberline.core.config import GPUConfig, TransferConfig, cache_dir
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Timing
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.gpu import ipc
+from emberline.engine.gpu.boot import boot_gpu
+from emberline.engine.gpu.device import Cuda
+from emberline.engine.gpu.region import DeviceRegion
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.checksum import find_crc
+from emberline.kv.transfer.base import Transport
+from emberline.kv.transfer.dock import Dock, Ways
+from emberline.kv.transfer.link import Habits
+from emberline.kv.transfer.piece import cut
+from emberline.kv.transfer.receiver import PIECE, Receiver
+from emberline.kv.transfer.tcp import TcpTransport
+from emberline.kv.transfer.ticket import Ticket
+
+WAYS = ("tcp", "cuda")
+BLOCKS, STREWN = 64, 3  # moved at a time; of so many times as many
+STREAMS = (2, 4, 8)
+ROUNDS = 5
+PROMPT, CHUNK = 8192, 2048
+KV_MEMORY = 8 << 30
+PATIENCE = 60.0  # seconds
+
+
+def measure(report: Report, rounds: int = 0) -> None:
+    _pieces(report, rounds or ROUNDS)
+    _requests(report, rounds or ROUNDS)
+
+
+# -- blocks alone ------------------------------------------------------------------------------------------------------
+
+
+def _pieces(report: Report, rounds: int) -> None:
+    """Connections are so many as the name says; four are the default."""
+    crc = find_crc(cache_dir() / "kernels")
+    with _beside(_publish) as pipe:
+        region = _region()
+        size = BLOCKS * region.layout.block_bytes
+        limits = _plain(region, rounds)
+        _add_slots(report, region, limits["tcp"], rounds)
+        for streams in STREAMS:
+            peer = raw_sockets(report, size, rounds, streams)
+            way = TcpTransport(region.layout, Habits(streams, crc=crc, staging=region.staging))
+            rates = _rates(pipe, region, way, rounds)
+            report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
+        rates = _rates(pipe, region, ipc.IpcTransport(region), rounds)
+        report.add("handoff_cuda", rates, "GB/s", limit=limits["cuda"])
+        report.config["moved"] = f"{BLOCKS} blocks of {region.layout.block_bytes} bytes, strewn about"
+
+
+def _rates(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) -> list[float]:
+    receiver, into, found = Receiver(region, [way]), _strewn(1), []
+    for _ in range(rounds + 1):
+        pipe.send("publish")
+        ticket = Ticket.parsed(_told(pipe))
+        began = time.perf_counter()
+        progress = receiver.pull(ticket, into, time.monotonic() + PATIENCE)
+        found.append(progress.bytes / 1e9 / (time.perf_counter() - began))
+        receiver.acknowledge(ticket, time.monotonic() + PATIENCE)
+    receiver.close()
+    return found[1:]  # the first one connects
+
+
+def _add_slots(report: Report, region: DeviceRegion, limit: float, rounds: int) -> None:
+    """Between the cache and main memory, with one thread: what a connection does besides speaking."""
+    layout, blocks = region.layout, np.asarray(_strewn(1), np.int64)
+    pieces = list(cut(range(layout.layers), range(BLOCKS), layout, PIECE))
+    room = region.staging().room(max(piece.size(layout) for piece in pieces))
+    for name, move in (("gather", region.gather), ("scatter", region.scatter)):
+        found = []
+        for _ in range(rounds + 1):
+            began = time.perf_counter()
+            for piece in pieces:
+                move(piece, blocks, layout, room[: piece.size(layout)])
+            found.append(BLOCKS * layout.block_bytes / 1e9 / (time.perf_counter() - began))
+        report.add(f"handoff_{name}", found[1:], "GB/s", limit=limit)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def _requests(report: Report, rounds: int) -> None:
+    with _beside(_prefill) as pipe:
+        engine = _engine("here")
+        for way in WAYS:
+            moves = [_move(engine, pipe, way, i) for i in range(rounds + 1)][1:]  # the first one connects
+            alone = min(move.alone for move in moves)
+            for name in ("ticket", "pulling", "computed", "landed", "first", "second"):
+                values = [getattr(move, name) for move in moves]
+                peer = {"peer": alone} if name == "first" else {}
+                report.add(f"handoff_{way}_{name}_ms", values, "ms", **peer)
+            report.add(f"handoff_{way}_overhead_ms", [move.first - move.computed for move in moves], "ms")
+            report.add(f"handoff_{way}_moving_ms", [move.moving for move in moves], "ms")
+            report.add(f"handoff_{way}_hidden", [move.hidden for move in moves], "%")
+            assert engine.dock is not None
+            engine.dock.receiver.close()
+        engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A prompt that was computed there and continued here. Milliseconds since it was sent."""
+
+    alone: float  # its first token, if it is computed here
+    moving: float  # in which blocks came
+    hidden: float  # percent of these, while the other still computed
+    ticket: float  # told of
+    pulling: float  # begun
+    computed: float  # all of it, there
+    landed: float  # all of it, here
+    first: float  # token
+    second: float
+
+
+def _move(engine: Engine, pipe: Connection, way: str, number: int) -> Move:
+    rng = random.Random(f"{way} {number}")
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    one = Submission(f"{way}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT)], params, timeout=PATIENCE)
+    here = _run(engine, replace(one, id=f"{one.id}-alone", salt="alone"))
+    before, sent = engine.stats().transfer, time.monotonic()
+    pipe.send(one)
+    ticket = Ticket.parsed(_told(pipe))
+    told = time.monotonic()
+    by = replace(ticket, peer=replace(ticket.peer, endpoints={way: ticket.peer.endpoints[way]}))
+    timing, computed, after = _run(engine, replace(one, source=by.as_dict())), _told(pipe), engine.stats().transfer
+    if before is None or after is None or after.pull_failures or timing.pulled is None:
+        raise EmberlineError(f"blocks could not be pulled: {after}")
+    marks = told, timing.pulled.began, computed, timing.pulled.ended, timing.first_token, timing.finished
+    moving = after.copy_seconds - before.copy_seconds
+    hidden = 100.0 * (after.hidden_seconds - before.hidden_seconds) / moving
+    return Move(1e3 * (here.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks))
+
+
+def _run(engine: Engine, submission: Submission) -> Timing:
+    engine.add(submission)
+    timing: Timing | None = None
+    while not engine.idle:
+        for output in engine.step():
+            if output.error is not None:
+                raise EmberlineError(output.error)
+            timing = output.timing or timing
+    assert timing is not None
+    return timing
+
+
+def _plain(region: DeviceRegion, rounds: int) -> dict[str, float]:
+    """The best GB/s of copying the same bytes: to main memory and back, and on the device."""
+    size = BLOCKS * region.layout.block_bytes
+    device = torch.empty(size, dtype=torch.uint8, device=region.device)
+    other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def best(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
+        found = []
+        for _ in range(rounds + 1):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            found.append(size / 1e9 / (time.perf_counter() - began))
+        return max(found)
+
+    return {"tcp": best((host, device), (device, host)), "cuda": best((other, device))}
+
+
+# -- the other process -------------------------------------------------------------------------------------------------
+
+
+def _publish(pipe: Connection) -> None:
+    """The same blocks again and again."""
+    dock = _dock("there", _region())
+    pipe.send("ready")
+    while pipe.recv() is not None:
+        dock.sender.collect()
+        pipe.send(dock.sender.publish(_strewn(2), PATIENCE).as_dict())
+    dock.close()
+
+
+def _prefill(pipe: Connection) -> None:
+    """A prompt's first ticket, and when its first token was known."""
+    engine = _engine("there")
+    pipe.send("ready")
+    while True:
+        while engine.attentive and not pipe.poll(0.002):
+            engine.step()
+        submission = pipe.recv()
+        if submission is None:
+            break
+        told = False
+        engine.add(replace(submission, publish=True))
+        while not engine.idle:
+            for output in engine.step():
+                if output.ticket is not None and not told:
+                    pipe.send(output.ticket)
+                    told = True
+                if output.finish is not None:
+                    pipe.send(time.monotonic())
+    engine.close()
+
+
+@contextmanager
+def _beside(work: Callable[[Connection], None]) -> Iterator[Connection]:
+    """Another process that does this work, until we are done."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()  # so that we hear of its end
+    try:
+        _told(ours)
+        yield ours
+        ours.send(None)
+        process.join(PATIENCE)
+    finally:
+        process.kill()
+
+
+def _told(pipe: Connection) -> Any:
+    if not pipe.poll(2 * PATIENCE):
+        raise EmberlineError("the other process says nothing")
+    return pipe.recv()
+
+
+def _region() -> DeviceRegion:
+    device, settings = Cuda(), GPUConfig()
+    shape = KVShape(CONFIG.layers, CONFIG.kv_heads, CONFIG.head_dim, settings.block_size, torch.bfloat16)
+    cache = KVCache(shape, STREWN * BLOCKS, str(device.torch))
+    torch.cuda.synchronize()
+    return DeviceRegion(shape.layout("bench", turned=False), cache, device)
+
+
+def _engine(name: str) -> Engine:
+    settings = GPUConfig(max_running=8, max_batch_tokens=CHUNK, kv_memory=KV_MEMORY, transfer=True)
+    weights = RandomWeights("cuda", torch.bfloat16)
+    context = PROMPT + 256
+    return boot_gpu(CONFIG, weights, context=context, settings=settings, dock=partial(_dock, name)).engine
+
+
+def _dock(name: str, region: DeviceRegion) -> Dock:
+    ways = Ways(crc=find_crc(cache_dir() / "kernels"))
+    return Dock.opened(TransferConfig(name), region, ipc.near(region), ways)
+
+
+def _strewn(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(STREWN * BLOCKS), BLOCKS)

@@ -1,0 +1,189 @@
+"""Between the GPUs of one host: the receiver opens the sender's cache, and its device copies blocks out of it straight
+to where they belong. Leases travel over a Unix socket.
+
+What proves a copy is the sender's word, given after it: that the lease lives and no block has been renewed. Memory that
+is open here outlives its process: so a thread waits for the other side to hang up, and then lets go of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from emberline.engine.gpu.region import DeviceRegion
+from emberline.kernels.cuda import ipc
+from emberline.kernels.cuda.driver import DriverError
+from emberline.kernels.cuda.ipc import Exported, Opened
+from emberline.kv.transfer import unix
+from emberline.kv.transfer.base import Fetch
+from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
+from emberline.kv.transfer.dock import Near
+from emberline.kv.transfer.errors import (
+    BadTransfer,
+    Corrupted,
+    PeerLost,
+    PeerUnreachable,
+    TransferError,
+    TransferTimeout,
+)
+from emberline.kv.transfer.link import Dial, Habits, StreamLink
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.region import Ids
+from emberline.kv.transfer.sender import Sender
+from emberline.kv.transfer.server import IDLE, Server, generation_mark
+from emberline.kv.transfer.ticket import Peer
+
+log = logging.getLogger("emberline.transfer")
+
+
+def near(region: DeviceRegion) -> Near | None:
+    """None if others cannot reach its memory: blocks have other ways."""
+    if region.device.type != "cuda":
+        return None
+    try:
+        exported = [ipc.export(part) for part in region.parts]
+    except DriverError as error:
+        log.warning("blocks do not travel from GPU to GPU: %s", error)
+        return None
+
+    def serve(sender: Sender) -> Server:
+        listener, sender.endpoints[IpcTransport.kind] = unix.listening()
+        return IpcServer(sender, exported, listener)
+
+    return Near(IpcTransport(region), serve)
+
+
+class IpcServer(Server):
+    def __init__(self, sender: Sender, parts: Sequence[Exported], listener: socket.socket) -> None:
+        self._parts = parts
+        super().__init__(sender, listener)
+
+    def _attach(self, channel: Channel, transfer: int) -> None:
+        unix.check_user(channel)
+        parts = [(part.handle.hex(), part.offset) for part in self._parts]
+        told = {"parts": parts, "blocks": self._sender.region.blocks}
+        channel.tell(Kind.OKAY, transfer, told, time.monotonic() + PATIENCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A sender's cache, open as long as somebody has this."""
+
+    blocks: int
+    opened: Mapping[bytes, Opened]
+    bases: Sequence[int]  # addresses of its parts
+
+
+class IpcLink(StreamLink):
+    def __init__(self, peer: Peer, region: DeviceRegion, dial: Dial, deadline: float) -> None:
+        self._region = region
+        super().__init__(peer, region.layout, dial, Habits(streams=1), deadline)
+
+    def _prepare(self, deadline: float) -> None:
+        with self._channel(deadline) as channel:
+            told = self._told(channel, Kind.ATTACH, {}, deadline)
+        try:
+            self._memory: Memory | None = self._open(told)
+        except DriverError as error:
+            raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU is out of reach: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadTransfer(f"the sender told of its memory what cannot be read: {error!r}") from error
+        threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
+
+    def _open(self, told: dict[str, Any]) -> Memory:
+        parts = [(bytes.fromhex(handle), int(offset)) for handle, offset in told["parts"]]
+        if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE for handle, _ in parts):
+            raise ValueError("it has other parts")
+        # Two parts may lie in one allocation, and that is opened once.
+        opened = {handle: Opened(handle, self._region.device) for handle, _ in parts}
+        return Memory(int(told["blocks"]), opened, [opened[handle].address + offset for handle, offset in parts])
+
+    def _watch(self) -> None:
+        """Until the sender is gone, or we are."""
+        while not self._closed:
+            try:
+                channel = self._opened(time.monotonic() + PATIENCE)
+            except TransferError:
+                break
+            if not self._closed:
+                with suppress(PeerLost):  # it also hangs up on those who are silent for very long
+                    channel.rest(IDLE)
+            self._give(channel)
+        self._memory = None
+
+    def fetch(self, fetch: Fetch) -> None:
+        """All at once: it takes a moment, and nobody who cancels waits for longer than that."""
+        fetch.progress.check()
+        if time.monotonic() >= fetch.deadline:
+            raise TransferTimeout("the deadline passed before the device was asked")
+        if not fetch.pieces:
+            return
+        if (memory := self._memory) is None:
+            raise PeerUnreachable(f"{self._peer.name} is gone, and its memory with it")
+        try:
+            with self._region.arriving():
+                for piece in stacked(fetch.pieces):
+                    part = slice(piece.first, piece.last)
+                    self._copy(memory, piece, fetch.blocks[part], fetch.into[part])
+        except DriverError as error:
+            raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU cannot be copied: {error}") from error
+        self._vouched(fetch)
+        for piece in fetch.pieces:
+            fetch.landed(piece)
+
+    def _copy(self, memory: Memory, piece: Piece, blocks: Ids, into: Ids) -> None:
+        if blocks.min() < 0 or blocks.max() >= memory.blocks:
+            raise BadTransfer("the ticket names blocks that the sender does not have")
+        size, height = self._layout.plane_bytes, piece.bottom - piece.top
+        theirs, ours = memory.blocks * size, self._region.blocks * size  # bytes of a layer
+        for base, part in zip(memory.bases, self._region.parts, strict=True):
+            source, target = base + piece.top * theirs, part.data_ptr() + piece.top * ours
+            for a, b, count in _runs(blocks, into):
+                ipc.copy_rows(source + a * size, theirs, target + b * size, ours, count * size, height)
+
+    def _vouched(self, fetch: Fetch) -> None:
+        """Of all blocks at once, from the first to the last."""
+        first, last = min(piece.first for piece in fetch.pieces), max(piece.last for piece in fetch.pieces)
+        whole = Piece(0, self._layout.layers, first, last)
+        asked = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
+        if self._ask(Kind.VOUCH, asked, fetch.deadline).get("mark") != generation_mark(fetch.generations[first:last]):
+            raise Corrupted("blocks of another generation arrived")
+
+
+class IpcTransport:
+    kind = "cuda"
+
+    def __init__(self, region: DeviceRegion) -> None:
+        self._region = region
+
+    def connect(self, peer: Peer, deadline: float) -> IpcLink:
+        if peer.layout.tokens != self._region.layout.tokens:
+            raise PeerUnreachable(f"{peer.name} has blocks of another size: its GPU cannot copy them by itself")
+        return IpcLink(peer, self._region, unix.dialling(peer.endpoints[self.kind]), deadline)
+
+
+def stacked(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces of the same blocks in neighbouring layers are one."""
+    found: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.first, piece.last, piece.top)):
+        if found and replace(found[-1], top=piece.top, bottom=piece.bottom) == piece and found[-1].bottom == piece.top:
+            found[-1] = replace(found[-1], bottom=piece.bottom)
+        else:
+            found.append(piece)
+    return found
+
+
+def _runs(blocks: Ids, into: Ids) -> list[tuple[int, int, int]]:
+    """Neighbours in both: from where, to where, how many."""
+    steps = (np.diff(blocks) != 1) | (np.diff(into) != 1)
+    starts = [0, *(np.flatnonzero(steps) + 1).tolist()]
+    ends = [*starts[1:], len(blocks)]
+    return [(int(blocks[a]), int(into[a]), b - a) for a, b in zip(starts, ends, strict=True)]

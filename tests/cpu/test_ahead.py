@@ -1,0 +1,136 @@
+"""Weights unpacked ahead: each product reads its own, none is overwritten too early, and nobody waits for more than it
+must. Lanes that could run beside each other are those of `racing`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from racing import Racing, RacingLane
+from torch import Tensor
+
+from emberline.engine.gpu.device import HostLane, Mark
+from emberline.kernels import ops
+from emberline.kernels.ahead import Ahead
+from emberline.kernels.cuda.uw12 import Packed
+from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.uw12_ref import reference_pack, reference_unpack
+from emberline.models.forward import Forward
+from emberline.models.loader import load
+
+SHAPES = [(128, 64), (64, 128), (192, 64), (64, 64), (64, 192)] * 2
+
+
+@pytest.fixture
+def rows() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(n, k).bfloat16() for n, k in SHAPES]
+
+
+def packed(weight: Tensor) -> PackedWeight:
+    made = reference_pack(weight, most_bits=99.0)
+    assert made is not None
+    return PackedWeight(made.planes, made.n, made.k, weight.dtype, Layout.UW12, handle=made)
+
+
+def unpack(weight: PackedWeight, out: Tensor) -> None:
+    assert isinstance(weight.handle, Packed)
+    out.copy_(reference_unpack(weight.handle))
+
+
+class Deaf(RacingLane):
+    """A lane that does not wait."""
+
+    def after(self, mark: Mark) -> None:
+        return
+
+
+class House:
+    """Products one after the other, as a model makes them."""
+
+    def __init__(self, rows: list[Tensor], deaf: str = "") -> None:
+        self.device = Racing()
+        self.rows, self.weights = rows, [packed(weight) for weight in rows]
+        names = {"computing": "steps", "unpacking": "lane 1"}
+        self.computing, self.unpacking = (
+            (Deaf if who == deaf else RacingLane)(self.device, name) for who, name in names.items()
+        )
+        self.ahead = Ahead(self.weights, len(rows), self.computing, self.unpacking, unpack)
+        self.step()  # makes the places
+        self.device.watch(places=self.places)
+
+    @property
+    def places(self) -> list[Tensor]:
+        return [place.memory for place in self.ahead._places]
+
+    def step(self, skipped: int = -1) -> list[tuple[int, int]]:
+        """`skipped`: one that is computed without being unpacked, so that the next was not begun. After each product:
+        how much the computing lane had done, and how much of it the other one had waited for."""
+        self.ahead.anew()
+        with self.device, self.computing.working():
+            return [self.product(i, i + 1 != skipped) for i in range(len(self.rows)) if i != skipped]
+
+    def product(self, i: int, ahead: bool = True) -> tuple[int, int]:
+        weight, pasts = self.weights[i], self.device.pasts
+        x = torch.ones(1, weight.k, dtype=torch.bfloat16)
+        with self.ahead.rows(weight, self.ahead.following(weight) if ahead else None) as unpacked:
+            product = x @ unpacked.t()
+        done = pasts["steps"].get("steps", 0), pasts["lane 1"].get("steps", 0)
+        assert torch.equal(product, x @ self.rows[i].t())
+        return done
+
+
+def test_each_product_reads_its_own_weight_and_nothing_races(rows: list[Tensor]) -> None:
+    house = House(rows)
+    for skipped in (-1, -1, 0, 3, len(rows) - 1, -1):
+        house.step(skipped)
+    assert house.device.races == []
+
+
+@pytest.mark.parametrize("deaf", ["computing", "unpacking"])
+def test_who_does_not_wait_is_noticed(rows: list[Tensor], deaf: str) -> None:
+    house = House(rows, deaf)
+    house.step()
+    assert any("places" in race for race in house.device.races)
+
+
+def test_the_next_weight_waits_for_the_product_before_this_one_alone(rows: list[Tensor]) -> None:
+    seen = House(rows).step()
+    for (before, _), (done, waited) in pairwise(seen[:-1]):
+        assert before == waited < done
+
+
+def test_an_interrupted_step_leaves_nothing_that_the_next_takes_for_whole(rows: list[Tensor]) -> None:
+    house = House(rows)
+    house.product(0)  # the second was begun
+    for place in house.places:  # as a captured step, which Python does not see, would
+        place.fill_(float("nan"))
+    house.ahead.anew()
+    house.product(1)
+    house.ahead.forget()
+    assert not house.places
+    house.step()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_model_uses_its_weights_in_the_order_it_tells(
+    biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
+    model = load(tiny.write(tmp_path, {**tiny.CONFIGS["llama"], "mlp_bias": biased}))
+    used: list[PackedWeight] = []
+    for op in ("linear", "gate_up_silu"):
+        real = getattr(ops, op)
+        monkeypatch.setattr(ops, op, lambda x, w, *a, real=real, **more: (used.append(w), real(x, w, *a, **more))[1])
+    c, at, one = model.config, torch.arange(6), torch.zeros(1, dtype=torch.int32)
+    keys, values = torch.zeros(2, c.layers, 1, c.kv_heads, 8, c.head_dim)
+    start = torch.tensor([0, 6], dtype=torch.int32)
+    model.forward(Forward(at + 3, at.int(), at, start, one, one[None], torch.tensor([5]), keys, values))
+    ahead = model.ahead(HostLane(), HostLane())
+    assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
+    told, last = [ahead.following(weight) for weight in used], 4 * (c.layers - 1)
+    assert told[:last] == used[1 : last + 1] and told[last:] == [None] * 5
+    assert ahead._most == max(weight.n * weight.k for weight in used[:-1])

@@ -1,0 +1,335 @@
+"""Handoff between engines on GPUs, with the CPU as device: the same tokens, in an order that no lane could spoil, and
+every block accounted for, whatever goes wrong."""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from racing import Racing
+from torch import Tensor
+
+from emberline.core.config import EngineConfig, FleetConfig, GPUConfig, SchedulerConfig, TransferConfig
+from emberline.core.errors import InvalidRequest
+from emberline.core.events import Output, TransferStats
+from emberline.core.params import SamplingParams
+from emberline.core.request import FinishReason, Submission
+from emberline.engine import fleet_boot, memory
+from emberline.engine.boot import boot
+from emberline.engine.engine import Engine
+from emberline.engine.gpu import boot as gpu_boot
+from emberline.engine.gpu import region as regions
+from emberline.engine.gpu.boot import region_of
+from emberline.engine.gpu.device import Device, Host
+from emberline.engine.gpu.region import DeviceRegion
+from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.sampler import RowMaker
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.transfer import local
+from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.errors import BadTransfer, Incompatible
+from emberline.kv.transfer.layout import Layout
+from emberline.kv.transfer.local import LocalTransport, offer
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.receiver import Receiver
+from emberline.kv.transfer.region import HostRegion, Staging
+from emberline.kv.transfer.sender import Sender
+from emberline.models.decoder import Decoder
+from emberline.models.loader import load
+
+BLOCK, LENGTH, OUT = 8, 41, 6
+FULL = LENGTH // BLOCK * BLOCK
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return load(tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS["llama"]), "bfloat16")
+
+
+class House:
+    """An engine on a device, which others can reach."""
+
+    def __init__(self, model: Decoder, name: str, *, device: Device | None = None, local: Sender | None = None) -> None:
+        """`local`: one in this process, from which it pulls at once, and without threads."""
+        c = model.config
+        self.device = device or Host()
+        self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
+        settings = GPUConfig(max_running=4, max_batch_tokens=16, transfer=True)
+        rows = RowMaker(c.vocab, frozenset(), None)
+        self.runner = GPURunner(model, self.cache, frozenset(), rows, settings, self.device, 64)
+        self.region = region_of(self.runner, self.device)
+        transfer = TransferConfig(name)
+        if local is not None or device is not None:
+            sender = Sender(self.region, name)
+            offer(sender, name)
+            receiver = Receiver(self.region, [LocalTransport([local] if local is not None else [])])
+            dock = Dock(sender, receiver, config=transfer)
+        else:
+            dock = Dock.opened(transfer, self.region)
+        self.sender = dock.sender
+        config = SchedulerConfig(block_size=BLOCK, max_batch_tokens=16, max_running=4, max_context=64)
+        self.engine = Engine(config, self.runner, dock=dock)
+
+    @property
+    def stats(self) -> TransferStats:
+        found = self.engine.stats().transfer
+        assert found is not None
+        return found
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step()
+        self.engine.kv.check()
+        return outputs
+
+    def ticket(self, submission: Submission) -> dict[str, Any]:
+        """As soon as there is one: most of the prompt has still to be computed."""
+        self.engine.add(replace(submission, publish=True))
+        while not (outputs := self.step()):
+            pass
+        assert outputs[0].ticket is not None and outputs[0].finish is None
+        return outputs[0].ticket
+
+    def finish(self, beside: House | None = None) -> list[int]:
+        tokens, ends = [], time.monotonic() + 60
+        while not self.engine.idle:
+            assert time.monotonic() < ends
+            for output in self.step():
+                assert output.error is None
+                tokens += output.tokens
+            if beside is not None:
+                beside.step()
+        return tokens
+
+
+def settle(*houses: House) -> None:
+    """Nobody holds a block any more."""
+    ends = time.monotonic() + 60
+    while any(h.engine.kv.num_free + h.engine.kv.num_cached < h.engine.kv.total for h in houses):
+        assert time.monotonic() < ends, "somebody still holds blocks"
+        for house in houses:
+            house.step()
+        time.sleep(0.002)
+
+
+def ask(seed: int = 1, name: str = "r") -> Submission:
+    prompt = torch.randint(3, 131, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Submission(name, prompt, SamplingParams(max_tokens=OUT, temperature=0.0), timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder) -> Callable[[int], list[int]]:
+    def run(seed: int) -> list[int]:
+        house = House(model, "alone", device=Host())
+        house.engine.add(ask(seed))
+        return house.finish()
+
+    return run
+
+
+@pytest.fixture
+def pair(model: Decoder) -> Iterator[tuple[House, House]]:
+    houses = House(model, "p"), House(model, "d")
+    yield houses
+    for house in houses:
+        house.engine.close()
+
+
+def test_prefill_here_and_decode_there(pair: tuple[House, House], alone: Callable[[int], list[int]]) -> None:
+    p, d = pair
+    d.engine.add(replace(ask(), source=p.ticket(ask())))
+    assert d.finish(beside=p) == alone(1)
+    assert d.stats.hit_tokens == FULL and d.engine.stats().prompt_tokens == LENGTH - FULL
+    assert p.finish() == [] and d.stats.pull_failures == {}
+    settle(p, d)
+    assert p.stats.ended == {"acknowledged": 1} and p.stats.sent_bytes == d.stats.pulled_bytes > 0
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_aborted_at_every_stage(pair: tuple[House, House], alone: Callable[[int], list[int]], steps: int) -> None:
+    p, d = pair
+    for gone, other in ((d, p), (p, d)):
+        ticket = p.ticket(ask(steps))
+        d.engine.add(replace(ask(steps), source=ticket))
+        for _ in range(steps):
+            d.step()
+            p.step()
+        gone.engine.abort("r")
+        ended = [output.finish for output in gone.step() if output.finish is not None]
+        assert ended in ([], [FinishReason.ABORT])
+        other.finish(beside=gone)
+        settle(p, d)
+    d.engine.add(ask(steps))
+    assert d.finish() == alone(steps), "what is left of it is right"
+
+
+def test_no_slot_is_free(
+    pair: tuple[House, House], alone: Callable[[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = pair
+    monkeypatch.setattr(regions, "PATIENCE", 0.05)
+    for seed, slots in ((1, p.region._out), (2, d.region._in)):
+        taken = [slots.get() for _ in range(memory.SLOTS)]
+        d.engine.add(replace(ask(seed), source=p.ticket(ask(seed))))
+        assert d.finish(beside=p) == alone(seed)
+        for slot in taken:
+            slots.put(slot)
+        settle(p, d)
+    assert d.stats.pull_failures == {"transfer_timeout": 2} and d.stats.recomputed == 2
+    d.engine.add(replace(ask(3), source=p.ticket(ask(3))))
+    assert d.finish(beside=p) == alone(3) and d.stats.hit_tokens == FULL
+
+
+def test_a_damaged_block_is_computed(pair: tuple[House, House], alone: Callable[[int], list[int]]) -> None:
+    p, d = pair
+    p.sender.crc = lambda data, start: zlib.crc32(data, start) ^ 1  # as if bytes had changed on their way
+    d.engine.add(replace(ask(), source=p.ticket(ask())))
+    assert d.finish(beside=p) == alone(1)
+    assert d.stats.pull_failures == {"corrupted": 1}
+    settle(p, d)
+
+
+@pytest.fixture
+def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder, str, Sender | None], tuple[House, Racing]]:
+    def make(model: Decoder, name: str, local: Sender | None) -> tuple[House, Racing]:
+        device = Racing()
+        house = House(model, name, device=device, local=local)
+        slots = [slots.get() for slots in (house.region._out, house.region._in) for _ in range(memory.SLOTS)]
+        for i, slot in enumerate(slots):
+            (house.region._out if i < memory.SLOTS else house.region._in).put(slot)
+        device.watch(area, kept=house.runner.buffers(), scratch=[slot.scratch for slot in slots])
+        forward = house.runner._forward
+
+        def noted(*inputs: Any) -> Tensor:
+            device.note("the model", house.cache.keys, house.cache.values, writes=True)
+            return forward(*inputs)
+
+        house.runner._forward = noted  # type: ignore[method-assign]
+        pulls = house.engine.kv.pulls
+        assert pulls is not None
+        pulls._spawn = lambda work: None if work == pulls._keep else work()  # at once; nobody waits for long here
+        return house, device
+
+    area = memoryview(bytearray(1 << 20))  # through which all pieces go
+    monkeypatch.setattr(local, "Staging", lambda: Staging(lambda size: area))
+    return make
+
+
+def test_steps_and_pulls_keep_out_of_each_others_way(
+    model: Decoder,
+    alone: Callable[[int], list[int]],
+    racing: Callable[[Decoder, str, Sender | None], tuple[House, Racing]],
+) -> None:
+    """A step that knew the blocks before is under way when a pull starts; the step after it reads what has come."""
+    p, sending = racing(model, "p", None)
+    with sending:
+        p.engine.add(replace(ask(), publish=True))
+        (_, *_, last) = [output for _ in range(10) for output in p.step()]
+        assert last.ticket is not None and last.finish is FinishReason.HANDOFF
+    d, receiving = racing(model, "d", p.sender)
+    with sending, receiving:
+        d.engine.add(ask(7, "before"))
+        d.engine.add(ask(8, "beside"))
+        tokens: dict[str, list[int]] = {"before": [], "beside": [], "r": []}
+        for step in range(60):
+            if step == 5:
+                d.engine.abort("before")  # its next step is under way; its blocks are free
+                d.engine.add(replace(ask(), source=last.ticket))
+            assert d.engine._under_way or step in (0, *range(10, 60))
+            for output in d.step():
+                tokens[output.id] += output.tokens
+    assert d.engine.idle and d.stats.hit_tokens == FULL
+    assert tokens["r"] == alone(1) and tokens["beside"] == alone(8)
+    assert sending.races == [] and receiving.races == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("tokens", [BLOCK, 4 * BLOCK, BLOCK // 4])
+def test_pieces_are_those_of_main_memory(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any peer's block size, and cut in several if they are large."""
+    rng = random.Random(5)
+    shape = KVShape(5, 2, 16, BLOCK, dtype)
+    layout = shape.layout("m", turned=False)
+    wire = replace(layout, tokens=tokens)
+    monkeypatch.setattr(memory, "SLOT_BYTES", 2 * layout.layer_bytes)
+    cache = KVCache(shape, 24)
+    parts = [part.view(torch.uint8).numpy() for part in (cache.keys, cache.values)]
+    device, host = DeviceRegion(layout, cache, Host()), HostRegion(layout, [part.copy() for part in parts])
+    for _ in range(20):
+        into = np.asarray(rng.sample(range(24), 24))
+        most = 24 * BLOCK // tokens
+        first = rng.randrange(most)
+        wide = max(1, min(device.size // wire.layer_bytes, most - first))
+        last, top = first + rng.randint(1, wide), rng.randrange(5)
+        piece = Piece(top, rng.randint(top + 1, 5), first, last)
+        data = memoryview(bytearray(rng.randbytes(piece.size(wire))))
+        for region in (device, host):
+            region.scatter(piece, into, wire, data)
+        for part, other in zip(parts, host.parts, strict=True):
+            assert part.tobytes() == other.tobytes()
+        found = memoryview(bytearray(len(data)))
+        device.gather(piece, into, wire, found)
+        assert found == data
+    with pytest.raises(BadTransfer, match="at a time"):
+        device.gather(Piece(0, 1, 0, 24), np.arange(24), layout, memoryview(bytearray(24 * layout.layer_bytes)))
+
+
+def test_caches_of_a_cpu_and_a_gpu_do_not_pair() -> None:
+    shape = KVShape(2, 2, 16, BLOCK, torch.bfloat16)
+    gpu, cpu = shape.layout("m", turned=False), shape.layout("m")
+    with pytest.raises(Incompatible, match="keys lie along the tokens here, across them there") as refused:
+        gpu.check_pair(cpu)
+    assert "a CPU's with a CPU's" in str(refused.value.hint) and gpu.digest != cpu.digest
+    narrow = KVShape(2, 2, 16, BLOCK, torch.float8_e4m3fn).layout("m", turned=False)
+    with pytest.raises(Incompatible):
+        gpu.check_pair(narrow)
+    replace(gpu, tokens=4 * BLOCK).check_pair(gpu)
+    assert isinstance(gpu, Layout)
+
+
+def test_scratch_is_planned_for(model: Decoder) -> None:
+    def scratch(**settings: object) -> int:
+        chosen = GPUConfig(max_running=4, max_batch_tokens=64, block_size=16, **settings)  # type: ignore[arg-type]
+        return memory.plan_for(model.config, chosen, 8 << 30, "bfloat16").scratch
+
+    c = model.config
+    shape = KVShape(c.layers, c.kv_heads, c.head_dim, 16, torch.bfloat16)
+    region = DeviceRegion(shape.layout("m", turned=False), KVCache(shape, 2), Host())
+    slots = [slots.get() for slots in (region._out, region._in) for _ in range(slots.qsize())]
+    assert scratch(transfer=True) - scratch() == sum(slot.scratch.nbytes for slot in slots)
+
+
+def test_settings_become_a_dock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole boot on a GPU that is none."""
+    home = tiny.write(tmp_path / "model", tiny.CONFIGS["llama"])
+    for name, stand_in in {"Cuda": Host, "_device_memory": lambda device: 8 << 30}.items():
+        monkeypatch.setattr(gpu_boot, name, stand_in)
+    monkeypatch.setattr(gpu_boot.gc, "freeze", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "pretended")
+    config = EngineConfig(
+        str(home), device="cuda", block_size=16, kv_memory=1 << 18, transfer=TransferConfig("p"), kv_mooncake=True
+    )
+    engines = [boot(config).engine, boot(replace(config, transfer=TransferConfig("d"))).engine]
+    p, d = engines
+    p.add(replace(ask(), publish=True))
+    outputs = [output for _ in range(20) for output in p.step()]
+    ticket = outputs[-1].ticket
+    assert ticket is not None and set(ticket["peer"]["endpoints"]) == {"tcp"}
+    d.add(replace(ask(), source=ticket))
+    while not d.idle:
+        d.step()
+    stats = d.stats().transfer
+    assert stats is not None and stats.hit_tokens == 32
+    for engine in engines:
+        engine.close()
+    with pytest.raises(InvalidRequest, match="share a GPU"):
+        fleet_boot.boot_fleet({"a": config, "b": config}, FleetConfig())

@@ -1,0 +1,243 @@
+"""From cache to cache by CUDA IPC, with main memory in the place of devices': what is opened, copied, vouched for and
+let go of, and what happens when it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from emberline.core.config import TransferConfig
+from emberline.engine.gpu import ipc as transport
+from emberline.engine.gpu.device import Host
+from emberline.engine.gpu.region import DeviceRegion
+from emberline.kernels.cuda import ipc
+from emberline.kernels.cuda.driver import DriverError
+from emberline.kernels.cuda.ipc import Exported
+from emberline.kv.cache import KVCache, KVShape
+from emberline.kv.transfer.dock import Dock
+from emberline.kv.transfer.errors import BadTransfer, BlockReused, PeerUnreachable, TicketOver
+from emberline.kv.transfer.piece import Piece
+from emberline.kv.transfer.ticket import Ticket
+
+BLOCKS, AHEAD = 12, 64  # of a cache; bytes of its allocation before each part
+SHAPE = KVShape(3, 2, 16, 8, torch.bfloat16)
+
+
+class Opened:
+    """Stands in for the driver's."""
+
+    alive: weakref.WeakSet[Opened]
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        self.address = int.from_bytes(handle, "little")
+        self.alive.add(self)
+
+
+def export(part: torch.Tensor) -> Exported:
+    return Exported((part.data_ptr() - AHEAD).to_bytes(ipc.HANDLE, "little"), AHEAD)
+
+
+def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
+    for row in range(height):
+        ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "export", export)
+    monkeypatch.setattr(ipc, "copy_rows", copy_rows)
+    monkeypatch.setattr(transport, "Opened", Opened)
+    Opened.alive = weakref.WeakSet()
+
+
+def docked(name: str, tokens: int = 8) -> Dock:
+    cache = KVCache(replace(SHAPE, block_size=tokens), BLOCKS)
+    region = DeviceRegion(cache.shape.layout("m", turned=False), cache, Host())
+    rng = np.random.default_rng(len(name))
+    for part in region.parts:
+        part.copy_(torch.from_numpy(rng.integers(0, 1 << 60, part.shape)))
+    assert transport.near(region) is None, "main memory is no device's"
+    region.device = torch.device("cuda", 0)
+    near = transport.near(region)
+    region.device = torch.device("cpu")
+    return Dock.opened(TransferConfig(name), region, near)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Dock, Dock]]:
+    docks = docked("there"), docked("hi")
+    yield docks
+    for dock in docks:
+        dock.close()
+
+
+def content(dock: Dock, blocks: list[int]) -> bytes:
+    layout, found = dock.sender.region.layout, bytearray()
+    for i in range(len(blocks)):
+        room = memoryview(bytearray(layout.block_bytes))
+        dock.sender.region.gather(Piece(0, layout.layers, i, i + 1), np.asarray(blocks), layout, room)
+        found += room
+    return bytes(found)
+
+
+def by(ticket: Ticket, *ways: str) -> Ticket:
+    endpoints = {way: address for way, address in ticket.peer.endpoints.items() if way in ways}
+    return replace(ticket, peer=replace(ticket.peer, endpoints=endpoints))
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+def until(happened: Callable[[], bool]) -> None:
+    ends = soon()
+    while not happened():
+        assert time.monotonic() < ends
+        gc.collect()
+        time.sleep(0.005)
+
+
+def test_blocks_arrive(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    here.receiver._piece_bytes = 2 * SHAPE.block_bytes // SHAPE.layers  # parts of layers: to be put together again
+    side_by_side, strewn = [3, 4, 5, 6, 7], [9, 2, 0, 11, 10]
+    for blocks, into in product((side_by_side, strewn), repeat=2):
+        ticket = by(there.sender.publish(blocks, 30.0), "cuda")
+        assert here.receiver.pull(ticket, into, soon()).complete
+        assert content(here, into) == content(there, blocks)
+        here.receiver.acknowledge(ticket, soon())
+    assert there.sender.traffic.bytes == 20 * SHAPE.block_bytes
+    assert len(Opened.alive) == 2
+    assert here.receiver.reached == {"cuda": 1} and here.receiver.passed_over == {}
+
+
+def test_only_what_touches_is_put_together() -> None:
+    pieces = [Piece(0, 1, 0, 2), Piece(0, 1, 2, 4), Piece(1, 3, 0, 2), Piece(2, 3, 2, 4), Piece(4, 5, 0, 2)]
+    assert transport.stacked(pieces) == [Piece(0, 3, 0, 2), Piece(4, 5, 0, 2), Piece(0, 1, 2, 4), Piece(2, 3, 2, 4)]
+
+
+def test_others_blocks_are_left_alone(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    before = content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11])
+    here.receiver.pull(by(there.sender.publish([3, 9, 1], 30.0), "cuda"), [5, 6, 7], soon())
+    assert content(here, [0, 1, 2, 3, 4, 8, 9, 10, 11]) == before
+
+
+@pytest.mark.parametrize("error", [TicketOver, BlockReused])
+def test_what_was_copied_too_late_does_not_count(
+    pair: tuple[Dock, Dock], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = pair
+    ticket = there.sender.publish([1, 2], 30.0)
+
+    def late(*rows: int) -> None:
+        copy_rows(*rows)
+        if error is BlockReused:
+            there.sender.region.renew(2)
+        elif there.sender.pinned():
+            there.sender.close(ticket)
+
+    monkeypatch.setattr(ipc, "copy_rows", late)
+    with pytest.raises(error):
+        here.receiver.pull(by(ticket, "cuda"), [4, 5], soon())
+
+
+def test_memory_goes_when_its_process_does(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    here.receiver.pair(ticket.peer, soon())
+    assert len(Opened.alive) == 2
+    there.close()
+    until(lambda: not Opened.alive)
+    with pytest.raises(PeerUnreachable):
+        here.receiver.pull(ticket, [4, 5], soon())
+
+
+def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    here.receiver.pair(there.sender.peer, soon())
+    here.receiver.forget(there.sender.peer)
+    until(lambda: not Opened.alive)
+
+
+def test_what_cannot_be_opened_goes_another_way(
+    pair: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, here = pair
+
+    def refused(*_: object) -> None:
+        raise DriverError("peer access is not supported")
+
+    monkeypatch.setattr(transport, "Opened", refused)
+    ticket = there.sender.publish([1, 2], 30.0)
+    assert set(ticket.peer.endpoints) == {"cuda", "tcp"}
+    with caplog.at_level(logging.WARNING):
+        here.receiver.pull(ticket, [4, 5], soon())
+    assert content(here, [4, 5]) == content(there, [1, 2])
+    assert here.receiver.passed_over == {"cuda": 1} and "there is not reached by cuda" in caplog.text
+    assert "peer access is not supported" in caplog.text
+
+
+def test_a_peer_of_another_host_is_no_news(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    ticket = there.sender.publish([1, 2], 30.0)
+    peer = replace(ticket.peer, endpoints={**ticket.peer.endpoints, "cuda": "emberline-elsewhere"})
+    here.receiver.pull(replace(ticket, peer=peer), [4, 5], soon())
+    assert content(here, [4, 5]) == content(there, [1, 2]) and here.receiver.passed_over == {}
+
+
+def test_blocks_of_another_size_go_another_way(pair: tuple[Dock, Dock]) -> None:
+    there, large = pair[0], docked("larger", tokens=16)
+    large.receiver.pull(there.sender.publish([1, 2, 3, 4], 30.0), [7, 3], soon())
+    assert large.receiver.passed_over == {"cuda": 1}
+    large.close()
+
+
+def test_memory_that_cannot_be_shared_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(part: torch.Tensor) -> Exported:
+        raise DriverError("operation not supported")
+
+    monkeypatch.setattr(ipc, "export", refused)
+    dock = docked("there")
+    assert set(dock.sender.endpoints) == {"tcp"}
+    dock.close()
+
+
+def test_a_ticket_that_lies_reads_nothing(pair: tuple[Dock, Dock]) -> None:
+    there, here = pair
+    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+    with pytest.raises(BadTransfer, match="does not have"):
+        here.receiver.pull(replace(ticket, blocks=(1, BLOCKS)), [4, 5], soon())
+
+
+def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    told: list[tuple[int, int, int, int]] = []
+
+    class Driver:
+        def cuMemcpy2DAsync_v2(self, rows: object, stream: object) -> int:
+            found = rows._obj  # type: ignore[attr-defined]
+            told.append((found.source_device, found.target_device, found.width, found.height))
+            return 0
+
+    class Stream:
+        cuda_stream = 7
+
+    monkeypatch.setattr(ipc, "driver", Driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    ipc.copy_rows(100, 50, 900, 70, 20, 3)
+    assert told == [(100, 900, 20, 3)]
+    told.clear()
+    ipc.copy_rows(100, 1 << 31, 900, 70, 20, 2)
+    assert told == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
+    assert ctypes.sizeof(ipc._Rows) == 2 * 56 + 16

@@ -1,0 +1,150 @@
+"""Parts of a model for several devices: they tile it, are packed each by itself, and their products are the whole's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llama_8b
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from emberline.core.config import cache_dir
+from emberline.core.errors import InvalidRequest, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels import ops
+from emberline.kernels.cuda import uw12
+from emberline.kernels.uw12_ref import reference_pack, reference_unpack
+from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
+from emberline.models.device_weights import DeviceWeights
+from emberline.models.loader import IGNORABLE
+from emberline.models.shard import Shard
+from emberline.models.weights import Weights
+from emberline.unweight import model as unweight
+from emberline.unweight.codec import find_codec
+
+LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
+MATRICES = {  # n, k
+    "q_proj": (4096, 4096),
+    "k_proj": (1024, 4096),
+    "v_proj": (1024, 4096),
+    "o_proj": (4096, 4096),
+    "gate_proj": (14336, 4096),
+    "up_proj": (14336, 4096),
+    "down_proj": (4096, 14336),
+    "embed_tokens": (128256, 4096),
+    "lm_head": (128256, 4096),
+}
+SMALL = tiny.config(
+    "qwen2", hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    num_hidden_layers=2, vocab_size=300,
+)  # fmt: skip
+
+
+def shards(of: int) -> list[Shard]:
+    return [Shard(rank, of) for rank in range(of)]
+
+
+@pytest.mark.parametrize("of", [1, 2, 4, 8])
+def test_parts_of_llama_8b_tile_it_and_can_be_packed(of: int) -> None:
+    for kind, (n, k) in MATRICES.items():
+        parts = [shard.cut(f"{kind}.weight", (n, k)) for shard in shards(of)]
+        axis = 0 if parts[0][1] == slice(None) else 1
+        assert [i for part in parts for i in range((n, k)[axis])[part[axis]]] == list(range((n, k)[axis])), kind
+        assert all(uw12.supports(*s.shape(f"{kind}.weight", (n, k))) for s in shards(of))
+    configs = [shard.config(LLAMA_8B) for shard in shards(of)]
+    assert sum(part.vocab for part in configs) == LLAMA_8B.vocab
+    assert all((p.heads * of, p.kv_heads * of, p.ffn * of, p.hidden) == (32, 8, 14336, 4096) for p in configs)
+
+
+@pytest.mark.parametrize("of", [2, 8])
+@pytest.mark.parametrize("kind", ["o_proj", "down_proj", "k_proj"])
+def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> None:
+    """With as many columns as Llama 8B has, and fewer rows; or the other way round."""
+    torch.manual_seed(0)
+    n, k = (1024, 128) if kind == "k_proj" else (64, MATRICES[kind][1])
+    weight, x = (torch.randn(n, k) * 0.02).bfloat16(), torch.randn(3, k).double()
+    sums, beside = torch.zeros(3, n).double(), []
+    for shard in shards(of):
+        rows, columns = shard.cut(f"model.layers.0.{kind}.weight", (n, k))
+        part = weight[rows, columns].contiguous()
+        made = reference_pack(part)
+        assert made is not None and torch.equal(reference_unpack(made).view(torch.int16), part.view(torch.int16))
+        product = x[:, columns] @ reference_unpack(made).double().t()
+        if kind == "k_proj":
+            beside.append(product)
+        else:
+            sums += product
+    assert torch.allclose(torch.cat(beside, 1) if beside else sums, x @ weight.double().t(), rtol=1e-12, atol=1e-12)
+
+
+def packed(source: Path, target: Path) -> Path:
+    unweight.pack(source, target, find_codec(cache_dir() / "kernels"), lambda _: None)
+    return target
+
+
+def loaded(weights: Weights, shard: Shard) -> Decoder:
+    config = shard.config(ModelConfig.from_hf(weights.checkpoint.config))
+    decoder = Decoder.load(config, weights, 64, "")
+    weights.finish(IGNORABLE)
+    return decoder
+
+
+def rows_of(table: Tensor | ops.PackedWeight) -> Tensor:
+    assert isinstance(table, Tensor)
+    return table
+
+
+@pytest.mark.parametrize("files", ["plain", "packed"])
+def test_a_model_loaded_in_parts(files: str, tmp_path: Path) -> None:
+    tiny.write(tmp_path / "plain", SMALL, dtype=torch.bfloat16)
+    directory = tmp_path / "plain" if files == "plain" else packed(tmp_path / "plain", tmp_path / "packed")
+    open_ = Checkpoint.open
+    whole = loaded(Weights(open_(directory), torch.float32), Shard())
+    parts = [loaded(Weights(open_(directory), torch.float32, shard=shard), shard) for shard in shards(2)]
+    again = [DeviceWeights(open_(directory), torch.float32, "cpu", shard=shard) for shard in shards(2)]
+    tables = [
+        rows_of(weights.table("model.embed_tokens.weight", p.config.vocab, 128))
+        for weights, p in zip(again, parts, strict=True)
+    ]
+    o = [w.matrix("model.layers.1.self_attn.o_proj.weight", 128, 64) for w in again]
+    bias = [w.vector("model.layers.1.self_attn.k_proj.bias", 32) for w in again]
+    for weights in again:
+        weights.finish(".*")
+    assert torch.equal(torch.cat(tables), rows_of(whole.embedding))
+    assert torch.equal(torch.cat([rows_of(part.embedding) for part in parts]), rows_of(whole.embedding))
+    x = torch.randn(5, 128)
+    for i, layer in enumerate(whole.layers):
+        halves = [part.layers[i] for part in parts]
+        qkv = [half.attention.qkv(x).split([64, 32, 32], 1) for half in halves]
+        beside = torch.cat([torch.cat(both, 1) for both in zip(*qkv, strict=True)], 1)
+        assert torch.equal(beside, layer.attention.qkv(x))
+        added = sum(half.attention.o(x[:, 64 * j : 64 * (j + 1)].contiguous()) for j, half in enumerate(halves))
+        assert torch.allclose(torch.as_tensor(added), layer.attention.o(x), atol=1e-5)
+        fed = sum(half.ffn(x.clone(), None) - x for half in halves)
+        assert torch.allclose(torch.as_tensor(fed), layer.ffn(x.clone(), None) - x, atol=1e-5)
+    assert torch.equal(torch.cat([part.head(x) for part in parts], 1), whole.head(x))
+    theirs = whole.layers[1].attention
+    assert torch.allclose(x @ torch.cat(o, 1).t(), theirs.o(x), atol=1e-5)
+    assert theirs.qkv.bias is not None and torch.equal(torch.cat(bias), theirs.qkv.bias[128:192])
+
+
+def test_what_is_whole() -> None:
+    names = "model.norm.weight", "model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.o_proj.bias", "odd"
+    assert all(Shard(1, 2).shape(name, (64,)) == (64,) for name in names)
+    assert Shard(1, 2).cut("model.layers.0.self_attn.q_proj.weight", ()) == ()  # a damaged file
+    assert Shard(1, 2).shape("model.layers.0.self_attn.q_proj.bias", (64,)) == (32,)
+
+
+def test_what_cannot_be_cut() -> None:
+    with pytest.raises(InvalidRequest, match="counted from 0"):
+        Shard(2, 2)
+    for of, what in ((16, "8 key heads"), (3, "32 attention heads")):
+        with pytest.raises(UnsupportedModel, match=f"{what} cannot be cut into {of} equal parts"):
+            Shard(0, of).config(LLAMA_8B)
+    biased = ModelConfig.from_hf({**tiny.CONFIGS["llama-biased"], "num_attention_heads": 6, "num_key_value_heads": 2})
+    assert Shard().config(biased) == biased
+    with pytest.raises(UnsupportedModel, match="a bias"):
+        Shard(0, 2).config(biased)

@@ -1,0 +1,116 @@
+"""Weights unpacked ahead on a GPU: bit for bit the numbers of plain ones, step by step and captured, with whatever lay
+in the places before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from linear_cases import heavy, random
+from torch import Tensor
+
+from emberline.core.config import GPUConfig
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.gpu.device import Cuda
+from emberline.kernels import ops
+from emberline.kernels.ahead import Ahead
+from emberline.kernels.packed import PackedWeight
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+HIDDEN, FFN, LAYERS = 1024, 2816, 4
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+}
+
+Layer = tuple[PackedWeight, ...]  # a square one, gate and up, down
+
+
+def settled(rows: Tensor, *, gated: bool = False) -> PackedWeight:
+    n, k = rows.shape
+    weight = ops.empty_weight(n, k, rows.dtype, rows.device, gated=gated)
+    assert ops.settle(weight, rows) < rows.nbytes
+    return weight
+
+
+def computed(x: Tensor, layers: list[Layer], head: PackedWeight, ahead: Ahead | None) -> Tensor:
+    """As a model does it, without attention."""
+    x = x.clone()
+    norm = torch.ones(HIDDEN, device="cuda")
+    for square, gate_up, down in layers:
+        mixed = ops.linear(x, square, norm=norm, eps=1e-5, ahead=ahead)
+        inner = ops.gate_up_silu(mixed, gate_up, norm=norm, eps=1e-5, ahead=ahead)
+        ops.linear(inner, down, add_to=x, ahead=ahead)
+    return ops.linear(x, head, full=True)
+
+
+def repeated(work: Callable[[], Tensor], device: Cuda) -> tuple[Tensor, Callable[[], None]]:
+    """Where a captured step leaves its result, and the step."""
+    made: list[Tensor] = []
+    replay = device.lane.capture(lambda: made.append(work()))
+    return made[0], replay
+
+
+@pytest.mark.parametrize("m", [257, 300, 1100])  # fewer, and cuBLAS gets none
+def test_products_are_those_of_plain_rows(m: int) -> None:
+    torch.manual_seed(0)
+    shapes = ((HIDDEN, HIDDEN, False), (2 * FFN, HIDDEN, True), (HIDDEN, FFN, False))
+    rows = [[heavy(n, k) for n, k, _ in shapes] for _ in range(LAYERS)]
+    last, x = heavy(4096, HIDDEN), random(m, HIDDEN)
+    both = []
+    for make in (ops.pack_linear, settled):
+        layers = [tuple(make(w, gated=s[2]) for w, s in zip(layer, shapes, strict=True)) for layer in rows]
+        both.append((layers, make(last)))
+    device = Cuda()
+    torch.cuda.synchronize()
+    with torch.inference_mode(), device.lane.working():
+        expected = computed(x, *both[0], None)
+        order = [weight for layer in both[1][0] for weight in layer]
+        ahead = Ahead(order, len(order), device.lane, device.beside())
+        for _ in range(3):
+            assert torch.equal(computed(x, *both[1], ahead.anew()), expected)
+        places = [place.memory for place in ahead._places]
+        assert len(places) == 2
+        result, replay = repeated(lambda: computed(x, *both[1], ahead.anew()), device)
+        for _ in range(20):
+            for memory in (result, *places):
+                memory.fill_(torch.nan)
+            replay()
+            assert torch.equal(result, expected)
+        assert torch.equal(computed(x, *both[1], ahead.anew()), expected), "after a captured step"
+
+
+def test_an_engine_says_the_same(tmp_path: Path) -> None:
+    """Prompts of more rows than our own products take, some in captured steps, some not; one is scored."""
+    from emberline.engine.gpu.boot import boot_from
+
+    tiny.write(tmp_path, tiny.config("llama", **SIZES), dtype=torch.bfloat16, seed=3)
+    said: list[list[object]] = []
+    for weights in ("plain", "packed"):
+        settings = GPUConfig(max_running=4, max_batch_tokens=2048, kv_tokens=16384, weights=weights, prefix_cache=False)
+        booted = boot_from(tmp_path, settings)
+        heard: list[object] = []
+        for i, length in enumerate((700, 701, 690, 1500, 699, 1600, 600)):
+            prompt = [3 + (7 * i + 11 * j) % 4000 for j in range(length)]
+            scored = 1 if length == 600 else None
+            params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=scored)
+            booted.engine.add(Submission(f"r{i}", prompt, params))
+            while not booted.engine.idle:
+                for output in booted.engine.step():
+                    assert output.error is None
+                    heard += [*output.tokens, *(p.logprob for p in output.prompt_logprobs or ())]
+        assert len(booted.runner._main.ahead._places) == (2 if weights == "packed" else 0)
+        said.append(heard)
+        del booted
+    assert said[0] == said[1] and len(said[0]) > 7 * 12

@@ -1,0 +1,49 @@
+"""Parts of Llama 8B's matrices for several devices, each packed by itself: their products are those of plain rows, to
+the bit, and together the whole's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from linear_cases import assert_close, heavy, poisoned, random
+from torch import Tensor
+
+from emberline.kernels.cuda import wide
+from emberline.kernels.cuda.linear import Weight, linear
+from emberline.kernels.cuda.uw12 import Packed, pack
+from emberline.models.shard import Shard
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+F32 = torch.float32
+SHAPES = {"q_proj": (4096, 4096), "o_proj": (4096, 4096), "gate_proj": (14336, 4096), "down_proj": (4096, 14336)}
+
+
+def product(x: Tensor, w: Weight | Packed) -> Tensor:
+    ours = linear if len(x) <= 32 else wide.linear
+    return ours(x, w, out=poisoned(len(x), w.n, dtype=F32), pdl=False)
+
+
+@pytest.mark.parametrize("of", [2, 4, 8])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_products_of_parts(kind: str, of: int) -> None:
+    torch.manual_seed(0)
+    n, k = SHAPES[kind]
+    whole = heavy(n, k)
+    for m in (1, 16, 64, 128):
+        x = random(m, k)
+        parts = []
+        for rank in range(of):
+            rows, columns = Shard(rank, of).cut(f"{kind}.weight", (n, k))
+            part = whole[rows, columns].contiguous()
+            made = pack(part)
+            assert made is not None
+            mine = x[:, columns].contiguous()
+            parts.append(product(mine, made))
+            plain = product(mine, Weight(part))
+            same = torch.equal(parts[-1].view(torch.int32), plain.view(torch.int32))
+            assert same or m > 32, (m, rank)  # beyond, a plan for packed weights may split k elsewhere
+            assert_close(parts[-1], F.linear(mine, part), mine.double() @ part.double().t())
+        together = torch.cat(parts, 1) if kind in ("q_proj", "gate_proj") else torch.stack(parts).sum(0)
+        assert_close(together, F.linear(x, whole), x.double() @ whole.double().t())

@@ -1,0 +1,43 @@
+"""Who is missing in a cluster, and what is held, from what its parts tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberline.cluster.muster import absences, holdings
+
+
+def row(name: str, role: str = "decode", health: str = "ready", paired: tuple[str, ...] = ("p",)) -> dict[str, Any]:
+    return {"name": name, "role": role, "health": health, "paired": list(paired), "refused": {}}
+
+
+def status(*rows: dict[str, Any], open_requests: int = 0) -> dict[str, Any]:
+    return {"workers": list(rows), "open_requests": open_requests}
+
+
+def stats(state: str = "ready", **more: int) -> dict[str, Any]:
+    kept = dict.fromkeys(("running", "waiting", "open_requests"), 0) | {"blocks_total": 9, "blocks_free": 5}
+    moving = dict.fromkeys(("leases", "pinned_blocks", "quarantined_blocks"), 0)
+    own = {name: more.pop(name) for name in [*more] if name in moving}
+    return {"engine_state": state, "blocks_cached": 4, "transfer": moving | own} | kept | more
+
+
+def test_who_is_missing() -> None:
+    well = {"p": stats(), "d": stats()}
+    p = row("p", "prefill", paired=())
+    assert absences(status(p, row("d")), well) == {}
+    assert absences(None, well) == {"router": "no router"}
+    assert absences(status(row("d")), well) == {"p": "p is unknown"}, "nobody is to be paired with it"
+    assert absences(status(p, row("d", health="lost")), well) == {"d": "d is lost"}
+    assert absences(status(p, row("d")), well | {"d": None}) == {"d": "d says None"}
+    assert absences(status(p, row("d")), well | {"p": stats("restarting")}) == {"p": "p says restarting"}
+    assert absences(status(p, row("d", paired=())), well) == {"d": "d is paired with [], refused {}"}
+    assert absences(status(p, row("d", health="lost")), {"p": stats()}) == {}, "nobody asked for it"
+
+
+def test_what_is_held() -> None:
+    assert holdings(status(), {"a": stats(), "b": stats()}) == ""
+    assert holdings(None, {}) == "no router" and holdings(status(open_requests=1), {}) == "the router has open requests"
+    assert holdings(status(), {"a": stats(), "b": None}) == "b does not answer"
+    assert holdings(status(), {"a": stats(blocks_free=3, waiting=1)}) == "a: waiting 1, blocks 2"
+    assert holdings(status(), {"a": stats(leases=1, quarantined_blocks=2)}) == "a: leases 1, quarantined_blocks 2"

@@ -1,0 +1,72 @@
+"""What a router keeps does not grow with the requests that pass, nor with workers that come and go under new names."""
+
+from __future__ import annotations
+
+import gc
+import json
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+
+import pytest
+
+from emberline.cluster import membership
+from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.core.blockbatch import BlockBatch
+from emberline.core.clock import ManualClock
+from emberline.core.config import RouterConfig
+from emberline.router.ask import Ask
+from emberline.router.chains import Link
+from emberline.router.usage import Usage
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.leg import Outcome
+
+SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, int, float)  # code, and what is counted
+ENDINGS: tuple[Outcome, ...] = ("answered", "refused", "failed", "left", "moved")
+
+
+def kept(root: object) -> int:
+    """Objects that are reached from this one."""
+    seen, ahead = {id(root)}, [root]
+    while ahead:
+        for each in gc.get_referents(ahead.pop()):
+            if id(each) not in seen and not isinstance(each, SKIPPED):
+                seen.add(id(each))
+                ahead.append(each)
+    return len(seen)
+
+
+def life(dispatch: Dispatch, clock: ManualClock, number: int) -> None:
+    """Of a worker: it joins, answers or breaks, and is not heard of again, or says goodbye."""
+    name, incarnation, model = f"w{number}", f"{number:032x}", f"m{number}"
+    dispatch.register(Card(name, incarnation, f"http://{name}:1", (ModelCard(model, "l", 64, 8, 64, 16),)))
+    dispatch.beat(Beat(name, incarnation, prompt_tokens=number, busy_seconds=1.0))
+    assert dispatch.kv is not None
+    link = Link(b"%032d" % number, 1)
+    batch = BlockBatch(incarnation, 1, stored=[(link.digest, b"")], parts=1)
+    dispatch.kv.apply(f"{name}/{incarnation}", batch)
+    for i, ending in enumerate(ENDINGS):
+        text = f"{number} {i} " * 300
+        ask = Ask.read(json.dumps({"model": model, "prompt": text}).encode(), session=f"s{number}")
+        with dispatch.opened(ask, dispatch.choose(ask, set())) as leg:
+            dispatch.came(leg, 3)
+            dispatch.told(leg, link)
+            leg.usage, leg.outcome = Usage(100, 10, 0), ending
+            if i == len(ENDINGS) - 1:  # the last ends when its worker is forgotten
+                if number % 2:
+                    dispatch.leave(name, incarnation)
+                clock.advance(1000.0)
+                dispatch.tick()
+    dispatch.tick()
+
+
+def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "REPLACED_KEPT", 8)
+    clock = ManualClock()
+    dispatch = Dispatch(RouterConfig(prefixes=32, kv_events=True, kv_blocks=16), clock)
+    for number in range(40):
+        life(dispatch, clock, number)
+    full = kept(dispatch)
+    for number in range(40, 120):
+        life(dispatch, clock, number)
+    assert kept(dispatch) <= full
+    assert not dispatch.num_open and not dispatch.workers and len(dispatch.prefixes) == 32
+    assert sum(dispatch.metrics.outcomes.values()) == 120 * len(ENDINGS), "whoever they were, they are counted"
