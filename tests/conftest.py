@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
+
+
+def pytest_configure() -> None:
+    """What a shell runs in the background ignores Ctrl-C, and so would every process that a test starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

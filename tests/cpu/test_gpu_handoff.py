@@ -30,18 +30,17 @@ from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu import region as regions
 from emberline.engine.gpu.boot import region_of
 from emberline.engine.gpu.device import Device, Host
-from emberline.engine.gpu.region import DeviceRegion
+from emberline.engine.gpu.region import DeviceRegion, Slot
 from emberline.engine.gpu.runner import GPURunner
 from emberline.engine.sampler import RowMaker
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.transfer import local
 from emberline.kv.transfer.dock import Dock
 from emberline.kv.transfer.errors import BadTransfer, Incompatible
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.local import LocalTransport, offer
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.receiver import Receiver
-from emberline.kv.transfer.region import HostRegion, Staging
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.sender import Sender
 from emberline.models.decoder import Decoder
 from emberline.models.loader import load
@@ -205,7 +204,7 @@ def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder, str, Sender | 
         slots = [slots.get() for slots in (house.region._out, house.region._in) for _ in range(memory.SLOTS)]
         for i, slot in enumerate(slots):
             (house.region._out if i < memory.SLOTS else house.region._in).put(slot)
-        device.watch(area, kept=house.runner.buffers(), scratch=[slot.scratch for slot in slots])
+        device.watch(kept=house.runner.buffers(), scratch=[slot.scratch for slot in slots])
         forward = house.runner._forward
 
         def noted(*inputs: Any) -> Tensor:
@@ -218,8 +217,16 @@ def racing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder, str, Sender | 
         pulls._spawn = lambda work: None if work == pulls._keep else work()  # at once; nobody waits for long here
         return house, device
 
-    area = memoryview(bytearray(1 << 20))  # through which all pieces go
-    monkeypatch.setattr(local, "Staging", lambda: Staging(lambda size: area))
+    def seen(act: Callable[[Slot, memoryview], None], *, writes: bool) -> Callable[[Slot, memoryview], None]:
+        def noted(slot: Slot, data: memoryview) -> None:
+            device = slot.lane.device  # type: ignore[attr-defined]
+            device.note("a thread", slot.pinned, writes=writes)
+            act(slot, data)
+
+        return noted
+
+    monkeypatch.setattr(Slot, "read", seen(Slot.read, writes=False))
+    monkeypatch.setattr(Slot, "write", seen(Slot.write, writes=True))
     return make
 
 

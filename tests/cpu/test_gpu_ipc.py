@@ -4,10 +4,8 @@ let go of, and what happens when it cannot be."""
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -36,11 +34,14 @@ SHAPE = KVShape(3, 2, 16, 8, torch.bfloat16)
 class Opened:
     """Stands in for the driver's."""
 
-    alive: weakref.WeakSet[Opened]
+    alive: set[Opened]
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self.address = int.from_bytes(handle, "little")
         self.alive.add(self)
+
+    def close(self) -> None:
+        self.alive.remove(self)
 
 
 def export(part: torch.Tensor) -> Exported:
@@ -57,7 +58,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc, "export", export)
     monkeypatch.setattr(ipc, "copy_rows", copy_rows)
     monkeypatch.setattr(transport, "Opened", Opened)
-    Opened.alive = weakref.WeakSet()
+    Opened.alive = set()
 
 
 def docked(name: str, tokens: int = 8) -> Dock:
@@ -103,7 +104,6 @@ def until(happened: Callable[[], bool]) -> None:
     ends = soon()
     while not happened():
         assert time.monotonic() < ends
-        gc.collect()
         time.sleep(0.005)
 
 
@@ -161,6 +161,24 @@ def test_memory_goes_when_its_process_does(pair: tuple[Dock, Dock]) -> None:
     until(lambda: not Opened.alive)
     with pytest.raises(PeerUnreachable):
         here.receiver.pull(ticket, [4, 5], soon())
+
+
+def test_memory_goes_when_the_last_copy_is_over(pair: tuple[Dock, Dock], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process dies while blocks are copied, and the error of that is kept."""
+    there, here = pair
+    ticket = by(there.sender.publish([1, 2], 30.0), "cuda")
+
+    def late(*rows: int) -> None:
+        there.close()
+        time.sleep(0.1)
+        assert len(Opened.alive) == 2
+        copy_rows(*rows)
+
+    monkeypatch.setattr(ipc, "copy_rows", late)
+    with pytest.raises(PeerUnreachable) as error:
+        here.receiver.pull(ticket, [4, 5], soon())
+    until(lambda: not Opened.alive)
+    assert error.value.__traceback__ is not None
 
 
 def test_memory_goes_when_a_peer_is_forgotten(pair: tuple[Dock, Dock]) -> None:

@@ -78,12 +78,13 @@ def run(e: Engine, pending: list[Submission], gap: int = 0) -> dict[str, list[in
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "penalised", "biased"])
 def test_every_way_gives_the_same_tokens(checkpoint: Path, kind: str) -> None:
-    """In float32, where rounding is far below any difference between logits."""
+    """In float32, where rounding is below the differences between the logits that these seeds meet. Of a thousand
+    tokens that may be drawn, two are sometimes nearer than that: 5e-6 with seed 4 and no top_k, 2e-4 as it is."""
     params = {
         "greedy": SamplingParams(max_tokens=OUT, temperature=0.0),
         "seeded": SamplingParams(max_tokens=OUT, temperature=1.2, top_p=0.95, top_k=50, min_p=0.01, seed=12),
         "penalised": SamplingParams(max_tokens=OUT, seed=3, repetition_penalty=1.3, frequency_penalty=0.2),
-        "biased": SamplingParams(max_tokens=OUT, seed=4, logit_bias={7: 5.0, 8: -100.0}, min_tokens=5),
+        "biased": SamplingParams(max_tokens=OUT, top_k=20, seed=5, logit_bias={7: 5.0, 8: -100.0}, min_tokens=5),
     }[kind]
     if kind in ("penalised", "biased") and "llama" not in checkpoint.name:
         pytest.skip("the model makes no difference to these")
@@ -142,7 +143,7 @@ def test_logprobs_are_those_of_transformers(checkpoint: Path, dtype: torch.dtype
 def test_bf16_steps_of_one_token_agree_with_chunks(checkpoint: Path) -> None:
     """The kernels for single tokens against those for chunks: what was generated, scored again as a prompt."""
     e = engine(checkpoint, torch.bfloat16)
-    params = SamplingParams(max_tokens=OUT, temperature=0.8, seed=1, logprobs=0)
+    params = SamplingParams(max_tokens=OUT, temperature=0.8, seed=1, logprobs=0, ignore_eos=True)
     logprobs: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
     given = submissions(params)

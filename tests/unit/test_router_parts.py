@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -243,3 +244,10 @@ def test_who_drains_stays_who_leaves_is_forgotten_and_who_was_cut_off_may_return
     assert members.leave("a", "1") and members.forget(105.0) == [] and members.forget(107.0) == ["a"]
     assert not members.register(card("a", "1"), 108.0)
     assert members.register(card("a", "2"), 109.0)
+
+
+def test_a_newer_worker_is_understood() -> None:
+    model = {"name": "m", "experts": 8}
+    card = {"name": "w", "incarnation": "i", "url": "http://w:1", "models": [model], "region": "eu"}
+    assert msgspec.convert(card, Card) == Card("w", "i", "http://w:1", (ModelCard("m"),))
+    assert msgspec.convert({"name": "w", "incarnation": "i", "watts": 700}, Beat) == Beat("w", "i")

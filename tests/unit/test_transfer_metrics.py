@@ -10,7 +10,8 @@ from emberline.server.worker.transfer_metrics import families
 TOLD = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
     pull_failures={"peer_lost": 2, "bad_transfer": 1}, reached={"tcp": 4}, passed_over={"cuda": 3},
-    hit_tokens=64, published=3, ended={"acknowledged": 2, "expired": 1}, leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
+    hit_tokens=64, published=3, ended={"acknowledged": 2, "expired": 1},
+    leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ _SETTINGS = {
     "decode_weight": "a token to generate counts as so many of a prompt (default: %(default)g)",
     "split_tokens": "uncached tokens of a prompt that are worth a prefill worker (default: %(default)g; inf: never)",
     "split_patience": "seconds by which a prompt may be done later there",
-    "ticket_timeout": "seconds to wait for a prefill worker",
+    "ticket_timeout": "seconds to wait for a prefill worker, beyond what was expected",
     "migrations": "times a stream may go on at another worker",
     "migration_wait": "seconds a stream waits for a worker to go on at",
 }

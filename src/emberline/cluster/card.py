@@ -1,4 +1,8 @@
-"""Card: what a worker says of itself when it registers. Beat: how it goes, every second after."""
+"""Card: what a worker says of itself when it registers. Beat: how it goes, every second after.
+
+What a newer worker says besides is ignored, and what an older one leaves out has a default: so a cluster is upgraded
+part by part.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ Dialect = Literal["native", "vllm", "sglang"]
 _PLAIN = re.compile("[ -~]{1,128}")
 
 
-class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Card(msgspec.Struct, frozen=True):
     name: str  # of the place: a worker that is started again has the same
     incarnation: str  # of the process: never used twice
     url: str
@@ -32,7 +36,7 @@ class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("url must be an http or https URL")
 
 
-class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelCard(msgspec.Struct, frozen=True):
     name: str
     layout: str = ""  # of its KV blocks: only equal ones can be exchanged
     max_context: int = 0
@@ -42,7 +46,7 @@ class ModelCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
 
 
-class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Beat(msgspec.Struct, frozen=True):
     """Gauges of now and counters since the engine's start, of all models together."""
 
     name: str

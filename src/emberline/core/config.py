@@ -257,7 +257,7 @@ class RouterConfig:
     migration_wait: float = 10.0  # seconds until there is one
     split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker; inf: never split
     split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
-    ticket_timeout: float = 10.0  # seconds a prompt may wait at the worker that is to compute it for another
+    ticket_timeout: float = 10.0  # seconds a prompt may wait there beyond what was expected
     queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
     affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
     decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt

@@ -39,7 +39,6 @@ class Rules:
     decode_weight: float = 4.0  # a generated token counts as so many of a prompt
     split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker
     split_patience: float = 3.0  # seconds by which it may be done later there: streams here are not held up
-    ticket_timeout: float = 10.0  # seconds that it may wait there
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Decision:
     load: Load
     why: Why
     known: float  # tokens of the prompt it is thought to have
+    wait: float = 0.0  # seconds until it begins with it, so far as that is known
 
 
 def choose(

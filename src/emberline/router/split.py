@@ -38,15 +38,15 @@ def split(
         rate = worker.pace.rate
         if not rate:
             return worker.open < worker.max_running or not _fuller(worker, to)
-        later = worker.prefill + missing(worker) - to.prefill
-        return worker.prefill < rules.ticket_timeout * rate and later <= rules.split_patience * rate
+        return worker.prefill + missing(worker) - to.prefill <= rules.split_patience * rate
 
     places = [w for w in there if w.open < w.limit and (must or in_time(w))]
     if not places:
         return None
     best = min(places, key=lambda worker: (worker.prefill + missing(worker), worker.open, worker.name))
     seen = min(known.get(best.id, 0), ask.size)
-    return Decision(best, Load(missing(best), 0.0), Why.SPLIT, estimate.prompt(seen))
+    wait = best.prefill / best.pace.rate if best.pace.rate else 0.0
+    return Decision(best, Load(missing(best), 0.0), Why.SPLIT, estimate.prompt(seen), wait)
 
 
 def _fuller(one: Worker, other: Worker) -> bool:

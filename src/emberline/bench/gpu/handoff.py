@@ -68,7 +68,7 @@ def _pieces(report: Report, rounds: int) -> None:
         _add_slots(report, region, limits["tcp"], rounds)
         for streams in STREAMS:
             peer = raw_sockets(report, size, rounds, streams)
-            way = TcpTransport(region.layout, Habits(streams, crc=crc, staging=region.staging))
+            way = TcpTransport(region.layout, Habits(streams, crc=crc))
             rates = _rates(pipe, region, way, rounds)
             report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
         rates = _rates(pipe, region, ipc.IpcTransport(region), rounds)
@@ -93,7 +93,7 @@ def _add_slots(report: Report, region: DeviceRegion, limit: float, rounds: int) 
     """Between the cache and main memory, with one thread: what a connection does besides speaking."""
     layout, blocks = region.layout, np.asarray(_strewn(1), np.int64)
     pieces = list(cut(range(layout.layers), range(BLOCKS), layout, PIECE))
-    room = region.staging().room(max(piece.size(layout) for piece in pieces))
+    room = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
     for name, move in (("gather", region.gather), ("scatter", region.scatter)):
         found = []
         for _ in range(rounds + 1):

@@ -11,12 +11,13 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.kernels.cuda import ipc
@@ -73,13 +74,41 @@ class IpcServer(Server):
         channel.tell(Kind.OKAY, transfer, told, time.monotonic() + PATIENCE)
 
 
-@dataclass(frozen=True, slots=True)
 class Memory:
-    """A sender's cache, open as long as somebody has this."""
+    """A sender's cache, open until the last of its users has left; the first is whoever opens it. Said, not left to the
+    collector: errors hold on to what was used where they were raised."""
 
-    blocks: int
-    opened: Mapping[bytes, Opened]
-    bases: Sequence[int]  # addresses of its parts
+    def __init__(self, blocks: int, parts: Sequence[Exported], device: torch.device) -> None:
+        self.blocks = blocks
+        self._users, self._lock = 1, threading.Lock()
+        self._opened: dict[bytes, Opened] = {}
+        try:
+            for handle, _ in parts:
+                if handle not in self._opened:  # two parts may lie in one allocation
+                    self._opened[handle] = Opened(handle, device)
+        except DriverError:
+            self.leave()
+            raise
+        self.bases = [self._opened[handle].address + offset for handle, offset in parts]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                raise PeerUnreachable("the sender is gone, and its memory with it")
+            self._users += 1
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            opened = [] if self._users else list(self._opened.values())
+        for one in opened:
+            with suppress(DriverError):  # of a device that is lost
+                one.close()
 
 
 class IpcLink(StreamLink):
@@ -91,7 +120,7 @@ class IpcLink(StreamLink):
         with self._channel(deadline) as channel:
             told = self._told(channel, Kind.ATTACH, {}, deadline)
         try:
-            self._memory: Memory | None = self._open(told)
+            self._memory = self._open(told)
         except DriverError as error:
             raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU is out of reach: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
@@ -99,12 +128,10 @@ class IpcLink(StreamLink):
         threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
 
     def _open(self, told: dict[str, Any]) -> Memory:
-        parts = [(bytes.fromhex(handle), int(offset)) for handle, offset in told["parts"]]
+        parts = [Exported(bytes.fromhex(handle), int(offset)) for handle, offset in told["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE for handle, _ in parts):
             raise ValueError("it has other parts")
-        # Two parts may lie in one allocation, and that is opened once.
-        opened = {handle: Opened(handle, self._region.device) for handle, _ in parts}
-        return Memory(int(told["blocks"]), opened, [opened[handle].address + offset for handle, offset in parts])
+        return Memory(int(told["blocks"]), parts, self._region.device)
 
     def _watch(self) -> None:
         """Until the sender is gone, or we are."""
@@ -117,7 +144,7 @@ class IpcLink(StreamLink):
                 with suppress(PeerLost):  # it also hangs up on those who are silent for very long
                     channel.rest(IDLE)
             self._give(channel)
-        self._memory = None
+        self._memory.leave()
 
     def fetch(self, fetch: Fetch) -> None:
         """All at once: it takes a moment, and nobody who cancels waits for longer than that."""
@@ -126,20 +153,19 @@ class IpcLink(StreamLink):
             raise TransferTimeout("the deadline passed before the device was asked")
         if not fetch.pieces:
             return
-        if (memory := self._memory) is None:
-            raise PeerUnreachable(f"{self._peer.name} is gone, and its memory with it")
         try:
-            with self._region.arriving():
+            with self._memory.used(), self._region.arriving():
                 for piece in stacked(fetch.pieces):
                     part = slice(piece.first, piece.last)
-                    self._copy(memory, piece, fetch.blocks[part], fetch.into[part])
+                    self._copy(piece, fetch.blocks[part], fetch.into[part])
         except DriverError as error:
             raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU cannot be copied: {error}") from error
         self._vouched(fetch)
         for piece in fetch.pieces:
             fetch.landed(piece)
 
-    def _copy(self, memory: Memory, piece: Piece, blocks: Ids, into: Ids) -> None:
+    def _copy(self, piece: Piece, blocks: Ids, into: Ids) -> None:
+        memory = self._memory
         if blocks.min() < 0 or blocks.max() >= memory.blocks:
             raise BadTransfer("the ticket names blocks that the sender does not have")
         size, height = self._layout.plane_bytes, piece.bottom - piece.top

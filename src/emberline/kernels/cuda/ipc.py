@@ -6,7 +6,6 @@ The driver exports whole allocations, and torch cuts its own from larger ones: s
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -63,7 +62,7 @@ def export(tensor: Tensor) -> Exported:
 
 
 class Opened:
-    """Another process's allocation, as long as this object lives. DriverError if this device cannot reach it."""
+    """Another process's allocation, until it is closed. DriverError if this device cannot reach it."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self._index = device.index
@@ -76,11 +75,10 @@ class Opened:
     def address(self) -> int:
         return self._address.value
 
-    def __del__(self) -> None:
-        if self._address.value:
-            with suppress(Exception):  # at the end of the process there may be nobody to ask
-                _bind(self._index)
-                driver().cuIpcCloseMemHandle(self._address)
+    def close(self) -> None:
+        """While nobody copies from it."""
+        _bind(self._index)
+        check(driver().cuIpcCloseMemHandle(self._address))
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:

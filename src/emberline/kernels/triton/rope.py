@@ -1,6 +1,6 @@
 """rope_and_cache: ref.rope_and_cache for a cache whose keys lie row by row, like the values.
 
-A program has a few heads of one token: all are loaded before any is stored, so q turns in place.
+A program is one warp with a few heads of one token: all are loaded before any is stored, so q turns in place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit, power_of_two
 
-HEADS, WARPS = 16, 2  # of a program
+HEADS = 16  # of a program
 
 
 @jit
@@ -102,5 +102,5 @@ def rope_and_cache(
         qkv, positions, cos_sin, k_cache, v_cache, slots,
         q_norm if normed else cos_sin, k_norm if normed else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
         q_heads, kv_heads, head_dim, half, power_of_two(half), power_of_two(head_dim - 2 * half), k_cache.shape[2],
-        HEADS, normed, pdl, num_warps=WARPS, launch_pdl=pdl,
+        HEADS, normed, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

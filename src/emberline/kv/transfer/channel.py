@@ -64,14 +64,14 @@ class Message(NamedTuple):
 
 
 class Channel:
-    def __init__(self, sock: socket.socket, patience: float = PATIENCE, staging: Staging | None = None) -> None:
+    def __init__(self, sock: socket.socket, patience: float = PATIENCE) -> None:
         sock.settimeout(None)  # the system's own timeouts below: with them a call can wait for all it asked for
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket = sock
         self.broken = False  # by any failure: what follows on it could be anything
-        self.staging = staging or Staging()
+        self.staging = Staging()
         self._patience = patience
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
 

@@ -64,7 +64,7 @@ class Dock:
         sender, layout = Sender(region, config.name, crc=ways.crc), region.layout
         codecs = [ways.codec] if ways.codec else []
         streams = 2 if isinstance(region, HostRegion) else DEVICE_STREAMS
-        habits = Habits(streams, crc=ways.crc, codecs=codecs, always=ways.always, staging=region.staging)
+        habits = Habits(streams, crc=ways.crc, codecs=codecs, always=ways.always)
         transports: list[Transport] = [near.transport] if near else []
         servers: list[Server] = [near.serve(sender)] if near else []
         try:

@@ -22,7 +22,6 @@ from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.lease import How
 from emberline.kv.transfer.pace import Pace
 from emberline.kv.transfer.piece import Piece
-from emberline.kv.transfer.region import Staging
 from emberline.kv.transfer.server import DATA, MOST_PULL, generation_mark
 from emberline.kv.transfer.ticket import Peer, Ticket
 
@@ -39,7 +38,6 @@ class Habits:
     always: bool = False  # or wherever it can be
     patience: float = PATIENCE
     crc: Crc = zlib.crc32
-    staging: Callable[[], Staging] = Staging  # for what arrives; one for each connection
 
 
 class Crew:
@@ -226,8 +224,8 @@ class StreamLink:
 
     def _opened(self, deadline: float) -> Channel:
         try:
-            left, patience = deadline - time.monotonic(), self._habits.patience
-            channel = Channel(self._dial(max(0.001, min(left, patience))), patience, self._habits.staging())
+            left = deadline - time.monotonic()
+            channel = Channel(self._dial(max(0.001, min(left, self._habits.patience))), self._habits.patience)
         except OSError as error:
             raise PeerUnreachable(f"{self._peer.name} does not answer: {error}") from error
         with self._lock:

@@ -11,7 +11,7 @@ which costs less.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -48,10 +48,6 @@ class Region(ABC):
     @abstractmethod
     def fence(self) -> None:
         """For the owner: what is scattered from now on comes after all that it has begun to do with its cache."""
-
-    def staging(self) -> Staging:
-        """Memory that pieces are best gathered to and scattered from."""
-        return Staging()
 
     def in_place(self, piece: Piece, blocks: Ids) -> list[memoryview] | None:
         """A piece of `blocks` where it lies; None: it had better be gathered and scattered."""
@@ -135,13 +131,12 @@ class HostRegion(Region):
 class Staging:
     """Memory that is used again and again by one thread at a time: fresh pages would cost as much as a copy."""
 
-    def __init__(self, allocate: Callable[[int], Buffer] = bytearray) -> None:
-        self._allocate = allocate
-        self._memory = memoryview(b"")
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
 
     def room(self, size: int) -> memoryview:
         if len(self._memory) < size:
-            self._memory = memoryview(self._allocate(size))
+            self._memory = memoryview(bytearray(size))
         return self._memory[:size]
 
 

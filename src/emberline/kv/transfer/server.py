@@ -81,7 +81,7 @@ class Server:
             if self.num_open >= MOST_CONNECTIONS:
                 sock.close()
                 continue
-            channel = Channel(sock, self._patience, self._sender.region.staging())
+            channel = Channel(sock, self._patience)
             thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
             with self._lock:
                 self._open[channel] = thread

@@ -37,13 +37,7 @@ class Dispatch:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._rules = Rules(
-            config.affinity_slack,
-            config.decode_weight,
-            config.split_tokens,
-            config.split_patience,
-            config.ticket_timeout,
-        )
+        self._rules = Rules(config.affinity_slack, config.decode_weight, config.split_tokens, config.split_patience)
         self.membership = Membership(Patience(config.lost_after, config.stuck_after))
         self.workers: dict[str, Worker] = {}  # by name
         self.estimates: defaultdict[str, Estimate] = defaultdict(Estimate)  # of models that are served

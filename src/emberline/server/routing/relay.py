@@ -157,7 +157,7 @@ class Relay:
         prefill.leg.span = self._span(trip, decision, "prefill")
         if must:
             prefill.needed_by(leg)
-        refusal = await prefill.begun(self._config.ticket_timeout)
+        refusal = await prefill.begun(decision.wait + self._config.ticket_timeout)
         if refusal is not None and not trip.started:
             leg.outcome = "refused"
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
