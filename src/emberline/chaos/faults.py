@@ -195,9 +195,9 @@ def _damage(disk: Path, how: str) -> None:
             elif how == "spoil":
                 with file.open("r+b") as opened:
                     opened.seek(size // 2)
-                    byte = opened.read(1)
-                    opened.seek(size // 2)
-                    opened.write(bytes((byte[0] ^ 0x10,)))
+                    if byte := opened.read(1):  # of a torn one nothing may be left
+                        opened.seek(size // 2)
+                        opened.write(bytes((byte[0] ^ 0x10,)))
             else:  # an I/O error for who opens it
                 file.unlink()
                 file.symlink_to(file)
