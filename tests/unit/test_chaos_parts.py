@@ -13,7 +13,7 @@ import pytest
 from emberline.chaos.answer import Answer
 from emberline.chaos.case import Case
 from emberline.chaos.client import Verdict, judged
-from emberline.chaos.faults import FAULTS
+from emberline.chaos.faults import FAULTS, _damage
 from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights, Stage
 from emberline.chaos.turns import Turn, Turns, drawn
@@ -212,3 +212,20 @@ def test_nothing_waits_by_the_wall_clock() -> None:
             if any(word in text for word in ("time.time", "datetime.", "WallClock")) and _looks_at_it(ast.parse(text)):
                 found.add(str(path.relative_to(PACKAGE)))
     assert {name for name in found if "gateway" not in name} == WALL
+
+
+def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "layout" / "ab"
+    folder.mkdir(parents=True)
+    sizes = (0, 1, 5000, 100_000)
+    for size in sizes:
+        (folder / str(size)).write_bytes(bytes(size))
+    _damage(tmp_path, "spoil")
+    assert [sum((folder / str(size)).read_bytes()) for size in sizes] == [0, 16, 16, 16]
+    _damage(tmp_path, "tear")
+    assert [(folder / str(size)).stat().st_size < size for size in sizes] == [False, True, True, True]
+    _damage(tmp_path, "spoil")
+    _damage(tmp_path, "fail")
+    for size in sizes:
+        with pytest.raises(OSError):
+            (folder / str(size)).read_bytes()
