@@ -43,8 +43,7 @@ def test_meanings(server: str) -> None:
             assert not await hit("What does the plan with 50 seats cost?")
             assert embedder.failures == 0
             made = semantic_by(upstream, server, "minilm", SystemClock())()
-            looks = [await made.look(call(asked("hello"), settings=SETTINGS)) for _ in range(10)]
-            assert any(look is not None for look in looks)  # its patience is short, and this machine may be busy
+            assert (await made.look(call(asked("hello"), settings=SETTINGS))) is not None
             nowhere = HttpEmbedder(upstream, "http://127.0.0.1:9", "minilm")
             assert await nowhere.embed(["x"]) is None and nowhere.failures == 1
             other = HttpEmbedder(upstream, server, "unheard-of")

@@ -8,12 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
 
-from emberline.bench.master import Master, free_port
+from emberline.bench.master import Master, free_port, freeze
 from emberline.core.clock import ManualClock
 from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest
@@ -206,8 +205,8 @@ def test_a_master_that_is_killed_and_started_again(master: Master) -> None:
 
 def test_a_master_that_hangs(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
-    monkeypatch.setattr(storeclient, "WAIT", 0.3)
     assert fill(tier, NAMES[:2]) == 2
+    monkeypatch.setattr(storeclient, "WAIT", 0.3)
     master.hang()
     assert loaded(tier, NAMES[:2]) == 0 and not tier.stats().on
     monkeypatch.setattr(storeclient, "SETUP", 0.5)
@@ -216,6 +215,7 @@ def test_a_master_that_hangs(master: Master, monkeypatch: pytest.MonkeyPatch) ->
     newcomer.close()
     master.wake()
     come_back(tier)
+    monkeypatch.setattr(storeclient, "WAIT", 5.0)
     assert loaded(tier, NAMES[:2]) == 2
     tier.close()
 
@@ -227,7 +227,7 @@ def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.Mon
     monkeypatch.setattr(storeclient, "WAIT", 0.3)
     first = client.pid
     assert first is not None
-    stop(first)
+    freeze(first)
     into = buffer()
     before = bytes(into)
     assert tier.load(NAMES[:1], [into]) == 0 and not tier.stats().on
@@ -236,7 +236,7 @@ def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.Mon
     monkeypatch.setattr(storeclient, "WAIT", 5.0)
     assert bytes(into) == before and loaded(tier, NAMES[:2]) == 2 and client.pid == first
     monkeypatch.setattr(storeclient, "WAIT", 0.3)
-    stop(first)
+    freeze(first)
     assert loaded(tier, NAMES[:1]) == 0
     monkeypatch.setattr(storeclient, "STUCK", 0.0)
     come_back(tier)
@@ -254,15 +254,6 @@ def test_our_own_process_may_hang_or_die(master: Master, monkeypatch: pytest.Mon
     assert tier.stats().errors - before == 40 - sum(stored.values()) < 40 and tier.stats().on
     assert all(loaded(tier, [name]) == here for name, here in stored.items())
     tier.close()
-
-
-def stop(pid: int) -> None:
-    """And waits until all of it stands still: a thread that is on a core runs on for a moment."""
-    os.kill(pid, signal.SIGSTOP)
-    until = time.monotonic() + 10
-    while any(task.read_text().rsplit(")")[-1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
-        assert time.monotonic() < until, "it does not stop"
-        time.sleep(0.005)
 
 
 def come_back(tier: RemoteTier) -> None:

@@ -17,6 +17,16 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+def freeze(pid: int) -> None:
+    """Until all of it stands still: a thread that is on a core runs on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    until = time.monotonic() + 10
+    while any(task.read_text().rsplit(")")[-1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")):
+        if time.monotonic() > until:
+            raise TimeoutError(f"process {pid} does not stop")
+        time.sleep(0.005)
+
+
 @dataclass
 class Master:
     """At one address, where it can be started, made to hang, killed and started again."""
@@ -47,7 +57,7 @@ class Master:
 
     def hang(self) -> None:
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def wake(self) -> None:
         assert self.process is not None
