@@ -179,3 +179,15 @@ def test_names_mean_the_same() -> None:
 
 def test_the_plan_knows_how_much_of_a_head_is_unpacked_at_a_time() -> None:
     assert memory.UNPACKED == gpu.UNPACKED
+
+
+def test_blocks_on_their_way_elsewhere_have_their_place(
+    booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    directory = model(tmp_path, torch.bfloat16)
+    serve(directory, {"kv_host_memory": 64 << 20}).engine.close()
+    for flags in ((), ("--tiers",), ("--tiers", "--transfer")):
+        assert main(["doctor", "--model", str(directory), "--gpu-memory", str(MEMORY), *flags]) == 0
+    done, plain, tiers, both = booted
+    assert tiers == done
+    assert plain.scratch < tiers.scratch < both.scratch and plain.kv_tokens > tiers.kv_tokens > both.kv_tokens
