@@ -29,6 +29,16 @@ BASE: Config = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GPU_SIZES: Config = {  # the least that our kernels for a GPU take
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 2048,
+}
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 

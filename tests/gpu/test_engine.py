@@ -18,23 +18,15 @@ from emberline.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SIZES = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1000,
-    "max_position_embeddings": 2048,
-}
 LENGTHS = (3, 130, 700, 64, 65, 31, 257, 1)
 OUT = 60
 KINDS = {
-    "llama": tiny.config("llama", **SIZES),
-    "wide": tiny.config("llama", **(SIZES | {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1})),
-    "mistral": tiny.config("mistral", sliding_window=100, **SIZES),
-    "qwen3": tiny.config("qwen3", **SIZES),
+    "llama": tiny.config("llama", **tiny.GPU_SIZES),
+    "wide": tiny.config(
+        "llama", **(tiny.GPU_SIZES | {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 1})
+    ),
+    "mistral": tiny.config("mistral", sliding_window=100, **tiny.GPU_SIZES),
+    "qwen3": tiny.config("qwen3", **tiny.GPU_SIZES),
 }
 
 

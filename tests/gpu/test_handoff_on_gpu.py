@@ -25,17 +25,7 @@ from emberline.engine.engine import Engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-CONFIG = tiny.config(
-    "llama",
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=1000,
-    max_position_embeddings=2048,
-)
+CONFIG = tiny.config("llama", **tiny.GPU_SIZES)
 LENGTH, OUT, BLOCK = 1504, 40, 16
 # A logit's last bits change with the batch, and in float32 that seldom changes a token. In other dtypes, only steps of
 # the same shape are compared: the prompt is full blocks, so that nothing of it is left to compute.

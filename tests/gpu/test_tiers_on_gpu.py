@@ -23,17 +23,7 @@ from emberline.kv.tiers.stack import TierStack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-CONFIG = tiny.config(
-    "llama",
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=3,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=1000,
-    max_position_embeddings=2048,
-)
+CONFIG = tiny.config("llama", **tiny.GPU_SIZES)
 LENGTH, OUT, REQUESTS = 700, 60, 6
 
 

@@ -77,7 +77,7 @@ class Intake:
         """Whether all are tokens. numpy finds the largest of a long prompt in a third of the time."""
         try:
             return bool(np.frombuffer(array("Q", ids), np.uint64).max() < self.vocab_size)
-        except OverflowError:  # one is below zero
+        except OverflowError:  # one is below zero, or beyond 64 bits
             return False
 
     def _check_publish(self, submission: Submission) -> None:
