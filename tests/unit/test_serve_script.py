@@ -51,6 +51,16 @@ def test_with_a_gateway_both_run_and_both_stop(here: Path, how: signal.Signals) 
     assert called(here, 4) == sorted([*both, "gateway stopped", "serve stopped"])
 
 
+def test_told_to_stop_it_does_not_say_that_the_engine_goes_on(here: Path) -> None:
+    slow = STUB.replace("trap '", "trap '[ $1 = gateway ] || sleep 0.3; ")
+    (here / ".venv/bin/emberline").write_text(slow)  # so that the gateway ends first
+    process = started(here)
+    called(here, 2)
+    process.terminate()
+    assert b"goes on" not in process.communicate(timeout=20)[1]
+    assert {"gateway stopped", "serve stopped"} <= {*called(here, 4)}
+
+
 def test_without_one_there_is_only_the_engine(here: Path) -> None:
     process = started(here, "--port", "8123", "--no-gateway")
     assert called(here, 1) == ["serve --port 8123"]
