@@ -56,8 +56,8 @@ class Terminal:
         return seen
 
     def interrupt(self, pattern: str) -> None:
-        """Ctrl-C at the prompt, and again if nothing happens: Python's readline sees a signal that comes after the prompt is
-        drawn and before it waits for keys only with the next key (5 of 295,043 presses on a busy machine)."""
+        """Ctrl-C at the prompt, and again if nothing happens: a signal that comes after the prompt is drawn and before
+        keys are waited for is seen by Python's readline with the next key (5 of 295,043 presses on a busy machine)."""
         for _ in range(4):
             self.type("\x03")
             if self.wait(pattern, PATIENCE / 4) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gateway_records import NOON, made
 
@@ -19,9 +19,12 @@ class ScriptedStore:
         self.batches: list[list[tuple[Record, Payload | None]]] = []
         self.is_down = False
         self.asked = asyncio.Event()
+        self.meanwhile: Callable[[], None] = lambda: None  # happens while the first batch is written
 
     async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None:
         self.asked.set()
+        if not self.batches:
+            self.meanwhile()
         if self.is_down:
             raise StoreFailed("down")
         if any(record.model == "poison" for record, _ in batch):
@@ -48,6 +51,21 @@ def test_what_comes_together_is_written_together() -> None:
         assert store.records == records
         assert [len(batch) for batch in store.batches] == [1000, 1000, 500]
         assert (writer.written, writer.dropped, writer.queued) == (2500, 0, 0)
+
+    asyncio.run(do())
+
+
+def test_what_comes_while_a_batch_is_written_waits_for_more() -> None:
+    async def do() -> None:
+        store = ScriptedStore()
+        records = [made(NOON + i) for i in range(3)]
+        async with LogWriter(store, linger=0.05) as writer:  # type: ignore[arg-type]
+            store.meanwhile = lambda: writer.put(records[1])
+            writer.put(records[0])
+            await store.asked.wait()
+            await asyncio.sleep(0)
+            writer.put(records[2])
+        assert [[record for record, _ in batch] for batch in store.batches] == [records[:1], records[1:]]
 
     asyncio.run(do())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -37,8 +37,7 @@ class Sealed(msgspec.Struct, frozen=True):
     created: int  # ms: when the secret was given
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     account: str
     provider: str
     alias: str = "default"

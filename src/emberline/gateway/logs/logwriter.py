@@ -85,18 +85,17 @@ class LogWriter:
         self._queue.clear()
 
     async def _run(self) -> None:
-        while True:
-            await self._some.wait()
-            self._some.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), self._linger)
-            while self._queue:
-                self._hand = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
-                self._bytes -= sum(len(payload) for _, payload in self._hand if payload is not None)
-                await self._write(self._hand)
-                self._hand = []
-            if self._closing.is_set():
-                return
+        """While a batch waits to be full others join it: a store takes many hardly slower than a few."""
+        while await self._some.wait() and self._queue:  # woken without any: it is left
+            if len(self._queue) < BATCH:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), self._linger)
+            self._hand = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            self._bytes -= sum(len(payload) for _, payload in self._hand if payload is not None)
+            if not (self._queue or self._closing.is_set()):
+                self._some.clear()
+            await self._write(self._hand)
+            self._hand = []
 
     async def _write(self, batch: list[Entry]) -> None:
         """Ends when the batch is written, or is known to be at fault itself."""

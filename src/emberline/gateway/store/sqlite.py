@@ -12,7 +12,8 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from datetime import date
-from itertools import cycle
+from functools import cache
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +41,8 @@ WORDS = {
     "clustered": "WITHOUT ROWID",
 }
 READERS = 2
-_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)}) VALUES ({sql.marks('?', len(COLUMNS))})"
+_LOG = f"INSERT OR IGNORE INTO logs ({quoted(COLUMNS)})"
+_TOGETHER = (24, 4, 1)  # rows of one statement: 40 columns of 24 are within what every SQLite takes
 _ROLLUPS = ((True, sql.upsert_rollup("?", "all")), (False, sql.upsert_rollup("?", "key")))
 _CROWD, _TAKE_OUT = sql.select_crowd("?", KEPT), sql.take_out("?", shared=False)
 
@@ -136,12 +138,12 @@ class SQLiteStore:
 
     def _append_day(self, lane: Lane, day: date, entries: Batch) -> None:
         with _transaction(self._day(lane, day)) as db:
-            db.executemany(_LOG, [row(r) for r, _ in entries])
+            _insert(db, _LOG, [row(r) for r, _ in entries])
             db.executemany(_LABEL, [label for r, _ in entries if r.metadata for label in labels(r)])
         payloads = [(bytes.fromhex(r.id), packed(p.request), packed(p.response)) for r, p in entries if p is not None]
         if payloads:
             with _transaction(self._day(lane, day, payloads=True)) as db:
-                db.executemany("INSERT OR IGNORE INTO payloads VALUES (?1, ?2, ?3)", payloads)
+                _insert(db, "INSERT OR IGNORE INTO payloads", payloads)
 
     async def page(self, filters: Filters, *, before: str = "", limit: int = 50, patience: float = PATIENCE) -> Page:
         days = await self.days()
@@ -260,10 +262,26 @@ _UNLABEL = "DELETE FROM labels WHERE key = ?1 AND value = ?2 AND id = ?3"
 
 
 def _by_day(entries: Iterable[T], record_of: Callable[[T], Record]) -> dict[date, list[T]]:
-    days: dict[date, list[T]] = {}
+    days: dict[int, list[T]] = {}
     for entry in entries:
-        days.setdefault(day_of(record_of(entry).created), []).append(entry)
-    return days
+        days.setdefault(record_of(entry).created // MS["day"], []).append(entry)
+    return {day_of(day * MS["day"]): some for day, some in days.items()}
+
+
+def _insert(db: sqlite3.Connection, into: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Many with one statement: to each the thread lets go of the interpreter, and to get it back has to stop whoever
+    answers requests."""
+    at = 0
+    for count in _TOGETHER:
+        while len(rows) - at >= count:
+            db.execute(_values(into, len(rows[0]), count), list(chain.from_iterable(rows[at : at + count])))
+            at += count
+
+
+@cache
+def _values(into: str, columns: int, rows: int) -> str:
+    marks = f"({', '.join('?' * columns)})"
+    return f"{into} VALUES {', '.join([marks] * rows)}"
 
 
 @contextmanager
