@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from emberline.net import visitor
-from emberline.net.server import App, Receive, Send, Server
+from emberline.net.host import App, Receive, Send
+from emberline.net.server import Server
 from emberline.net.turn import CutOff
 
 GET = b"GET /a%20b?c=%20d HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -171,7 +172,7 @@ def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypa
         one.say(GET)
         assert (await one.reply())[1] == b"/a b "
         assert await one.rest() == b""
-        assert not server.guests
+        assert not server.host.guests
 
     run(slow, work)
 
@@ -359,7 +360,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
         assert b"connection: close" in head and said == b"/a b " and await busy.rest() == b""
         assert await long.rest() == b"" and stopped == ["/long"]
         await stopping
-        assert not server.guests and not server.work
+        assert not server.host.guests and not server.host.work
 
     run(app, work)
 
@@ -376,7 +377,7 @@ def test_a_proxy_on_this_machine_is_believed() -> None:
         for said in (b"", b"x-forwarded-for: 9.9.9.9, 8.8.8.8, 127.0.0.1\r\n", b"x-forwarded-for: 127.0.0.1\r\n"):
             one.say(b"GET / HTTP/1.1\r\n%b\r\n" % said)
             await one.reply()
-        server.proxied = False
+        server.host.proxied = False
         one.say(b"GET / HTTP/1.1\r\nx-forwarded-for: 9.9.9.9\r\n\r\n")
         await one.reply()
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from emberline.net.visitor import Visitor
+from emberline.net.host import Host
 
 log = logging.getLogger("emberline.net")
 
@@ -23,19 +22,43 @@ class CutOff(Exception):
     """Raised by an application whose reply broke after it began: nobody may take it for whole."""
 
 
+class Line(Protocol):
+    """The connection, as a turn sees it."""
+
+    full: bool  # the client does not take what is written
+
+    def write(self, data: bytes) -> None: ...
+
+    def drained(self) -> asyncio.Future[None]: ...
+
+    def pause(self) -> None:
+        """Nothing more is read for now."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def done(self, turn: Turn) -> None:
+        """The reply is written."""
+        ...
+
+    def refuse(self, status: int) -> None: ...
+
+    def cut(self) -> None: ...
+
+
 class Turn:
-    __slots__ = ("_awaited", "_chunked", "_head", "_left", "_loop", "_parts", "_size", "_told", "_visitor", "_waiter",
+    __slots__ = ("_awaited", "_chunked", "_head", "_host", "_left", "_line", "_parts", "_size", "_told", "_waiter",
                  "_whole", "complete", "gone", "keep", "scope", "started", "task")  # fmt: skip
 
-    def __init__(self, visitor: Visitor, scope: dict[str, Any], keep: bool, awaited: bool) -> None:
+    def __init__(self, line: Line, host: Host, scope: dict[str, Any], keep: bool, awaited: bool) -> None:
         """`keep`: the connection, for the next. `awaited`: the client sends its body when it is told to."""
         self.task: asyncio.Task[None] | None = None
         self.scope = scope
         self.keep = keep
         self.gone = False  # there is nobody to answer
         self.started = self.complete = False  # the reply
-        self._visitor = visitor
-        self._loop = visitor.loop
+        self._line = line
+        self._host = host
         self._awaited = awaited
         self._parts: list[bytes] = []  # of the body
         self._size = 0
@@ -46,23 +69,22 @@ class Turn:
         self._waiter: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        server = self._visitor.server
         try:
-            await server.app(self.scope, self.receive, self.send)
+            await self._host.app(self.scope, self.receive, self.send)
             if not (self.complete or self.gone):
                 raise RuntimeError("the application returned before its reply was whole")
         except BaseException as e:
             if not isinstance(e, CutOff | asyncio.CancelledError):
                 log.exception("%s %s", self.scope["method"], self.scope["path"])
             if self.started or not isinstance(e, Exception):
-                self._visitor.cut()
+                self._line.cut()
             elif not self.gone:
-                self._visitor.refuse(500)
+                self._line.refuse(500)
             if not isinstance(e, Exception):
                 raise
         finally:
             assert self.task is not None
-            server.work.discard(self.task)
+            self._host.work.discard(self.task)
 
     # -- the request ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +92,7 @@ class Turn:
         self._parts.append(data)
         self._size += len(data)
         if self._size > BUFFER:
-            self._visitor.pause()
+            self._line.pause()
         self.wake()
 
     def ended(self) -> None:
@@ -89,13 +111,13 @@ class Turn:
         """Of the end of the reply is told as of a client that left."""
         if self._awaited and not self._whole and not self.gone:
             self._awaited = False
-            self._visitor.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._line.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while not (self.gone or self.complete):
             if self._parts or (self._whole and not self._told):
                 return self._taken()
             assert self._waiter is None or self._waiter.done(), "one reader at a time"
-            self._visitor.resume()
-            self._waiter = self._loop.create_future()
+            self._line.resume()
+            self._waiter = self._host.loop.create_future()
             await self._waiter
         return {"type": "http.disconnect"}
 
@@ -108,8 +130,8 @@ class Turn:
     # -- the reply -----------------------------------------------------------------------------------------------------
 
     async def send(self, message: dict[str, Any]) -> None:
-        if self._visitor.full and not self.gone:
-            await self._visitor.drained()
+        if self._line.full and not self.gone:
+            await self._line.drained()
         if self.gone:
             return
         assert not self.complete, "the reply is over"
@@ -145,7 +167,7 @@ class Turn:
         if sized:
             self._head = head
         else:
-            self._visitor.write(head)
+            self._line.write(head)
 
     def _go_on(self, body: bytes, more: bool) -> None:
         if self.scope["method"] == "HEAD":
@@ -160,11 +182,11 @@ class Turn:
                 raise ValueError("the reply has another length than its head says")
         head, self._head = self._head, b""
         if head and len(body) > LARGE:
-            self._visitor.write(head)
-            self._visitor.write(body)
+            self._line.write(head)
+            self._line.write(body)
         elif head or body:
-            self._visitor.write(head + body)
+            self._line.write(head + body)
         if not more:
             self.complete = True
             self.wake()
-            self._visitor.done(self)
+            self._line.done(self)

@@ -7,15 +7,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 
+from emberline.net.host import Host
 from emberline.net.turn import Turn
-
-if TYPE_CHECKING:
-    from emberline.net.server import Server
 
 KEEP = 5.0  # seconds between two requests
 HEAD = 20.0  # seconds for a head to come
@@ -25,9 +23,9 @@ REFUSALS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b
 
 
 class Visitor(asyncio.Protocol):
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.loop = server.loop
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.loop = host.loop
         self.full = False  # the client does not take what is written
         self._drained: asyncio.Future[None] | None = None  # waited for
         self._transport: asyncio.Transport | None = None
@@ -116,11 +114,11 @@ class Visitor(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by descent
         self._client = (transport.get_extra_info("peername") or ("", 0))[:2]
         self._server_address = (transport.get_extra_info("sockname") or ("", 0))[:2]
-        self.server.guests.add(self)
+        self._host.guests.add(self)
         self._wait(HEAD)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.server.guests.discard(self)
+        self._host.guests.discard(self)
         self._deaf = True
         self._parser = None  # which knows us, too
         if self._alarm is not None:
@@ -195,7 +193,7 @@ class Visitor(asyncio.Protocol):
         version = parser.get_http_version()
         keep = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
         awaited = b"100-continue" in [value.lower() for name, value in self._headers if name == b"expect"]
-        turn = Turn(self, self._scope("http", parser.get_method().decode("ascii"), version), keep, awaited)
+        turn = Turn(self, self._host, self._scope("http", parser.get_method().decode("ascii"), version), keep, awaited)
         self._reading = turn
         if self._turn is None:
             self._start(turn)
@@ -217,7 +215,7 @@ class Visitor(asyncio.Protocol):
     def _start(self, turn: Turn) -> None:
         self._turn = turn
         turn.task = self.loop.create_task(turn.run())
-        self.server.work.add(turn.task)
+        self._host.work.add(turn.task)
 
     def _scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
         path, _, query = self._url.partition(b"?")
@@ -236,7 +234,7 @@ class Visitor(asyncio.Protocol):
             "query_string": query,
             "root_path": "",
             "headers": self._headers,
-            "client": self._spoken_for() if self.server.proxied else self._client,
+            "client": self._spoken_for() if self._host.proxied else self._client,
             "server": self._server_address,
         }
 
@@ -251,16 +249,16 @@ class Visitor(asyncio.Protocol):
 
     def _wants_socket(self) -> bool:
         upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")
-        return bool(self.server.largest_message) and upgrade.lower() == b"websocket"
+        return bool(self._host.largest_message) and upgrade.lower() == b"websocket"
 
     def _switch(self, rest: bytes) -> None:
         from emberline.net.websocket import WebSocket
 
         assert self._transport is not None
-        self.server.guests.discard(self)
+        self._host.guests.discard(self)
         if self._alarm is not None:
             self._alarm.cancel()
-        socket = WebSocket(self.server, self._scope("websocket", "GET", "1.1"))
+        socket = WebSocket(self._host, self._scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)
         socket.connection_made(self._transport)
         head = b"".join(b"%b: %b\r\n" % pair for pair in self._headers)

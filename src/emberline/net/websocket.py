@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from websockets.datastructures import Headers
 from websockets.exceptions import InvalidState
@@ -16,8 +16,7 @@ from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request, Response
 from websockets.server import ServerProtocol
 
-if TYPE_CHECKING:
-    from emberline.net.server import Server
+from emberline.net.host import Host
 
 log = logging.getLogger("emberline.net")
 
@@ -27,14 +26,14 @@ _SMALL = {"server_max_window_bits": 12, "client_max_window_bits": 12, "compress_
 
 
 class WebSocket(asyncio.Protocol):
-    def __init__(self, server: Server, scope: dict[str, Any]) -> None:
-        self._server = server
+    def __init__(self, host: Host, scope: dict[str, Any]) -> None:
+        self._host = host
         self._scope = scope
-        self._loop = server.loop
+        self._loop = host.loop
         self._transport: asyncio.Transport | None = None
         self._talk = ServerProtocol(
             extensions=[ServerPerMessageDeflateFactory(**_SMALL)],  # type: ignore[arg-type]
-            max_size=server.largest_message,
+            max_size=host.largest_message,
             logger=log,
         )
         self._response: Response | None = None  # what is answered if the application wants to
@@ -62,10 +61,10 @@ class WebSocket(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._server.guests.add(self)
+        self._host.guests.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.guests.discard(self)
+        self._host.guests.discard(self)
         self._end(CloseCode.ABNORMAL_CLOSURE)
 
     def pause_writing(self) -> None:
@@ -102,8 +101,8 @@ class WebSocket(asyncio.Protocol):
         self._scope["extensions"] = {"websocket.http.response": {}}
         self._messages.put_nowait({"type": "websocket.connect"})
         self._task = self._loop.create_task(self._run())
-        self._server.work.add(self._task)
-        self._task.add_done_callback(self._server.work.discard)
+        self._host.work.add(self._task)
+        self._task.add_done_callback(self._host.work.discard)
 
     def _heard(self, frame: Frame) -> None:
         if frame.opcode is Opcode.PONG:
@@ -129,7 +128,7 @@ class WebSocket(asyncio.Protocol):
 
     async def _run(self) -> None:
         try:
-            await self._server.app(self._scope, self.receive, self.send)
+            await self._host.app(self._scope, self.receive, self.send)
         except Exception:
             log.exception("WebSocket %s", self._scope["path"])
         if self._timer is None and not self._over:  # it was never accepted

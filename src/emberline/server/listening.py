@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from emberline.core.errors import InvalidRequest
-from emberline.net.server import App, Server
+from emberline.net.host import App
+from emberline.net.server import Server
 
 GOODBYE = 10.0  # seconds for what is under way to end
 STOPS = (signal.SIGTERM, signal.SIGINT)
