@@ -12,7 +12,7 @@ import pytest
 
 from emberline.chaos.answer import Answer
 from emberline.chaos.case import Case
-from emberline.chaos.client import Verdict, judged
+from emberline.chaos.client import Client, Verdict, judged
 from emberline.chaos.faults import FAULTS, _damage
 from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights, Stage
@@ -44,6 +44,30 @@ def test_a_stream_that_is_right() -> None:
     assert verdict(*GOOD) is Verdict.ANSWERED
     assert verdict(chunk("on"), chunk("e two three"), *GOOD[3:]) is Verdict.ANSWERED  # cut elsewhere, the same text
     assert verdict(*GOOD[:2], ERROR, DONE) is Verdict.ERROR
+
+
+def test_one_who_stops_the_whole_run_stops_its_requests() -> None:
+    class Hangs:
+        def post(self, *_: object, **__: object) -> Hangs:
+            return self
+
+        async def __aenter__(self) -> None:
+            await asyncio.sleep(60)
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    async def do() -> None:
+        sights = Sights()
+        case = Case(PATH, {"stream": True}, True, Answer.of_stream(PATH, b"".join(GOOD)))
+        asked = Client(Hangs(), "http://nowhere", sights, 30.0).run(case, sights.new())  # type: ignore[arg-type]
+        task = asyncio.create_task(asked)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(do())
 
 
 @pytest.mark.parametrize(

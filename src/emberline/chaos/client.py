@@ -56,8 +56,6 @@ class Client:
         except (aiohttp.ClientError, OSError) as e:
             wrong = Answer.of_stream(case.path, bytes(raw)).against(case.right) if case.stream and raw else ""
             verdict, why = (Verdict.WRONG, wrong) if wrong else (Verdict.CUT, repr(e))
-        except asyncio.CancelledError:
-            verdict, why = Verdict.LEFT, ""
         finally:
             self._sights.forget(sight)
         return Ending(verdict, why, began, asyncio.get_running_loop().time() - began)

@@ -121,8 +121,6 @@ class Play:
             sight = self.scene.sights.new()
             case = self.cases.old()
             ending = await self._client().run(case, sight)
-            if ending.verdict is Verdict.LEFT:
-                return
             self._passed(ending)
             await asyncio.sleep(1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH)
 
@@ -165,7 +163,7 @@ class Play:
             async with fault.strike(victims):
                 ending = await asked
         else:
-            task = asyncio.create_task(asked)
+            began, task = asyncio.get_running_loop().time(), asyncio.create_task(asked)
             if not await self._comes_to(task, sight, stage) or victims.decode is not home:
                 self._passed(await task)
                 return False
@@ -174,7 +172,7 @@ class Play:
                 if fault.leaves:
                     task.cancel()
                 await asyncio.gather(asyncio.wait((task,), timeout=fault.hold), asyncio.sleep(fault.least))
-            ending = await task
+            ending = await (_left(task, began) if fault.leaves else task)
         noticed = (await scene.noticed(fault.shows) - before if fault.shows else before).total()
         await self._note(fault, hit, ending, noticed)
         return True
@@ -215,6 +213,14 @@ class Play:
         if held := await self.scene.quiet():
             self.ledger.leaked(*self._last, held)
         self._going.set()
+
+
+async def _left(task: asyncio.Task[Ending], began: float) -> Ending:
+    """How a request ended whose client left, unless it had ended by then."""
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        return task.result()
+    return Ending(Verdict.LEFT, "", began, asyncio.get_running_loop().time() - began)
 
 
 def _session(home: Place, scene: Scene, dice: random.Random) -> str:
