@@ -19,7 +19,7 @@ class HTTPFailed(EmberlineError):
     """The server answered with an error, or not at all."""
 
 
-class _Reply:
+class Reply:
     """httptools calls these as it reads."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Connection:
         try:
             await self._send(path, body)
             assert self._reader is not None
-            reply = _Reply()
+            reply = Reply()
             while not reply.complete:
                 data = await self._reader.read(READ)
                 if not data:

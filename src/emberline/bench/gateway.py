@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.bench import processes
+from emberline.bench.caller import Caller
 from emberline.bench.connection import Connection, HTTPFailed
 from emberline.bench.launch import free_port
 from emberline.bench.report import Report
@@ -127,7 +128,7 @@ def bench(plan: Plan, peers: Path | None) -> Report:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    """On the loop that costs least: what the client itself takes is part of every latency."""
+    """On the loop that costs least."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -149,14 +150,13 @@ def _measured(plan: Plan, proxy: Proxy, direct: Proxy) -> Told:
     told = Told([], [], [], [], [])
     for turn in range(plan.rounds + 1):  # the first warms up
         rounds = (
-            (told.loaded, _drive(proxy, plan, plan.requests, plan.clients)),
-            (told.alone, _drive(proxy, plan, plan.requests, 1)),  # as many: a p99 of few is their worst
-            (told.base, _drive(direct, plan, plan.requests, 1)),
-            (told.streams, _stream(proxy, plan, plan.events)),
-            (told.short, _stream(proxy, plan, 1)),
+            (told.loaded, _run(_drive(proxy, plan))),
+            (told.alone, _alone(proxy, plan)),
+            (told.base, _alone(direct, plan)),
+            (told.streams, _run(_stream(proxy, plan, plan.events))),
+            (told.short, _run(_stream(proxy, plan, 1))),
         )
-        for turns, drive in rounds:
-            done = _run(drive)
+        for turns, done in rounds:
             if turn:
                 turns.append(done)
     return told
@@ -164,7 +164,7 @@ def _measured(plan: Plan, proxy: Proxy, direct: Proxy) -> Told:
 
 def _cached(plan: Plan, ours: Proxy) -> list[Turn]:
     proxy = Proxy("cached", ours.url, ours.pid, f"/v1/default/cached/compat{PATH[3:]}")
-    return [_run(_drive(proxy, plan, plan.requests, 1, same=True)) for _ in range(plan.rounds + 1)][1:]
+    return [_alone(proxy, plan, same=True) for _ in range(plan.rounds + 1)][1:]
 
 
 async def _soak(plan: Plan, ours: Proxy, provider: str) -> int:
@@ -211,23 +211,43 @@ def _quantiles(turn: Turn) -> tuple[float, float]:
     return cuts[49], cuts[98]
 
 
-async def _drive(proxy: Proxy, plan: Plan, requests: int, clients: int, same: bool = False) -> Turn:
+def _alone(proxy: Proxy, plan: Plan, same: bool = False) -> Turn:
+    """One after the other; as many as under load: a p99 of few is their worst."""
+    caller = Caller(proxy.url, KEY)
+    seconds: list[float] = []
+    before, start = _usage(proxy), time.perf_counter()
+    for number in range(plan.requests):
+        body = _body(proxy, plan, 0 if same else number, 8, stream=False)
+        began = time.perf_counter()
+        reply = caller.post(proxy.path, body)
+        seconds.append(time.perf_counter() - began)
+        _check(reply)
+    wall, after = time.perf_counter() - start, _usage(proxy)
+    caller.close()
+    return Turn(plan.requests, wall, after.cpu - before.cpu, seconds, after.rss)
+
+
+async def _drive(proxy: Proxy, plan: Plan) -> Turn:
     """Closed: as many requests are open at any time."""
-    left = iter(range(requests))
+    left = iter(range(plan.requests))
     seconds: list[float] = []
 
     async def client() -> None:
         connection = Connection(proxy.url, KEY)
         for number in left:
-            body = _body(proxy, plan, 0 if same else number, 8, stream=False)
+            body = _body(proxy, plan, number, 8, stream=False)
             began = time.perf_counter()
             reply = await connection.fetch(proxy.path, body)
             seconds.append(time.perf_counter() - began)
-            if b"word7" not in reply:
-                raise EmberlineError(f"a reply was {reply[:200]!r}")
+            _check(reply)
         connection.close()
 
-    return await _timed(proxy, [client() for _ in range(clients)], requests, seconds)
+    return await _timed(proxy, [client() for _ in range(plan.clients)], plan.requests, seconds)
+
+
+def _check(reply: bytes) -> None:
+    if b"word7" not in reply:
+        raise EmberlineError(f"a reply was {reply[:200]!r}")
 
 
 async def _stream(proxy: Proxy, plan: Plan, events: int) -> Turn:

@@ -240,10 +240,10 @@ class Visitor(asyncio.Protocol):
 
     def _spoken_for(self) -> tuple[str, int]:
         """A proxy on this machine is believed for whom it speaks, and nobody else."""
-        if self._client[0] not in ("127.0.0.1", "::1"):
+        said = [value for name, value in self._headers if name == b"x-forwarded-for"]
+        if not said or self._client[0] not in ("127.0.0.1", "::1"):
             return self._client
-        said = b",".join(value for name, value in self._headers if name == b"x-forwarded-for").decode("latin-1")
-        hosts = [host.strip() for host in said.split(",") if host.strip()]
+        hosts = [host.strip() for host in b",".join(said).decode("latin-1").split(",") if host.strip()]
         others = [host for host in hosts if host not in ("127.0.0.1", "::1")]
         return (others[-1], 0) if others else self._client
 
