@@ -1,0 +1,40 @@
+"""scripts/test-gpu: what it writes down of a run is what happened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "test-gpu"
+MIXED = """
+import pytest
+
+def test_good(): pass
+def test_bad(): assert False
+@pytest.mark.skip
+def test_left_out(): pass
+@pytest.fixture
+def broken(): raise OSError
+def test_without_its_fixture(broken): pass
+"""
+SKIPPED = "import pytest\n\n@pytest.mark.skip\ndef test_needs_a_gpu(): pass\n"
+
+
+def test_each_file_keeps_how_its_last_run_ended(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"test_{name}.py" for name in ("mixed", "skipped", "empty")}
+    files["mixed"].write_text(MIXED)
+    files["skipped"].write_text(SKIPPED)
+    files["empty"].write_text("import nothing_of_that_name\n")
+    kept = tmp_path / "kept.json"
+    before = {"passed": 3, "failed": 0, "commit": "old"}
+    kept.write_text(json.dumps({"results": {"test_skipped.py": before, "test_mixed.py": before}}))
+    command = [sys.executable, str(SCRIPT), "--commit", "new", "--json", str(kept), *map(str, files.values())]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 1
+    results = json.loads(kept.read_text())["results"]
+    assert results["test_skipped.py"] == before, "nothing ran, so nothing is known"
+    mixed = results["test_mixed.py"]
+    assert (mixed["passed"], mixed["skipped"], mixed["failed"], mixed["commit"]) == (1, 1, 2, "new")
+    assert mixed["failures"] == ["test_bad", "test_without_its_fixture"]
+    assert results["test_empty.py"]["failed"] == 1
