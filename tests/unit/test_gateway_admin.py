@@ -12,7 +12,7 @@ import pytest
 from gateway_records import DAY, NOON, made
 
 from emberline.core.clock import ManualClock
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.costs.usage import Usage
@@ -241,6 +241,12 @@ def test_a_gateways_life(world: World) -> None:
         {"providers": {"own": {"base_url": "http://127.0.0.1"}}},
         {"providers": {"own": {"base_url": "https://169.254.169.254"}}},
         {"providers": {"own": {"base_url": "https://a.example", "speaks": ["klingon"]}}},
+        {"providers": {"own": {"base_url": "https://a.example", "headers": {"x": "a\nb"}}}},
+        {"providers": {"own": {}}},
+        {"fallbacks": [{"model": "*", "to": ["nobody/m"]}]},
+        {"prices": {"openai/gpt-5": {"input": -1, "output": 1}}},
+        {"account": "another"},
+        {"gateway": "another"},
         {"logs": {"days": 0}},
     ],
 )
@@ -406,6 +412,16 @@ def _with(id: str, **fields: Any) -> list[dict[str, Any]]:
     return [{**each, **fields} if each["id"] == id else each for each in ELEMENTS]
 
 
+def test_a_route_leads_to_who_can_be_there(world: World) -> None:
+    path = f"{A}/routes/support/check"
+    own = {"elements": _with("m", properties={"provider": "own", "model": "m"})}
+    assert "no provider 'own'" in world.refused(400, "POST", path, own)["message"]
+    world.ok("POST", f"{A}/gateways/team", {"providers": {"own": {"base_url": "https://own.example"}}})
+    for provider in ("own", "pool", "custom-later"):
+        there = _with("m", properties={"provider": provider, "model": "m"})
+        assert world.ok("POST", path, {"elements": there})["valid"]
+
+
 @pytest.mark.parametrize(
     ("elements", "why"),
     [
@@ -424,6 +440,7 @@ def _with(id: str, **fields: Any) -> list[dict[str, Any]]:
         (_with("c", properties={"condition": {}}), "condition"),
         (_with("r", type="warp"), "warp"),
         (_with("m", extra=1), "extra"),
+        (_with("m", properties={"provider": "openai", "model": ""}), "length"),
         (
             [
                 {"id": "s", "type": "start", "outputs": {"next": {"elementId": "e"}}},
@@ -456,8 +473,8 @@ def fill(world: World) -> list[str]:
         )
         for i in range(10)
     ]
-    payload = Payload(b'{"messages": []}', b"data: [DONE]\n\n")
-    world.run(world.store.append([(each, payload if i == 1 else None) for i, each in enumerate(records)]))
+    payloads = {1: Payload(b'{"messages": []}', b"data: [DONE]\n\n"), 3: Payload(b'"\xff"', b"\xfe")}
+    world.run(world.store.append([(each, payloads.get(i)) for i, each in enumerate(records)]))
     return [each.id for each in records]
 
 
@@ -490,6 +507,8 @@ def test_logs_are_paged_filtered_and_exported(world: World) -> None:
 
     exported = b"".join(world.run(lines())).splitlines()
     assert [msgspec.json.decode(each)["id"] for each in exported] == [ids[1], ids[4], ids[7]]
+    with pytest.raises(InvalidRequest, match="since"):  # while it can still be told
+        world.admin.export("GET", f"{A}/logs/export", "since=yesterday", ACME)
 
 
 def test_logs_are_deleted_by_filter(world: World) -> None:
@@ -529,10 +548,12 @@ def test_one_record_its_payload_and_feedback(world: World) -> None:
     assert one["usage_metadata"] == {"input_cached_tokens": 1} and one["created_at"].startswith("2026-")
     assert world.ok("GET", f"{A}/logs/{ids[1]}/request") == {"messages": []}
     assert world.ok("GET", f"{A}/logs/{ids[1]}/response") == "data: [DONE]\n\n"
+    assert "\ufffd" in world.ok("GET", f"{A}/logs/{ids[3]}/request"), "what is neither is shown as far as it goes"
     world.refused(404, "GET", f"{A}/logs/{ids[2]}/request")
     for id in (new_id(NOON), "7", "g" * 32):
         world.refused(404, "GET", f"{A}/logs/{id}")
     assert world.ok("PATCH", f"{A}/logs/{ids[1]}", {"feedback": -1, "score": 20})["feedback"] == -1
+    assert world.ok("PATCH", f"{A}/logs/{ids[1]}", {"metadata": {"good": True}})["metadata"] == {"n": 1, "good": True}
     for wrong in ({}, {"feedback": 2}, {"score": 101}, {"nothing": 1}):
         world.refused(400, "PATCH", f"{A}/logs/{ids[1]}", wrong)
     assert [e["id"] for e in world.ok("GET", f"{A}/logs", query="feedback=-1")["items"]] == [ids[1]]

@@ -86,6 +86,7 @@ def test_what_makes_a_key() -> None:
         call(BODY, stream=True),
         call(BODY, settings={"gateway": "other"}),
         call(BODY, settings={"account": "other"}),
+        call(BODY, settings={"providers": {"openai": {"base_url": "https://elsewhere.example"}}}),
         call(BODY, headers={"anthropic-beta": "x"}),
         call(BODY, headers={"authorization": "Bearer someone's own"}),
         call(BODY, headers={"cf-aig-cache-key": "mine"}),

@@ -11,6 +11,7 @@ from gateway_calls import call
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.costs.bill import bill
 from emberline.gateway.costs.catalogue import Catalogue, Model
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.costs.usage import Usage
@@ -107,6 +108,29 @@ def test_budgets_are_in_micros() -> None:
     assert left(bench.ask(body=body, settings=settings, max_output=100), "micros") == 1_000 - 7 - reserved
     made = bench.ask(settings=settings, headers={"cf-aig-custom-cost": '{"total_cost": 0.000100}'})
     assert left(made, "micros") == 1_000 - 14 - 100
+
+
+def test_several_answers_are_reserved_as_several() -> None:
+    bench, settings = Bench(), {"limits": [{"name": "t", "limit": 10_000, "amount": "tokens"}]}
+    first = bench.ask(body=b"x" * 400, settings=settings, max_output=500, answers=7, close=False)
+    assert left(first, "tokens") == 9_900 - 7 * 500
+    for answers in (13, 10**30):
+        with pytest.raises(LimitExceeded):
+            bench.ask(settings=settings, max_output=500, answers=answers)
+
+
+@pytest.mark.parametrize(("kind", "reserved"), [("virtual", 600), ("token", 0)])
+@pytest.mark.parametrize("said", ['{"total_cost": 0}', '{"per_token_in": 0, "per_token_out": 0}'])
+def test_a_virtual_key_cannot_say_that_it_costs_less(kind: Any, reserved: int, said: str) -> None:
+    bench, settings = Bench(), {"budgets": [{"name": "b", "limit": 1_000}]}
+    who = Identity("k", "k", kind)
+    made = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": said}, max_output=1000)
+    assert left(made, "micros") == 1_000 - reserved
+    reply = Reply(200, {}, b"", usage=Usage(input=0, output=1000), provider="openai")
+    bill(made, reply, Prices())  # type: ignore[arg-type]
+    assert reply.micros == reserved
+    dear = bench.ask(settings=settings, identity=who, headers={"cf-aig-custom-cost": '{"total_cost": 0.0009}'})
+    assert left(dear, "micros") == 1_000 - 7 - 900, "it may say that it costs more"
 
 
 def test_an_unknown_price_does_not_slip_past_a_budget() -> None:

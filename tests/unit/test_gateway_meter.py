@@ -100,6 +100,16 @@ def test_a_malformed_event_is_found_and_does_not_pass(dialect: Any, bad: bytes) 
     assert meter.broken is not None
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_text_that_is_no_utf8_is_malformed(dialect: Any) -> None:
+    first = next(event for event, is_content in reply(dialect).events() if is_content)
+    meter = Meter(dialect)
+    assert meter.push(first + first.replace(b"word0", b"w\xff\xfe0")) == first
+    assert meter.broken is not None and "malformed" in str(meter.broken)
+    with pytest.raises(Broken):
+        check_whole(dialect, reply(dialect).whole().replace(b"word0", b"w\xff\xfe0"))
+
+
 def test_only_done_is_not_an_answer() -> None:
     meter = Meter("openai-chat")
     meter.push(b"data: [DONE]\n\n")

@@ -78,6 +78,9 @@ def test_options_are_read() -> None:
     assert Options.read({"cf-cache-ttl": "60000"}).cache_ttl == 60, "the older header was in milliseconds"
     assert Options.read({"cf-aig-cache-ttl": "90", "cf-cache-ttl": "60000"}).cache_ttl == 90
     assert Options.read({"cf-aig-custom-cost": '{"total_cost": 0.1}'}).custom_cost == CustomCost(micros=100_000)
+    sent = '{"город": "Café"}'.encode().decode("latin-1")  # as a server reads what a client writes in UTF-8
+    assert Options.read({"cf-aig-metadata": sent}).metadata == {"город": "Café"}
+    assert Options.read({"cf-aig-metadata": '{"a": "Caf\xe9"}'}).metadata == {"a": "Café"}, "and in Latin-1"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,9 @@ def test_peek_takes_what_it_knows() -> None:
     assert (seen.model, seen.stream, seen.max_output, seen.counts) == ("m", True, 7, False)
     assert peek(b'{"stream_options": {"include_usage": true}}').counts
     assert peek(b'{"model": 5, "stream": "yes", "max_tokens": "x"}').max_output is None, "the provider's to refuse"
+    gemini = peek(b'{"generationConfig": {"maxOutputTokens": 9, "candidateCount": 3}}')
+    assert (gemini.max_output, gemini.answers) == (9, 3) and peek(b'{"n": 4}').answers == 4
+    assert [peek(body).answers for body in (b"{}", b'{"n": true}', b'{"n": 0}', b'{"generationConfig": 5}')] == [1] * 4
     for body in (b"", b"[]", b"nul", b'{"model": "\xff"}', b'{"model": "' + b"x" * 300 + b'"}'):
         with pytest.raises(InvalidRequest):
             peek(body)
@@ -221,9 +227,30 @@ def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         {"odd": 1},
         {"providers": {"openai": {"key_env": "NOT_SET"}}},
         {"fallbacks": [{"model": "a", "to": ["b"]}]},
+        {"fallbacks": [{"model": "openai/*", "to": ["antropic/claude-sonnet-4-5"]}]},
+        {"default_provider": "opanai"},
+        {"pools": {"p": {"members": [{"provider": "gorq", "model": "m"}]}}},
+        {"guardrails": {"judges": [{"name": "j", "provider": "worker-ai", "model": "m"}]}},
+        {"providers": {"mine": {}}},
+        {"providers": {"mine": {"base_url": "ftp://here"}}},
+        {"providers": {"mine": {"base_url": "http://here", "speaks": ["gemini"]}}},
+        {"providers": {"openai": {"headers": {"x": "a\r\nb: c"}}}},
+        {"providers": {"openai": {"headers": {"content-length": "0"}}}},
+        {"limits": [{"name": "l", "limit": 1, "per": "fortnight"}]},
+        {"budgets": [{"name": "b", "limit": 1, "split": ["team"]}]},
+        {"prices": {"openai/gpt-5": {"input": -1, "output": 1}}},
+        {"logs": {"days": 0}},
+        {"cache_ttl": -1},
+        {"breaker": {"failures": 0}},
+        {"gateway": "another"},
     ):
         with pytest.raises(InvalidRequest):
             read_gateways({"gateways": {"team": wrong}}, "")
+    later = {"fallbacks": [{"model": "*", "to": ["custom-mine/m"]}]}  # which the store may have
+    assert read_gateways({"gateways": {"team": later}}, "")["default", "team"].fallbacks
+    with pytest.raises(InvalidRequest, match="gateway 'team': default_provider names 'opanai'") as told:
+        read_gateways({"gateways": {"team": {"default_provider": "opanai"}}}, "")
+    assert "openai" in (told.value.hint or "")
     with pytest.raises(InvalidRequest):
         read_gateways({"gateways": {"team": 5}}, "")
     assert Settings().retries.attempts == 2

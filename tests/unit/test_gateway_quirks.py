@@ -251,7 +251,9 @@ def test_a_key_may_be_a_file(tmp_path: Path) -> None:
     [settings] = read_gateways({"gateways": {"default": table}}, "http://e").values()
     assert settings.providers["google-vertex-ai"].key == '{"type": "authorized_user"}'
     with pytest.raises(InvalidRequest, match="cannot be read"):
-        read_gateways({"gateways": {"default": {"providers": {"x": {"key_file": str(tmp_path / "no")}}}}}, "http://e")
+        read_gateways(
+            {"gateways": {"default": {"providers": {"groq": {"key_file": str(tmp_path / "no")}}}}}, "http://e"
+        )
 
 
 # -- the addresses that they really have -------------------------------------------------------------------------------
@@ -316,6 +318,15 @@ def test_who_is_told_what_to_speak_speaks_no_more() -> None:
     with pytest.raises(InvalidRequest, match="gemini"):
         made("openai", "gemini")
     assert made("ollama", base_url="http://h/v1").url("v1/chat/completions", "") == "http://h/v1/chat/completions"
+
+
+@pytest.mark.parametrize(("slug", "base_url"), [("openai", None), ("mine", "http://h/v1"), ("ollama", "http://h/v1")])
+@pytest.mark.parametrize("endpoint", ["chat/completions", "v1/chat/completions"])
+def test_the_version_may_be_in_the_path_or_not(slug: str, base_url: str | None, endpoint: str) -> None:
+    """Where it is asked at one place all the same, it is the same that is said there."""
+    provider = Registry().find(slug, Settings(providers={slug: ProviderSettings(base_url=base_url)}))
+    assert provider.url(endpoint, "").count("/v1/chat/completions") == 1 and "/v1/v1" not in provider.url(endpoint, "")
+    assert provider.dialect_of(endpoint) == "openai-chat"
 
 
 def test_slugs() -> None:

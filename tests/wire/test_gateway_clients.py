@@ -181,6 +181,34 @@ def test_credentials_go_where_they_belong(gateway: Gateways, oai: openai.OpenAI)
     assert status == 401 and json.loads(body)["error"]["code"] == "provider_key_missing"
 
 
+def test_no_key_of_ours_goes_to_a_provider(gateway: Gateways) -> None:
+    """Not one that holds no longer, which is not nobody's either; nor one that came in two headers, or in Google's."""
+    fake, path, body = gateway.fakes["fake"], "/v1/default/default/openai/chat/completions", {"model": "m"}
+    for name in ("authorization", "x-api-key", "x-goog-api-key", "api-key"):
+        for where in (path, "/v1/chat/completions"):
+            status, _, told = gateway.post(where, body, {name: "Bearer evk_" + "x" * 43})
+            assert status == 401 and json.loads(told)["error"]["code"] == "invalid_api_key", "revoked, or expired"
+    step = {"provider": "openai", "endpoint": "chat/completions", "query": body, "authorization": "Bearer evk_x"}
+    assert gateway.post("/v1/default/default", [step])[0] == 400 and fake.count == 0
+    native = "/v1/default/default/oai/v1/chat/completions"
+    for headers in (
+        {"cf-aig-authorization": f"bearer {KEY}", "authorization": f"Bearer {KEY}"},
+        {"x-goog-api-key": KEY},
+        {"api-key": KEY},
+    ):
+        status, told, _ = gateway.post(native, {"model": "m", "messages": []}, headers)
+        assert status == 200 and KEY not in str(fake.asked[-1].headers)
+        assert gateway.record(told["cf-aig-log-id"]).key_id == "configured-0"
+
+
+def test_a_key_by_a_name_that_is_not_there(gateway: Gateways) -> None:
+    """Is not replaced by another."""
+    headers = {"cf-aig-byok-alias": "nobody's"}
+    status, _, told = gateway.post("/v1/chat/completions", {"model": OPENAI, "messages": HELLO}, headers)
+    assert status == 401 and json.loads(told)["error"]["code"] == "provider_key_missing"
+    assert gateway.fakes["fake"].count == 0
+
+
 def test_anthropic_key_and_version(gateway: Gateways) -> None:
     headers = {"authorization": "Bearer mine"}
     body = {"model": "anthropic/m", "messages": HELLO, "max_tokens": 8}
@@ -228,6 +256,8 @@ def test_universal_steps(gateway: Gateways) -> None:
     [
         ("/v1/chat/completions", b"{", 400, "invalid_value"),
         ("/v1/chat/completions", b"[]", 400, "invalid_value"),
+        ("/v1/chat/completions", b'{"messages":[]}', 400, "invalid_value"),
+        ("/v1/responses", b'{"model":5,"messages":[]}', 400, "invalid_value"),
         ("/v1/nothing", b"{}", 404, "not_found"),
         ("/v1/default/other/oai/chat/completions", b"{}", 404, "gateway_not_found"),
         ("/v1/default/default/nobody/chat/completions", b"{}", 404, "provider_not_found"),

@@ -29,15 +29,15 @@ PATHS = {
     "openai-chat": "/v1/chat/completions",
     "anthropic": "/v1/messages",
     "openai-responses": "/v1/responses",
-    "gemini": "/v1/default/default/gem/v1beta/models/m:",
+    "gemini": "/v1/default/default/google-ai-studio/v1beta/models/m:",
 }
 
 
 def places(urls: dict[str, str]) -> dict[str, Any]:
     return {
         "oai": {"base_url": urls["fake"], "speaks": ["openai-chat", "anthropic", "openai-responses"]},
-        "gem": {"base_url": urls["fake"], "speaks": ["gemini"]},
         "google-ai-studio": {"base_url": urls["fake"], "key": "k"},
+        "aws-bedrock": {"base_url": urls["fake"]},
         "judge": {"base_url": urls["judge"]},
         "strict": {"base_url": urls["judge"]},
     }
@@ -63,7 +63,6 @@ def asked(dialect: str, text: str, stream: bool) -> tuple[str, dict[str, Any]]:
     path = PATHS[dialect]
     match dialect:
         case "gemini":
-            path = "/v1/default/default/google-ai-studio/v1beta/models/m:"
             path += "streamGenerateContent?alt=sse" if stream else "generateContent"
             return path, {"contents": [{"role": "user", "parts": [{"text": text}]}]}
         case "openai-responses":
@@ -144,6 +143,30 @@ def test_a_reply_is_redacted_and_flagged(gateway: Gateways, dialect: str, stream
     assert payload is not None and b"example" not in payload.response
     if not stream:
         assert json.loads(headers["cf-aig-dlp"])["action"] == "REDACT"
+
+
+@pytest.mark.parametrize("before", [b"", b" " * 100])
+@pytest.mark.parametrize("card", [CARD.encode(), b"\\u0034" + CARD[1:].encode()])
+@pytest.mark.parametrize("after", [b"", b"\xff"])
+def test_no_way_of_writing_it_gets_round(gateway: Gateways, before: bytes, card: bytes, after: bytes) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"my card: %b %b"}]}' % (card, after)
+    status, _, told = gateway.post("/v1/chat/completions", before + body)
+    assert status == 400 and b"2029" in told and gateway.fakes["fake"].count == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "google-ai-studio/v1beta/models/m:streamGenerateContent",
+        "aws-bedrock/bedrock-runtime/us-east-1/model/anthropic.claude-x/invoke-with-response-stream",
+    ],
+)
+def test_what_cannot_be_looked_into_does_not_pass(gateway: Gateways, path: str) -> None:
+    """Streams that are no events: their pieces are in lists, or in frames."""
+    gateway.fakes["fake"].says = f"Of course: your card is {CARD}, as you know."
+    headers = {"authorization": "Bearer k"}
+    status, _, body = gateway.post(f"/v1/default/default/{path}", {"max_tokens": 9, "messages": []}, headers)
+    assert status == 400 and b"1111" not in body and b"urse" not in body
 
 
 def test_real_clients_understand(gateway: Gateways) -> None:

@@ -22,7 +22,12 @@ CHAT = "/v1/chat/completions"
 
 def places(urls: dict[str, str]) -> dict[str, Any]:
     both = ["openai-chat", "anthropic"]
-    return {"oai": {"base_url": urls["fake"], "speaks": both}, "openai": {"base_url": urls["fake"] + "/v1"}}
+    others = ("azure-openai", "google-ai-studio", "workers-ai")
+    return {
+        "oai": {"base_url": urls["fake"], "speaks": both},
+        "openai": {"base_url": urls["fake"] + "/v1"},
+        **{slug: {"base_url": urls["fake"]} for slug in others},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +81,30 @@ def test_a_key_works_until_it_does_not(gateway: Gateways) -> None:
     assert gateway.post("/admin/accounts/default/keys", b"", key, "GET")[0] == 403, "it is not for management"
     manage(gateway, "DELETE", f"keys/{id}")
     until(lambda: ask(gateway, key, "small-1")[0] == 401, 5)
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),  # small ones
+    [
+        ("azure-openai/res/{model}/chat/completions", True),
+        ("google-ai-studio/v1beta/models/{model}:generateContent", True),
+        ("workers-ai/{model}", True),
+        ("azure-openai/res/small/../{model}/chat/completions", False),
+        ("google-ai-studio/v1beta/models/small/%2E%2e/{model}:generateContent", False),
+    ],
+)
+def test_a_body_cannot_name_another_model_than_the_path(gateway: Gateways, path: str, allowed: bool) -> None:
+    _, key = new_key(gateway, allowed_models=["small*"])
+    headers = {"cf-aig-authorization": key["authorization"], "authorization": "Bearer k"}
+    status, _, _ = gateway.post(f"/v1/default/default/{path.format(model='large')}", {"model": "small"}, headers)
+    assert status == (403 if allowed else 404)
+    slug, _, endpoint = path.partition("/")
+    step = {"provider": slug, "endpoint": endpoint.format(model="large"), "query": {"model": "small"}}
+    assert gateway.post("/v1/default/default", [step], headers)[0] == (403 if allowed else 400)
+    assert gateway.fakes["fake"].count == 0
+    if allowed:
+        path = path.format(model="small")
+        assert gateway.post(f"/v1/default/default/{path}", {"model": "large"}, headers)[0] == 200
 
 
 def test_limits_of_a_gateway_made_here(gateway: Gateways) -> None:

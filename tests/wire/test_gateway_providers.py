@@ -263,6 +263,34 @@ def test_cerebras(gateway: Gateways) -> None:
     assert "frequency_penalty" not in body and changed.startswith("frequency_penalty=") and "logit_bias" not in changed
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    [
+        ("aws-bedrock/amazon.nova-pro-v1:0", b'"messages":5'),
+        ("aws-bedrock/amazon.nova-pro-v1:0", b'"messages":[{"role":"user","content":[5]}]'),
+        ("aws-bedrock/amazon.nova-pro-v1:0", b'"messages":[],"tools":[5]'),
+        ("cohere/c", b'"messages":["x"]'),
+        ("cohere/c", b'"messages":[{"role":"user","content":"\xff"}]'),
+        ("replicate/a/b", b'"messages":5'),
+        ("replicate/a/b", b'"messages":[],"stop":[5],"stop_sequences":[5]'),
+    ],
+)
+def test_what_cannot_be_read_is_the_clients_mistake(gateway: Gateways, model: str, path: str, wrong: bytes) -> None:
+    """Also of those that are asked in a way of their own."""
+    body = b'{"model":"%b","max_tokens":8,%b}' % (model.encode(), wrong)
+    status, _, told = gateway.post(path, body)
+    assert status == 400 and gateway.fakes["fake"].count == 0, told
+
+
+def test_what_we_write_is_said_to_be_json(gateway: Gateways) -> None:
+    """curl says that what it sends is a form."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    body = {"model": "aws-bedrock/anthropic.claude-x", "messages": HELLO, "max_tokens": 8}
+    assert gateway.post("/v1/chat/completions", body, form)[0] == 200
+    assert gateway.fakes["fake"].asked[-1].headers["content-type"] == "application/json"
+
+
 def test_azure(gateway: Gateways) -> None:
     _, _, asked = ask(gateway, "azure-openai")
     assert asked.headers["api-key"] == "key-of-azure-openai" and "authorization" not in asked.headers
@@ -461,6 +489,8 @@ def test_gemini_lists_and_events(gateway: Gateways) -> None:
     assert (row.dialect, row.usage.output, row.micros) == ("gemini", 8, COST)
     status, headers, said = gateway.post(path, body)
     assert status == 200 and len(json.loads(said)) == 9
+    row = gateway.record(headers["cf-aig-log-id"])
+    assert (row.usage.output, row.micros) == (8, COST), "a list costs what events do"
     assert gateway.fakes["fake"].asked[-1].path.endswith("streamGenerateContent")
     gateway.post(f"{path}?key=mine&alt=sse", body)
     asked = gateway.fakes["fake"].asked[-1]

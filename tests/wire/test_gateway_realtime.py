@@ -108,6 +108,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
             "openai": {"base_url": provider.url + "/v1", "key": "sk-stored"},
             "google-ai-studio": {"base_url": provider.url, "key": "g-stored"},
             "nobody": {"base_url": "http://127.0.0.1:1"},
+            "gone": {"base_url": "http://127.0.0.1:1"},
             "hidden": {"base_url": provider.url, "public": True},
         }
 
@@ -248,6 +249,11 @@ def test_what_a_provider_refuses(gateway: Gateways) -> None:
     assert (status, error["code"]) == (502, "upstream_unreached")
     status, error = refused(gateway, "/v1/default/default/hidden/live?model=bare")
     assert (status, error["code"]) == (502, "upstream_unreached") and "public" in error["message"]
+
+
+def test_who_keeps_failing_is_left_alone(gateway: Gateways) -> None:
+    codes = [refused(gateway, "/v1/default/default/gone/live?model=bare")[1]["code"] for _ in range(6)]
+    assert codes == ["upstream_unreached"] * 5 + ["upstream_resting"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gateways import Gateways
+from routers import until
 
 TEXT = "".join(f"word{i} " for i in range(8))
 RUN = "/client/v4/accounts/default/ai/run"
@@ -114,6 +115,10 @@ def test_no_room(gateway: Gateways) -> None:
         ("/m?queueRequest=true", {"requests": [{"prompt": "x", "stream": True}]}, 400),
         ("/m?queueRequest=true", {"prompt": "x"}, 400),
         ("/m", {"request_id": "nobody"}, 404),
+        ("/m?rejectIfBusy=yes", {"prompt": "x"}, 400),
+        ("", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfBusy": "yes"}}, 400),
+        ("", {"model": "m", "input": {"prompt": "x"}, "options": {"rejectIfLazy": True}}, 400),
+        ("", {"model": "m", "input": {"prompt": "x"}, "gateway": {"id": "x"}}, 400),
     ],
 )
 def test_bad_requests(gateway: Gateways, path: str, body: Any, status: int) -> None:
@@ -126,6 +131,9 @@ def test_workers_ai_answers_itself(gateway: Gateways) -> None:
     asked = gateway.fakes["fake"].asked[-1]
     assert status == 200 and asked.path == "/ai/run/@cf/meta/llama-3.1-8b-instruct"
     assert asked.headers["authorization"] == "Bearer of-workers"
+    model = "workers-ai/@cf/meta/llama-3.1-8b-instruct"
+    run(gateway, "", {"model": model, "input": {"prompt": "x"}, "options": {"rejectIfBusy": True}})
+    assert gateway.fakes["fake"].asked[-1].path.endswith("-instruct?rejectIfBusy=true")
 
 
 # -- queued ------------------------------------------------------------------------------------------------------------
@@ -157,6 +165,16 @@ def test_a_batch(gateway: Gateways) -> None:
     assert found["usage"] == {"prompt_tokens": 99, "completion_tokens": 72, "total_tokens": 171}
     prompts = {asked.json["messages"][0]["content"] for asked in gateway.fakes["fake"].asked}
     assert prompts == {f"number {i}" for i in range(9)}
+
+
+def test_what_a_batch_asks_of_the_gateway_holds_for_each(gateway: Gateways) -> None:
+    headers = {**KEY, "cf-aig-metadata": '{"team": "red"}', "cf-aig-custom-cost": '{"total_cost": 0.5}'}
+    status, _, said = gateway.post(f"{RUN}/m?queueRequest=true", {"requests": [{"prompt": "x"}]}, headers)
+    assert status == 200
+    fetched(gateway, json.loads(said)["result"]["request_id"])
+    until(lambda: (record := gateway.newest()) is not None and record.metadata.get("team") == "red", 10)
+    record = gateway.newest()
+    assert record is not None and record.micros == 500_000
 
 
 def test_one_that_fails_fails_alone(gateway: Gateways) -> None:

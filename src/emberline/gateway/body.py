@@ -20,18 +20,31 @@ class Peek(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     stream_options: Any = None
+    n: Any = None
+    generation: Any = msgspec.field(default=None, name="generationConfig")  # Gemini's
 
     @property
     def max_output(self) -> int | None:
-        for said in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
-            if isinstance(said, int) and not isinstance(said, bool) and said > 0:
-                return said
-        return None
+        """Tokens of one answer."""
+        said = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+        return next(filter(_counts, (*said, self._generation("maxOutputTokens"))), None)
+
+    @property
+    def answers(self) -> int:
+        """How many are wanted."""
+        return next(filter(_counts, (self.n, self._generation("candidateCount"))), 1)
+
+    def _generation(self, name: str) -> Any:
+        return self.generation.get(name) if isinstance(self.generation, dict) else None
 
     @property
     def counts(self) -> bool:
         """The client wants its usage at a stream's end."""
         return isinstance(self.stream_options, dict) and self.stream_options.get("include_usage") is True
+
+
+def _counts(said: Any) -> bool:
+    return isinstance(said, int) and not isinstance(said, bool) and said > 0
 
 
 _PEEK = msgspec.json.Decoder(Peek)

@@ -14,6 +14,7 @@ import msgspec
 from emberline.core.config import secret
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.shapes import Budget, CustomProvider, Route, RouteVersion
+from emberline.gateway.checked import check_settings
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.errors import GatewayNotFound
 from emberline.gateway.paths import DEFAULT
@@ -121,6 +122,9 @@ def read_gateways(found: Mapping[str, Any], engine: str) -> dict[tuple[str, str]
     gateways = {}
     for name, table in {DEFAULT: {}, **tables}.items():
         settings = Settings.read({"gateway": name, **table})
+        if settings.gateway != name:
+            raise InvalidRequest(f"gateway {name!r} calls itself {settings.gateway[:80]!r}", param="gateway")
+        check_settings(settings)
         for route in settings.routes.values():
             Graph.read(route)
         gateways[settings.account, name] = _with_secrets(with_engine(settings, engine))

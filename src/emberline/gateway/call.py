@@ -12,7 +12,7 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.prefill import Prefill
 from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.options import Options
+from emberline.gateway.options import Metadata, Options
 from emberline.gateway.settings import Settings
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
@@ -78,8 +78,14 @@ class Call(msgspec.Struct):
     findings: list[Finding] = []  # of guardrails
     redacted: list[bytes] = []  # the last is the body as it was sent, without what they took
     seen: Peek | None = None  # of the body as it is
+    answers: int = 1  # that the body asks for, of `max_output` each
     prefill: Prefill = ""  # its last turn is the assistant's, to be gone on with, in this way
     trace: dict[str, str] = {}  # W3C's headers, for who is asked
+
+    @property
+    def metadata(self) -> Metadata:
+        """What a key says of its user cannot be said otherwise by a request, nor what its gateway says."""
+        return {**(self.options.metadata or {}), **self.settings.metadata, **self.identity.metadata}
 
     def moved(self, **changes: Any) -> Call:
         """The same call with some things otherwise; the trail and the notes are shared."""

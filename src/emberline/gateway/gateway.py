@@ -12,6 +12,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllow
 from emberline.gateway.body import Peek, peek
 from emberline.gateway.call import POOL, VIRTUAL, Call, Dialect, Handler, Reply
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.logs.ids import Ids
 from emberline.gateway.options import Options
 from emberline.gateway.paths import DEFAULT, Target, target_of
@@ -26,7 +27,7 @@ log = logging.getLogger("emberline.gateway")
 
 OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
 MOST_PATHS, LONGEST_PATH = 1000, 200  # remembered
-TOKENS = (*OURS, "authorization", "x-api-key")  # may carry one
+TOKENS = (*OURS, *CREDENTIALS)  # may carry one
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -157,18 +158,18 @@ class Gateway:
         return (await self._entered(Target("plain"), headers))[0]
 
     async def _entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, dict[str, str]]:
-        """Who it is, and the headers without what told us so: our keys are not shown to providers. Where a provider is
-        named the usual headers carry its key, unless what they carry is one of ours."""
-        identity, told = None, ""
+        """Who it is, and the headers without what told us so: our keys are not shown to providers, not even those that
+        hold no longer. Where a provider is named the usual headers carry its key, unless it is one of ours."""
+        identity, told = None, [*OURS]
         for name in TOKENS:
-            if token := headers.get(name, "").removeprefix("Bearer ").strip():
-                identity = await self._doorkeeper.identify(token)
-                if identity is None and name in OURS:
+            if name in headers and (token := _bare(headers[name])):
+                if (found := await self._doorkeeper.identify(token)) is not None:
+                    identity = identity or found
+                    told.append(name)
+                elif name in OURS or is_ours(token):
                     raise Unauthorized("the gateway's key is not known, or no longer", hint=f"see {name}")
-                told = name if identity is not None else ""
-                break
         kept = dict(headers)
-        for name in (*OURS, told, *(CREDENTIALS if target.kind == "plain" else ())):
+        for name in (*told, *(CREDENTIALS if target.kind == "plain" else ())):
             kept.pop(name, None)
         return identity or ANONYMOUS, kept
 
@@ -178,27 +179,36 @@ class Gateway:
             case "universal":
                 call.steps = read_steps(call.body, call.options, call.settings, self._registry)
                 first = call.steps[0]
-                assert first.endpoint is not None and first.dialect is not None and first.stream is not None
+                assert first.endpoint is not None and first.dialect is not None and first.body is not None
+                self._peeked(call, peek(first.body))
+                call.seen = None  # it is not the body's
                 call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint
-                call.dialect, call.stream = first.dialect, first.stream
+                call.dialect, call.stream = first.dialect, first.stream is True
                 if first.options is not None:
                     call.options = first.options
             case "native":
                 provider = self._registry.find(target.provider, call.settings)
                 call.dialect = provider.dialect_of(target.endpoint, call.query)
                 self._peeked(call, peek(call.body) if call.dialect != "raw" else _peek_raw(call.body))
-                call.model = call.model or provider.model_in(target.endpoint)
-                call.stream = call.stream or provider.streams_at(target.endpoint)
+                call.model = provider.model_in(target.endpoint) or call.model  # where both say it, the path decides
+                call.stream = call.stream or provider.streams_at(target.endpoint, call.query)
             case _:
                 call.plain = True
                 self._peeked(call, peek(call.body))
+                if not call.model:
+                    raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
                 call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
 
     def _peeked(self, call: Call, seen: Peek) -> None:
         call.seen = seen
         call.model = seen.model if isinstance(seen.model, str) else ""
         call.stream = seen.stream is True
-        call.max_output = seen.max_output
+        call.max_output, call.answers = seen.max_output, seen.answers
+
+
+def _bare(credential: str) -> str:
+    """Without its scheme, whose case does not matter."""
+    return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
 def _peek_raw(body: bytes) -> Peek:

@@ -4,6 +4,7 @@ a step's lie over the request's, and those over the gateway's settings. A bad va
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypeAlias
@@ -77,6 +78,11 @@ class Options:
 
 
 NOTHING = Options()
+
+
+def asking(headers: Mapping[str, str]) -> dict[str, str]:
+    """Those of the headers that are read here."""
+    return {name: value for name, value in headers.items() if name in _HEADERS}
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
@@ -174,6 +180,9 @@ def _dollars(value: object, scale: int) -> int:
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    """Headers come as Latin-1; what was meant as UTF-8, as JSON is, can be told from it."""
+    with suppress(UnicodeError):
+        text = text.encode("latin-1").decode()
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError) as e:

@@ -4,6 +4,7 @@ Cloudflare's, which name an account, a gateway and a provider."""
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import unquote
 
 import msgspec
 
@@ -36,7 +37,7 @@ class Target(msgspec.Struct, frozen=True):
 def target_of(path: str) -> Target:
     """`path` as it was sent, percent-encoding and all."""
     parts = path.split("?")[0].strip("/").split("/")
-    match parts:
+    match [] if climbs(parts) else parts:
         case ["v1", *rest] if "/".join(rest) in PLAIN:
             return _plain("/".join(rest))
         case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
@@ -55,6 +56,11 @@ def target_of(path: str) -> Target:
         f"there is nothing at {path[:200]!r}",
         hint="/v1/chat/completions, /v1/ACCOUNT/GATEWAY/PROVIDER/... or /v1/ACCOUNT/GATEWAY/compat/chat/completions",
     )
+
+
+def climbs(parts: list[str]) -> bool:
+    """With dots for the place above: whoever resolves them reads another path than we do."""
+    return any(unquote(part) in (".", "..") for part in parts)
 
 
 def _plain(endpoint: str, account: str = DEFAULT) -> Target:

@@ -14,13 +14,14 @@ from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import Budget, CustomProvider
 from emberline.gateway.admin.shelf import Listing, Shelf, Stored
+from emberline.gateway.checked import check_headers, check_price, check_settings
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.errors import Conflict
 from emberline.gateway.limits.claims import rules_of
+from emberline.gateway.paths import DEFAULT
+from emberline.gateway.providers.compatible import USUAL, Compatible
 from emberline.gateway.settings import Settings
 from emberline.gateway.upstream.ssrf import checked_url
-
-DIALECTS = ("openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini")
 
 
 class Gateways(Shelf[Settings]):
@@ -56,21 +57,19 @@ class Gateways(Shelf[Settings]):
 
     async def _checked(self, value: Settings, ask: Ask) -> Settings:
         name = self._refuse_fixed(ask)
+        for field, own in (("account", ask.account), ("gateway", name)):
+            if getattr(value, field) not in (DEFAULT, own):
+                raise InvalidRequest(f"the {field} is not that of the path", param=field)
+        value = msgspec.structs.replace(value, account=ask.account, gateway=name, version=0)
         check_rules(name, value, [decoded(d.body, Budget) for d in await self._desk.all("budget", ask.account)])
         if value.routes:
             raise InvalidRequest("routes are made and deployed under /routes", param="routes")
         for slug, provider in value.providers.items():
-            at = f"providers.{slug}"
             if not provider.key is provider.key_env is provider.key_file is None:
-                raise InvalidRequest("a secret has no place here", param=at, hint="store it under /provider-keys")
-            if provider.base_url is not None:
-                checked_url(provider.base_url, allow_private=self._desk.allow_private, param=f"{at}.base_url")
-            _check_dialects(provider.speaks, f"{at}.speaks")
-        if not 1 <= value.logs.days <= 3650:
-            raise InvalidRequest("logs.days must be from 1 to 3650", param="logs.days")
-        if value.cache_ttl < 0:
-            raise InvalidRequest("cache_ttl must not be below 0", param="cache_ttl")
-        return msgspec.structs.replace(value, account=ask.account, gateway=name, version=0)
+                at, hint = f"providers.{slug}", "store it under /provider-keys"
+                raise InvalidRequest("a secret has no place here", param=at, hint=hint)
+        check_settings(value, allow_private=self._desk.allow_private)
+        return value
 
 
 def _fixed(name: str, settings: Settings) -> Stored:
@@ -88,27 +87,14 @@ class CustomProviders(Shelf[CustomProvider]):
     async def _checked(self, value: CustomProvider, ask: Ask) -> CustomProvider:
         if value.slug != ask.parts.get("slug", value.slug):
             raise InvalidRequest("the slug is not that of the path", param="slug")
-        _check_dialects(value.speaks, "speaks")
-        for name, text in value.headers.items():
-            if not (name + text).isascii() or not (name + text).isprintable() or ":" in name:
-                raise InvalidRequest(f"{name!r} cannot be a header", param="headers")
+        check_headers(value.headers)
         url = checked_url(value.base_url, allow_private=self._desk.allow_private)
+        Compatible(value.slug, url, speaks=USUAL if value.speaks is None else value.speaks)  # or it says why not
         return msgspec.structs.replace(value, base_url=url)
 
 
-def _check_dialects(speaks: Iterable[str] | None, param: str) -> None:
-    if wrong := [each for each in speaks or () if each not in DIALECTS]:
-        raise InvalidRequest(f"{wrong[0][:40]!r} is no dialect", param=param, hint=f"known are {', '.join(DIALECTS)}")
-
-
 async def _checked_price(value: Price, ask: Ask) -> Price:
-    price: Price | None = value
-    while price is not None:
-        for name in ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image"):
-            amount = getattr(price, name)
-            if amount is not None and not 0 <= amount <= 10**12:
-                raise InvalidRequest(f"{name} must be micro-dollars per million tokens, not below 0", param=name)
-        price = price.long.price if price.long is not None else None
+    check_price(value)
     return value
 
 

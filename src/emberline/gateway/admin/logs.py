@@ -17,6 +17,7 @@ from emberline.gateway.admin.shapes import FeedbackWish
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.logs.record import Record
 from emberline.gateway.store.base import Feedback, Page
+from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import DIMENSIONS, DURATIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
 
 ERASE_PAGE, ERASE_PATIENCE = 1000, 2.0
@@ -78,9 +79,12 @@ class LogDesk:
         await self._desk.store.erase(page.records)
         return Erased(len(page.records), page.has_more)
 
-    async def lines(self, ask: Ask) -> AsyncIterator[bytes]:
-        """Everything that passes the filters, newest first, a page at a time."""
-        asked, before = logquery.filters(ask, ask.query.get("gateway", "")), ""
+    def lines(self, ask: Ask) -> AsyncIterator[bytes]:
+        """Everything that passes the filters, newest first, a page at a time. What is wrong with those is told now."""
+        return self._lines(logquery.filters(ask, ask.query.get("gateway", "")))
+
+    async def _lines(self, asked: Filters) -> AsyncIterator[bytes]:
+        before = ""
         while True:
             page = await self._desk.store.page(asked, before=before, limit=EXPORT_PAGE, patience=EXPORT_PATIENCE)
             yield b"".join(msgspec.json.encode(view(each)) + b"\n" for each in page.records)
@@ -200,5 +204,5 @@ def _shown(payload: bytes) -> Any:
     """JSON as it is, anything else as text."""
     try:
         return msgspec.json.decode(payload)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return payload.decode("utf-8", "replace")

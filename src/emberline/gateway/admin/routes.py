@@ -13,8 +13,12 @@ from emberline.gateway.admin.desk import Desk, changed
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import Deploy, Route, RouteVersion, RouteWish
 from emberline.gateway.admin.shelf import Listing
+from emberline.gateway.call import POOL
+from emberline.gateway.checked import CUSTOM
 from emberline.gateway.errors import Conflict
-from emberline.gateway.routes.graph import Graph
+from emberline.gateway.providers.registry import KNOWN
+from emberline.gateway.routes.graph import Graph, ModelElement
+from emberline.gateway.settings import Settings
 from emberline.gateway.store.base import Document
 
 HISTORY = 50  # deployments that can be rolled back
@@ -64,11 +68,11 @@ class RouteDesk:
         return await self._version(ask, _number(ask.parts["number"]))
 
     async def check(self, ask: Ask) -> dict[str, Any]:
-        name, wish = _wished(ask)
+        name, wish = await self._wished(ask)
         return {"id": name, "valid": True, "elements": len(wish.elements)}
 
     async def add(self, ask: Ask) -> RouteVersion:
-        name, wish = _wished(ask)
+        name, wish = await self._wished(ask)
         old = await self._desk.store.get("route", ask.account, name)
         route = _route(old) if old else Route(latest=0)
         version = RouteVersion(
@@ -110,6 +114,26 @@ class RouteDesk:
         await self._desk.change(ask, "route.delete", document.id, delete=gone, before=_view(document.id, route))
         return {"id": document.id, "deleted": True}
 
+    async def _wished(self, ask: Ask) -> tuple[str, RouteWish]:
+        """The route's name and what is wished, which has been found to go together."""
+        name, wish = named(ask.parts["route"], "route"), ask.read(RouteWish)
+        Graph(elements=wish.elements).check()
+        known = await self._providers(ask.account)
+        for element in wish.elements:
+            slug = element.properties.provider if isinstance(element, ModelElement) else POOL
+            if slug not in known and not slug.startswith(CUSTOM):
+                hint = f"known are {', '.join(sorted(known))}"
+                raise InvalidRequest(
+                    f"element {element.id!r}: there is no provider {slug[:80]!r}", param="elements", hint=hint
+                )
+        return name, wish
+
+    async def _providers(self, account: str) -> set[str]:
+        """That any of its gateways may ask."""
+        stored = [decoded(each.body, Settings) for each in await self._desk.all("gateway", account)]
+        fixed = [settings for (owner, _), settings in self._desk.fixed.items() if owner == account]
+        return {POOL, *KNOWN, *(slug for each in (*stored, *fixed) for slug in each.providers)}
+
     async def _point(
         self, ask: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
     ) -> RouteView:
@@ -126,13 +150,6 @@ class RouteDesk:
         if document is None:
             raise NotFound(f"route {ask.parts['route'][:80]!r} has no version {number}")
         return decoded(document.body, RouteVersion)
-
-
-def _wished(ask: Ask) -> tuple[str, RouteWish]:
-    """The route's name and what is wished, which has been found to go together."""
-    name, wish = named(ask.parts["route"], "route"), ask.read(RouteWish)
-    Graph(elements=wish.elements).check()
-    return name, wish
 
 
 def _id(name: str, number: int) -> str:

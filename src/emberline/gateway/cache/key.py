@@ -16,7 +16,7 @@ import msgspec
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
 
-VERSION = 1  # of what a key is made of
+VERSION = 2  # of what a key is made of
 SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
 SECRET = ("key", "api_key")  # query parameters that are credentials, of Gemini and others
 
@@ -26,7 +26,9 @@ def cache_key(call: Call) -> str:
     if call.options.cache_key is not None:
         return _digest([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
     headers = [call.headers.get(name, "") for name in SPEAKING]
-    about = [*tenant, "exact", call.method, call.provider, call.endpoint, _public(call.query), call.dialect, call.model]
+    given = call.settings.providers.get(call.provider)  # one that has moved is another
+    place = [call.provider, given and given.base_url, call.endpoint, _public(call.query)]
+    about = [*tenant, "exact", call.method, *place, call.dialect, call.model]
     return _digest([*about, call.stream, *headers], canonical(call.body))
 
 
@@ -62,6 +64,8 @@ def _credentials(call: Call) -> list[str]:
 
 
 def _public(query: str) -> list[str]:
+    if not query:
+        return []
     return sorted(part for part in query.split("&") if part and part.partition("=")[0] not in SECRET)
 
 

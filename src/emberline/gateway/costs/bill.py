@@ -6,6 +6,7 @@ from typing import Protocol
 
 from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.cost import Price, cost
+from emberline.gateway.costs.usage import Usage
 from emberline.gateway.settings import Settings
 
 
@@ -18,12 +19,25 @@ class Prices(Protocol):
 
 
 def bill(call: Call, reply: Reply, prices: Prices) -> None:
-    """What the caller says it costs counts first; what is not known stays unknown."""
+    """What is not known stays unknown."""
+    names = (call.model, reply.model)
+    found = (prices.price(call.settings, reply.provider, name) for name in names if name)
+    micros = charged(call, reply.usage, next((price for price in found if price is not None), None))
+    reply.micros = reply.micros if micros is None else micros
+
+
+def charged(call: Call, usage: Usage | None, price: Price | None) -> int | None:
+    """What the caller says it costs counts first. But virtual keys are in other people's hands: where money is counted
+    they cannot make a call cheaper than it is known to be."""
+    known = cost(usage, price) if usage is not None else None
     custom = call.options.custom_cost
-    if custom is not None and custom.micros is not None:
-        reply.micros = custom.micros
-    elif reply.usage is not None:
-        own = custom.price if custom is not None else None
-        names = (call.model, reply.model)
-        found = (prices.price(call.settings, reply.provider, name) for name in names if name)
-        reply.micros = cost(reply.usage, own or next((price for price in found if price is not None), None))
+    if custom is None:
+        return known
+    said = custom.micros if custom.micros is not None or usage is None else cost(usage, custom.price)
+    if said is None or known is None or call.identity.kind != "virtual" or not _counts_money(call.settings):
+        return said
+    return max(said, known)
+
+
+def _counts_money(settings: Settings) -> bool:
+    return bool(settings.budgets) or any(rule.get("amount") == "micros" for rule in settings.limits)

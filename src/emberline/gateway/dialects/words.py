@@ -14,7 +14,6 @@ _KINDS: Mapping[str, type[Any]] = {
     "temperature": float,
     "top_p": float,
     "top_k": int,
-    "stop": list,
     "seed": int,
     "presence_penalty": float,
     "frequency_penalty": float,
@@ -45,7 +44,7 @@ class Words:
 
     def take(self, said: Fields, asked: Conversation) -> None:
         for ours, theirs in self.plain.items():
-            setattr(asked, ours, said.take(theirs, _KINDS[ours]))
+            setattr(asked, ours, said.texts(theirs) if ours == "stop" else said.take(theirs, _KINDS[ours]))
 
     def said(self, asked: Conversation) -> Json:
         return {theirs: value for ours, theirs in self.plain.items() if (value := getattr(asked, ours)) is not None}

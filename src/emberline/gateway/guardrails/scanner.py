@@ -40,6 +40,11 @@ class Scanner:
     def __bool__(self) -> bool:
         return bool(self._rules)
 
+    @property
+    def strictest(self) -> str:
+        """The name of a rule that lets something not pass; "": they all do."""
+        return next((rule.name for rule, _ in self._rules if rule.action != "flag"), "")
+
     def find(self, text: str, start: int = 0) -> list[Span]:
         """By where they begin. What several rules find is there several times."""
         text = plain(text)

@@ -71,6 +71,8 @@ def request_texts(body: Any) -> Iterator[Text]:
         for key, inner in body.items():
             if key not in ABOUT:
                 yield from _inner(body, key, inner, (key,))
+    else:
+        yield from texts_of(body)
 
 
 def conversation(body: Any) -> str:

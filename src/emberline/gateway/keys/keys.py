@@ -23,6 +23,7 @@ from emberline.gateway.store.base import Store
 from emberline.gateway.store.watch import Remembered, Watch
 
 PREFIXES = {"token": "egt_", "virtual": "evk_"}
+_BEGINNINGS = tuple(PREFIXES.values())
 _LENGTH = len(PREFIXES["token"]) + len(secrets.token_urlsafe(32))
 _SHOWN = 10  # characters of a secret by which people know it again
 
@@ -89,6 +90,11 @@ def shown_of(secret: str) -> str:
     return secret[:_SHOWN]
 
 
+def is_ours(token: str) -> bool:
+    """It was one of ours, or is meant to be: nobody else's begin like that."""
+    return token.startswith(_BEGINNINGS)
+
+
 def operator_token(file: Path) -> str:
     """The token of whoever can read this file, made with it on the first start: how the first key is made."""
     return SecretFile(file).read(lambda: new_secret("token") + "\n").strip()
@@ -110,7 +116,7 @@ class Keys:
         hash = hash_of(token)
         if hash in self._fixed:
             return self._fixed[hash]
-        if len(token) != _LENGTH or not token.startswith(tuple(PREFIXES.values())):
+        if len(token) != _LENGTH or not is_ours(token):
             return None
         found = await self._known.get(hash, lambda: self._load(hash))
         if found is None or not found[0].holds(round(self._wall.now() * 1e3)):

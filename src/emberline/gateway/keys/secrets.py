@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from emberline.gateway.call import Call
+from emberline.gateway.errors import KeyMissing
 from emberline.gateway.providers.base import CREDENTIALS, Provider
 from emberline.gateway.providers.registry import NOTHING
 
@@ -31,7 +32,8 @@ class Secrets:
         self._vault = vault
 
     async def key(self, call: Call, provider: Provider) -> str | None:
-        """None: the caller's own is in its headers as the provider wants it, or there is none."""
+        """None: the caller's own is in its headers as the provider wants it, or there is none. KeyMissing: not by the
+        name that was asked for."""
         alias = call.options.byok_alias
         if alias is None and (own := own_key(call)) is not None:
             return own if call.plain else None
@@ -39,4 +41,6 @@ class Secrets:
             stored = await self._vault.reveal(call.account, provider.slug, alias or DEFAULT_ALIAS)
             if stored is not None:
                 return stored
+        if alias not in (None, DEFAULT_ALIAS):
+            raise KeyMissing(f"there is no key {alias!r} for {provider.slug}", hint="see cf-aig-byok-alias")
         return call.settings.providers.get(provider.slug, NOTHING).key

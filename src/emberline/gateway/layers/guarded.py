@@ -125,6 +125,8 @@ class Watch:
             if reply.headers.get("content-type", "").startswith(EVENTS):
                 hold = any(judge.blocks("reply") for judge in judges)
                 reply.body = GuardedStream(reply.body, scanner, self, judged=bool(judges), hold=hold)
+            elif strict := scanner.strictest or next((each.name for each in judges if each.blocks("reply")), ""):
+                await self._unread(reply, strict)
             return
         said = self._whole(scanner, reply, reply.body)
         stop = self._stopping() or await self.judge(said)
@@ -143,6 +145,15 @@ class Watch:
             silence(found)
             reply.body = msgspec.json.encode(found)
         return said
+
+    async def _unread(self, reply: Reply, policy: str) -> None:
+        """A stream that is no stream of events: nobody can look into it."""
+        assert not isinstance(reply.body, bytes)
+        await reply.body.aclose()
+        stop = Finding(policy, "unchecked", "RESPONSE", "block")
+        self.note(stop)
+        self._tell()
+        self._refuse(reply, stop)
 
     def _refuse(self, reply: Reply, stop: Finding) -> None:
         """What it cost stays: it was answered, only not shown."""
@@ -219,8 +230,12 @@ def _said(call: Call) -> str:
 
 
 def _decoded(body: bytes) -> Any:
-    """None: it is no JSON."""
+    """None: it is no JSON. What is no UTF-8 in it is read as lenient readers would."""
+    if body.lstrip()[:1] not in (b"{", b"["):
+        return None
     try:
-        return msgspec.json.decode(body) if body[:64].lstrip()[:1] in (b"{", b"[") else None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(body)
+    except UnicodeDecodeError:
+        return _decoded(body.decode("utf-8", "replace").encode())
+    except msgspec.MsgspecError:
         return None

@@ -140,7 +140,7 @@ def record(call: Call, reply: Reply, seconds: float) -> Record:
         error=reply.error,
         key_id=call.identity.key_id,
         user=call.identity.user,
-        metadata={**call.settings.metadata, **call.identity.metadata, **(options.metadata or {}), **found(call, reply)},
+        metadata={**call.metadata, **found(call, reply)},
         event_id=options.event_id or "",
         session_id=options.session_id or "",
         request_content_type=call.headers.get("content-type", ""),

@@ -8,13 +8,12 @@ from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call
-from emberline.gateway.costs.bill import Prices
+from emberline.gateway.costs.bill import Prices, charged
 from emberline.gateway.costs.catalogue import Model
-from emberline.gateway.costs.cost import cost
 from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.limits.rule import Claim, Rule
+from emberline.gateway.limits.rule import MOST, Claim, Rule
 from emberline.gateway.settings import Settings
 
 MOST_BUCKETS = 4096  # whose names are remembered
@@ -78,13 +77,11 @@ class Claims:
         model = self.sizes.model(call.provider, call.model)
         context, most = (model.context, model.max_output) if model else (None, None)
         output = 0 if call.dialect == "openai-embeddings" else min(call.max_output or most or UNSAID, most or math.inf)
-        return Usage(input=int(min(estimated_input(call.body), context or math.inf)), output=int(output))
+        whole = min(int(output) * call.answers, MOST)
+        return Usage(input=int(min(estimated_input(call.body), context or math.inf)), output=whole)
 
     def _micros(self, call: Call, usage: Usage) -> int | None:
-        custom = call.options.custom_cost
-        if custom is not None:
-            return custom.micros if custom.micros is not None else cost(usage, custom.price)
-        return cost(usage, self.prices.price(call.settings, call.provider, call.model))
+        return charged(call, usage, self.prices.price(call.settings, call.provider, call.model))
 
 
 def rules_of(settings: Settings) -> tuple[Rule, ...]:
@@ -95,7 +92,7 @@ def rules_of(settings: Settings) -> tuple[Rule, ...]:
 
 
 def facts_of(call: Call) -> dict[str, str]:
-    """What rules split and filter by. What a key says of its user cannot be said otherwise by a request."""
+    """What rules split and filter by."""
     facts = {
         "gateway": f"{call.account}/{call.gateway}",
         "key": call.identity.key_id,
@@ -103,10 +100,8 @@ def facts_of(call: Call) -> dict[str, str]:
         "model": call.model,
         "provider": call.provider,
     }
-    said = (call.options.metadata, call.settings.metadata, call.identity.metadata)  # the last word counts
-    for each in said:
-        for name, value in each.items() if each else ():
-            facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    for name, value in call.metadata.items():
+        facts[f"metadata.{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
     return facts
 
 

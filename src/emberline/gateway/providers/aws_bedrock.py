@@ -51,7 +51,7 @@ class Bedrock(Provider):
         _, _, rest = endpoint.partition("/model/")
         return unquote(rest.rpartition("/")[0])
 
-    def streams_at(self, endpoint: str) -> bool:
+    def streams_at(self, endpoint: str, query: str = "") -> bool:
         return endpoint.endswith("-stream")
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:

@@ -59,15 +59,15 @@ class Provider:
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
         """What is spoken at a path of this provider; "raw" is what is not looked into."""
         for dialect, path in self.native.items():
-            if path == endpoint:
+            if self._below(path) == self._below(endpoint):
                 return dialect
         return "raw"
 
     def model_in(self, endpoint: str) -> str:
-        """Of those that write it in their paths."""
+        """Of those that write it in their paths: there it counts, whatever a body says besides."""
         return ""
 
-    def streams_at(self, endpoint: str) -> bool:
+    def streams_at(self, endpoint: str, query: str = "") -> bool:
         """Of those that have a path of its own for it."""
         return False
 
@@ -79,7 +79,11 @@ class Provider:
         return Recipient(model, max_output, self.takes_thoughts, self.max_tokens_name)
 
     def url(self, endpoint: str, query: str) -> str:
-        return f"{self._base_url}/{endpoint}" + (f"?{query}" if query else "")
+        return f"{self._base_url}/{self._below(endpoint)}" + (f"?{query}" if query else "")
+
+    def _below(self, endpoint: str) -> str:
+        """Some write the version into the URL: it is not doubled."""
+        return endpoint.removeprefix(self.prefix) if self._base_url.endswith(f"/{self.prefix[:-1]}") else endpoint
 
     def authorize(self, headers: dict[str, str], key: str) -> None:
         headers["authorization"] = f"Bearer {key}"

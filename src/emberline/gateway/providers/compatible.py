@@ -34,13 +34,11 @@ class Compatible(Provider):
         if not base_url:
             raise InvalidRequest(f"provider {slug!r} has no base_url", param=f"providers.{slug}.base_url")
         if unknown := set(speaks) - set(PATHS):
-            raise InvalidRequest(f"provider {slug!r} cannot speak {sorted(unknown)}", hint=f"known are {sorted(PATHS)}")
+            raise InvalidRequest(
+                f"provider {slug!r} cannot speak {min(unknown)[:40]!r}",
+                param=f"providers.{slug}.speaks",
+                hint=f"known are {', '.join(PATHS)}",
+            )
         super().__init__(base_url, headers, public=public)
         self.slug = slug
         self.native = dict(PATHS[each] for each in speaks)
-
-    def url(self, endpoint: str, query: str) -> str:
-        """Some write the version into the URL: it is not doubled."""
-        if self._base_url.endswith("/v1"):
-            endpoint = endpoint.removeprefix("v1/")
-        return super().url(endpoint, query)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import quote, unquote
 
+from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.upstream.outgoing import Outgoing
@@ -19,15 +20,16 @@ class Gemini(Provider):
     paths: ClassVar[Mapping[Dialect, str]] = {"gemini": "models/{model}"}
 
     def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
-        """A stream that is not asked for as events is one long list of JSON, which nobody looks into."""
-        action = endpoint.rpartition(":")[2]
-        return "gemini" if action == WHOLE or (action == STREAM and "alt=sse" in query) else "raw"
+        """A stream that is not asked for as events is one long list of JSON."""
+        return "gemini" if endpoint.endswith(f":{WHOLE}") or Gemini.streams_at(self, endpoint, query) else "raw"
 
     def model_in(self, endpoint: str) -> str:
-        return unquote(endpoint.rpartition("/")[2].partition(":")[0])
+        model, action, _ = endpoint.rpartition("/")[2].partition(":")
+        return unquote(model) if action else ""
 
-    def streams_at(self, endpoint: str) -> bool:
-        return endpoint.endswith(f":{STREAM}")
+    def streams_at(self, endpoint: str, query: str = "") -> bool:
+        """A list is passed on when it is whole: what it cost is at its end."""
+        return endpoint.endswith(f":{STREAM}") and "alt=sse" in query.split("&")
 
     def action(self, model: str, stream: bool) -> str:
         return f"models/{quote(model, safe='')}:{STREAM if stream else WHOLE}"
@@ -35,6 +37,10 @@ class Gemini(Provider):
     def request(self, call: Call, key: str | None) -> Outgoing:
         if call.plain and call.dialect == "gemini" and call.stream:
             call = call.moved(query="alt=sse")
+        elif call.settings.guardrails and call.dialect == "raw" and call.endpoint.endswith(f":{STREAM}"):
+            raise InvalidRequest(
+                "this gateway has guardrails, which look into a stream only as events", param="alt", hint="?alt=sse"
+            )
         return super().request(call, key)
 
 
@@ -52,9 +58,6 @@ class GoogleAIStudio(Gemini):
         if endpoint == self.paths["openai-embeddings"]:
             return "openai-embeddings"
         return "openai-chat" if endpoint.endswith("openai/chat/completions") else super().dialect_of(endpoint, query)
-
-    def model_in(self, endpoint: str) -> str:
-        return "" if "/openai/" in endpoint else super().model_in(endpoint)
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
         if dialect == "gemini":

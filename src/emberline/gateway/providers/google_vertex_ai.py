@@ -48,8 +48,8 @@ class VertexAI(Gemini):
             return "anthropic"
         return super().dialect_of(endpoint, query)
 
-    def streams_at(self, endpoint: str) -> bool:
-        return endpoint.endswith(f":{_STREAM}") or super().streams_at(endpoint)
+    def streams_at(self, endpoint: str, query: str = "") -> bool:
+        return endpoint.endswith(f":{_STREAM}") or super().streams_at(endpoint, query)
 
     def endpoint_for(self, dialect: Dialect, model: str, stream: bool) -> str:
         publisher, _, name = model.rpartition("/")

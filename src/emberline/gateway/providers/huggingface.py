@@ -11,7 +11,8 @@ class HuggingFace(Chatty):
     own_errors = True
 
     def model_in(self, endpoint: str) -> str:
-        return "" if self.dialect_of(endpoint) != "raw" else endpoint.removeprefix("models/")
+        own = self.dialect_of(endpoint) == "raw" and not endpoint.startswith("v1/")
+        return endpoint.removeprefix("models/") if own else ""
 
     def url(self, endpoint: str, query: str) -> str:
         if self.dialect_of(endpoint) != "raw" or endpoint.startswith("v1/"):

@@ -98,7 +98,7 @@ def _flat(payload: bytes, name: str) -> bytes | None:
                         said["reasoning_content"] = said.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
                         said["content"] += part["text"]
-    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
         return None  # whoever reads it next will say so
     return msgspec.json.encode(found)
 

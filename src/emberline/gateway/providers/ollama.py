@@ -19,9 +19,3 @@ class Ollama(Provider):
     }
     needs_key = False
     max_tokens_name = "max_tokens"
-
-    def url(self, endpoint: str, query: str) -> str:
-        """Some write the version into the URL: it is not doubled."""
-        if self._base_url.endswith("/v1"):
-            endpoint = endpoint.removeprefix("v1/")
-        return super().url(endpoint, query)

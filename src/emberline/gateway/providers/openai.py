@@ -18,3 +18,12 @@ class OpenAI(Provider):
         "openai-embeddings": "embeddings",
     }
     realtime = "realtime"
+
+    def dialect_of(self, endpoint: str, query: str = "") -> Dialect:
+        return super().dialect_of(endpoint.removeprefix("v1/"), query)
+
+    def url(self, endpoint: str, query: str) -> str:
+        """Many write the version, which the URL ends with, into the path too."""
+        if self._base_url.endswith("/v1"):
+            endpoint = endpoint.removeprefix("v1/")
+        return super().url(endpoint, query)

@@ -56,5 +56,5 @@ _EVENT = msgspec.json.Decoder(_Event)
 def _reason(payload: bytes) -> bool:
     try:
         return any(choice.finish_reason for choice in _EVENT.decode(payload).choices)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return False  # whoever reads it next will say so

@@ -49,7 +49,7 @@ class Predicted(Chunked):
     def _done(self, payload: bytes) -> bytes:
         try:
             reason = msgspec.json.decode(payload or b"{}", type=_Done).reason
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             reason = ""
         return failed(f"the prediction was ended: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
 

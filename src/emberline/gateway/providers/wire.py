@@ -7,18 +7,20 @@ from typing import Any
 
 import msgspec
 
+from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.body import edited, peek
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.dialects.asked import Asked, asked_of
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.inner import Json, Spoken
 from emberline.gateway.dialects.prefill import marked
-from emberline.gateway.dialects.translate import StreamTranslator, translate_reply, translate_request
+from emberline.gateway.dialects.translate import GRAMMARS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED, Provider
 from emberline.gateway.upstream.outgoing import Outgoing
 
 TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # can become each other
 SHARED = ("content-type", "accept", "user-agent")  # headers that are no provider's own
+JSON = "application/json"
 LONGEST = 2000  # characters of that header
 
 
@@ -55,7 +57,7 @@ def wired(call: Call, provider: Provider, key: str | None, max_output: int | Non
     if changed:
         call.notes[CHANGED] = ", ".join(map(str, changed))
     asked = asked_of(call.body, source, created=created, id=call.id)
-    headers = {name: value for name, value in call.headers.items() if name in SHARED}
+    headers = {name: value for name, value in call.headers.items() if name in SHARED} | {"content-type": JSON}
     moved = call.moved(dialect=target, body=body, headers=headers, query="", plain=True)
     wire = _as_it_is(moved, provider, key)
     return msgspec.structs.replace(wire, hide_usage=False, client=source, asked=asked)
@@ -93,7 +95,19 @@ def _as_it_is(call: Call, provider: Provider, key: str | None) -> Wire:
         endpoint=_endpoint(call, provider) if call.plain else call.endpoint,
         body=edited(call.body, **changes) if changes else call.body,
     )
-    return Wire(provider.request(moved, key), call.dialect, hide)
+    return Wire(_put(moved, provider, key), call.dialect, hide)
+
+
+def _put(call: Call, provider: Provider, key: str | None) -> Outgoing:
+    """Who has a way of its own reads what the client wrote, and may not find what it looks for: then the dialect says
+    what is wrong with it. If nothing is, the mistake is ours."""
+    try:
+        return provider.request(call, key)
+    except (LookupError, TypeError, AttributeError, UnicodeError, msgspec.MsgspecError):
+        said = decode(call.body, Json)
+        if (spoken := next((each for each in TALK if each == call.dialect), None)) is not None:
+            GRAMMARS[spoken].parse(said)
+        raise
 
 
 def _endpoint(call: Call, provider: Provider) -> str:

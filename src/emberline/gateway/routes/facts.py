@@ -39,9 +39,7 @@ class CallFacts:
 
     @cached_property
     def _metadata(self) -> Mapping[str, Any]:
-        """What a key says of its user cannot be said otherwise by a request."""
-        call = self._call
-        return {**(call.options.metadata or {}), **call.settings.metadata, **call.identity.metadata}
+        return self._call.metadata
 
     @cached_property
     def _body(self) -> Any:

@@ -56,8 +56,8 @@ class Quota(Struct, frozen=True):
 
 
 class Target(Struct, frozen=True):
-    provider: str
-    model: str
+    provider: Annotated[str, msgspec.Meta(min_length=1)]
+    model: Annotated[str, msgspec.Meta(min_length=1)]
     timeout: Annotated[int, msgspec.Meta(ge=1, le=3_600_000)] | None = None  # ms
     retries: Annotated[int, msgspec.Meta(ge=0, le=5)] = 0
 

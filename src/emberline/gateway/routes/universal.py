@@ -9,7 +9,10 @@ import msgspec
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.body import peek
 from emberline.gateway.call import Step
+from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.options import Options
+from emberline.gateway.paths import climbs
+from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.settings import Settings
 
@@ -54,20 +57,24 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
     headers = {name.lower(): value for name, value in step.headers.items()}
     if step.authorization is not None:
         headers["authorization"] = step.authorization
+    if any(is_ours(headers.get(name, "").rpartition(" ")[2]) for name in CREDENTIALS):
+        raise InvalidRequest("a step's key is its provider's", hint="the gateway's comes with the request itself")
     headers.setdefault("content-type", "application/json")
     query = bytes(step.query)
     seen = peek(query)
     endpoint = step.endpoint.strip("/")
     path, _, asked_of = endpoint.partition("?")
+    if climbs(path.split("/")):
+        raise InvalidRequest(f"{path[:100]!r} is no endpoint: it has dots for another place", param="endpoint")
     provider = registry.find(step.provider, settings)
     return Step(
         step.provider,
-        seen.model if isinstance(seen.model, str) and seen.model else provider.model_in(path),
+        provider.model_in(path) or (seen.model if isinstance(seen.model, str) else ""),
         endpoint=endpoint,
         dialect=provider.dialect_of(path, asked_of),
         headers=headers,
         body=query,
-        stream=seen.stream is True or provider.streams_at(path),
+        stream=seen.stream is True or provider.streams_at(path, asked_of),
         options=Options.read(headers).over(_config(step.config)).over(asked),
     )
 

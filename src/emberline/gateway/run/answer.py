@@ -58,7 +58,7 @@ def told(asked: Question, reply: Reply) -> Json:
     wants_json = isinstance(asked.body.get("response_format"), dict)
     try:
         return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
-    except (LookupError, TypeError, AttributeError) as e:
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as e:
         return failed(_FAILED, f"the model's reply is not what it should be: {e!r}")
 
 

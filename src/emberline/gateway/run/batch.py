@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 import zlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +25,7 @@ class Batch(msgspec.Struct, kw_only=True):
     gateway: str
     model: str
     identity: Json  # who asked
+    asked: dict[str, str] = {}  # of the gateway itself, in headers
     count: int
     created: int  # ms, like the others
     status: Status = "queued"
@@ -32,11 +34,14 @@ class Batch(msgspec.Struct, kw_only=True):
     finished: int = 0
 
     @staticmethod
-    def new(account: str, gateway: str, model: str, identity: Identity, count: int, now: int) -> Batch:
+    def new(
+        account: str, gateway: str, model: str, identity: Identity, asked: Mapping[str, str], count: int, now: int
+    ) -> Batch:
         number = (now & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
         who = msgspec.to_builtins(identity)
         id = str(uuid.UUID(int=number))
-        return Batch(id=id, account=account, gateway=gateway, model=model, identity=who, count=count, created=now)
+        about = {"account": account, "gateway": gateway, "model": model, "identity": who, "asked": dict(asked)}
+        return Batch(id=id, count=count, created=now, **about)
 
     def asker(self) -> Identity:
         return msgspec.convert(self.identity, Identity)

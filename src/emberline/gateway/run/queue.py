@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -50,7 +51,16 @@ class Queue:
 
     # -- from outside --------------------------------------------------------------------------------------------------
 
-    async def add(self, account: str, gateway: str, model: str, identity: Identity, requests: Any) -> Batch:
+    async def add(
+        self,
+        account: str,
+        gateway: str,
+        model: str,
+        identity: Identity,
+        requests: Any,
+        asked: Mapping[str, str] = MappingProxyType({}),
+    ) -> Batch:
+        """`asked`: the headers that every one of the requests is sent with."""
         if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
             raise InvalidRequest("requests must be a list of inputs", param="requests")
         if not 1 <= len(requests) <= MOST_REQUESTS:
@@ -64,7 +74,7 @@ class Queue:
         waiting = [each for each in await self._shelf.open(account) if read(each).status != "done"]
         if len(waiting) >= MOST_WAITING:
             raise Overloaded(f"{len(waiting)} batches are waiting already", retry_after=60)
-        batch = Batch.new(account, gateway, model, identity, len(requests), self._now())
+        batch = Batch.new(account, gateway, model, identity, asked, len(requests), self._now())
         await self._shelf.add(batch, requests)
         self._woken.set()
         return batch
@@ -182,7 +192,7 @@ class Queue:
         asked = question(batch.model, _input(request))
         body = msgspec.json.encode(asked.body)
         path = f"/accounts/{batch.account}/ai{asked.path}"
-        headers = {"content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
+        headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
         self._mine += 1
         try:
             reply = await self._ask(Request("POST", path, "", headers, body), batch.asker())

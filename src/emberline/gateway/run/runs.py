@@ -16,7 +16,7 @@ from emberline.gateway.call import Reply
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.gateway import Gateway, Request, resolve
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.options import Options
+from emberline.gateway.options import Options, asking
 from emberline.gateway.paths import DEFAULT, Target
 from emberline.gateway.refusal import error_reply
 from emberline.gateway.run.answer import Json, answered, enveloped, failed, is_busy
@@ -58,7 +58,7 @@ class Runs:
                 id = str(asked.input["request_id"])
                 return _reply(enveloped(await self._queue.look(asked.account, id, asked.identity)))
             if asked.queued:
-                return _reply(enveloped(await self._queued(asked, request.body)))
+                return _reply(enveloped(await self._queued(asked, request)))
             return await self._now(asked, request)
         except EmberlineError as e:
             told = error_reply("raw", e)
@@ -79,28 +79,24 @@ class Runs:
             raise InvalidRequest(f"the body is not a JSON object: {e}") from e
         model, options = unquote(match["model"] or ""), Json()
         if not model:
-            model, options = str(said.get("model") or ""), said.get("options") or Json()
-            said = said.get("input") or Json()
-            if not model or not isinstance(said, dict) or not isinstance(options, dict):
-                raise InvalidRequest("the body must have a model and its input", param="model")
+            model, said, options = _named(said)
         account = match["account"]
         gateway = Options.read(request.headers).gateway_id or DEFAULT
         identity, settings = await self._gateway.entered(Target("plain", account, gateway), request.headers)
-        query = parse_qs(request.query)
-        queued, rejects = (options.get(name) is True or query.get(name) == ["true"] for name in _WISHES)
+        queued, rejects = _wishes(options, request.query)
         return _Asked(account, gateway, model, said, queued, rejects, identity, settings)
 
-    async def _queued(self, asked: _Asked, body: bytes) -> Json:
+    async def _queued(self, asked: _Asked, request: Request) -> Json:
         who, (provider, model) = asked.identity, resolve(asked.model, asked.settings)
         if not who.may_enter(asked.account, asked.gateway) or not who.may_use(provider, model):
             raise Forbidden(f"key {who.name!r} may not use {provider}/{model} here"[:300])
-        if len(body) > LARGEST:
+        if len(request.body) > LARGEST:
             raise InvalidRequest(f"a batch has at most {LARGEST} bytes", param="requests")
         wrong = asked.input.keys() - {"requests"}
         if wrong:
             raise InvalidRequest(f"{min(wrong)[:80]!r} has no place beside requests", param=min(wrong)[:80])
-        batch = await self._queue.add(asked.account, asked.gateway, asked.model, who, asked.input.get("requests"))
-        return batch.brief
+        requests, wishes = asked.input.get("requests"), asking(request.headers)
+        return (await self._queue.add(asked.account, asked.gateway, asked.model, who, requests, wishes)).brief
 
     async def _now(self, asked: _Asked, request: Request) -> Reply:
         provider, model = resolve(asked.model, asked.settings)
@@ -109,9 +105,10 @@ class Runs:
             headers["cf-aig-max-attempts"] = "1"
         if provider == _NATIVE:
             path = f"/v1/{asked.account}/{asked.gateway}/{provider}/{model}"
-            return await self._gateway.answer(
-                Request("POST", path, request.query, headers, msgspec.json.encode(asked.input))
-            )
+            query = request.query
+            if asked.rejects and "rejectIfBusy=" not in query:
+                query = f"{query}&rejectIfBusy=true".lstrip("&")
+            return await self._gateway.answer(Request("POST", path, query, headers, msgspec.json.encode(asked.input)))
         told = question(asked.model, asked.input)
         path = f"/accounts/{asked.account}/ai{told.path}"
         made = Request("POST", path, "", headers, msgspec.json.encode(told.body))
@@ -127,6 +124,24 @@ class Runs:
 
 
 _WISHES = ("queueRequest", "rejectIfBusy")
+
+
+def _named(said: Json) -> tuple[str, Json, Json]:
+    """A model, its input, and wishes: of a body that has all three."""
+    model, given, options = said.get("model"), said.get("input") or Json(), said.get("options") or Json()
+    if not (model and isinstance(model, str) and isinstance(given, dict) and isinstance(options, dict)):
+        raise InvalidRequest("the body must have a model and its input", param="model")
+    if wrong := (said.keys() - {"model", "input", "options"}) | (options.keys() - {*_WISHES}):
+        raise InvalidRequest(f"{min(wrong)[:80]!r} is not known beside model and input", param=min(wrong)[:80])
+    return model, given, options
+
+
+def _wishes(options: Json, query: str) -> list[bool]:
+    said = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+    for name in _WISHES:
+        if options.get(name, False) not in (True, False) or said.get(name, "false") not in ("true", "false"):
+            raise InvalidRequest(f"{name} must be true or false", param=name)
+    return [options.get(name) is True or said.get(name) == "true" for name in _WISHES]
 
 
 def _reply(said: Json) -> Reply:

@@ -68,7 +68,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What is None stays as it was."""
+    """What is None stays as it was; metadata is added to what a request had."""
 
     feedback: int | None = None
     score: int | None = None
@@ -76,7 +76,7 @@ class Feedback:
 
     def on(self, record: Record) -> Record:
         given = {name: getattr(self, name) for name in self.__slots__ if getattr(self, name) is not None}
-        return msgspec.structs.replace(record, **given)
+        return msgspec.structs.replace(record, **given | {"metadata": {**record.metadata, **(self.metadata or {})}})
 
 
 class Store(Protocol):

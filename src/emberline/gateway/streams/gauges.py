@@ -307,12 +307,14 @@ def raw(name: bytes, payload: bytes, signs: Signs) -> None:
     """Its end is the end of the connection, and anything may be content."""
     signs.begun = True
     if b'"usage' in payload:
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
             signs.counted(usage_within(msgspec.json.decode(payload)))
 
 
 def usage_within(found: Any) -> Any:
-    """The usage object of a reply or an event of which nothing is known."""
+    """The usage object of a reply or an event of which nothing is known; of a list of them, the last one's."""
+    if isinstance(found, list):
+        return next(filter(None, map(usage_within, reversed(found))), None)
     places = (
         [found, *(found.get(name) for name in ("message", "response", "result", "delta"))]
         if isinstance(found, dict)

@@ -48,7 +48,7 @@ class Meter:
                 passed.append(event)
                 if signs.failed:
                     break
-        except msgspec.MsgspecError as e:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e

@@ -21,6 +21,7 @@ from emberline.api.errors import openai_error
 from emberline.api.sse import dumps
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound
 from emberline.gateway.call import Reply
+from emberline.gateway.dialects.problems import read_error
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target, target_of
 from emberline.gateway.streams.splitter import Splitter, payload_of
@@ -142,7 +143,7 @@ class GatewaySocket:
         if isinstance(reply.body, bytes):
             body = _shown(reply.body)
             if reply.status >= 400:
-                error = {"code": reply.error, "message": f"the status is {reply.status}"}
+                error = {"code": reply.error, "message": read_error(reply.body).message}
                 await self._say("universal.error", about, error=error, response=body)
                 return
             await self._say("universal.created", about, response=body)

@@ -117,7 +117,8 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     fixed = read_gateways(found, config.engine)
     book = Book(fixed, store, watch, config.engine)
     keys = Keys(store, watch, wall, _configured(config))
-    realtime = Realtime(registry, Secrets(vault), upstream, prices, clock, largest=config.max_body)
+    breakers = attempts.breakers
+    realtime = Realtime(registry, Secrets(vault), upstream, prices, clock, breakers, largest=config.max_body)
     sockets = stacked((*outer, limited_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stacked(layers, attempts), sockets, registry, book, keys, clock, wall)
     desk = Desk(store, vault, wall, limiter, fixed=fixed, allow_private=config.private_providers)

@@ -9,7 +9,7 @@ from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
 from emberline.gateway.dialects.chat.content import parse_message, render_message
 from emberline.gateway.dialects.chat.words import WORDS
 from emberline.gateway.dialects.effort import EFFORTS, effort_of, nearest
-from emberline.gateway.dialects.fields import Fields, Parse, each, expect, unknown
+from emberline.gateway.dialects.fields import Fields, Parse, each, unknown
 from emberline.gateway.dialects.inner import (
     Conversation,
     Effort,
@@ -37,8 +37,8 @@ def parse(body: Json) -> Conversation:
     for name in reversed(_LIMITS):
         if (limit := said.take(name, int)) is not None:
             asked.max_output = asked.kept[name] = limit
-    if (stop := said.raw("stop")) is not None:
-        asked.stop = [stop] if isinstance(stop, str) else expect(stop, list, "stop")
+    if (stop := said.left.get("stop")) is not None:
+        asked.stop = [said.take("stop", str, "")] if isinstance(stop, str) else said.texts("stop")
         asked.kept["stop"] = stop
     if (shown := said.take("logprobs", bool)) is not None:
         asked.kept["logprobs"] = shown
