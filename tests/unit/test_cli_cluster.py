@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.cli import cluster
+from emberline.cli import cluster, drain, serve
 from emberline.cluster.supervisor import children
 from emberline.core.config import WorkerConfig, cluster_key
 from emberline.core.errors import InvalidRequest
@@ -28,6 +28,15 @@ def test_how_many_of_each() -> None:
             counts(*wrong)
 
 
+@pytest.mark.parametrize("option", ["--kv-checksums", "--kv-mooncake", "--worker-name=w"])
+def test_who_has_no_router_exchanges_nothing(option: str) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(InvalidRequest, match="for a worker of a router"):
+        serve._worker(parser.parse_args(["m", option]))
+    assert serve._worker(parser.parse_args(["m", option, "--router", "http://r"])) is not None
+
+
 def test_the_key_is_in_no_command() -> None:
     made = children(["--port", "1"], {"prefill": 1, "decode": 2}, ["m"], url="http://r", key="hush", logs=Path("/logs"))
     assert [child.name for child in made] == ["router", "prefill-1", "decode-1", "decode-2"]
@@ -41,6 +50,16 @@ def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert cluster_key() == "hush"
     monkeypatch.setenv("EMBERLINE_CLUSTER_KEY", "")
     assert cluster_key() is None and WorkerConfig("http://r").role == "both"
+
+
+def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
+    rows = [
+        {"name": "p", "health": "draining", "open": 0, "transfer": {"leases": 2}, "seconds_since_beat": 0.5},
+        {"name": "d", "health": "lost", "open": 1, "transfer": {"leases": 3}, "seconds_since_beat": 9.0},
+        {"name": "vllm", "health": "ready", "open": 4, "transfer": None, "seconds_since_beat": 0.25},
+    ]
+    left = {name: drain._left({"workers": rows}, name) for name in ("p", "d", "vllm", "gone")}
+    assert left == {"p": (0, 2, 0.5), "d": (1, 0, -1.0), "vllm": (4, 0, 0.25), "gone": (0, 0, -1.0)}
 
 
 @pytest.mark.parametrize("late", [["--port", "8001"], ["--port=8001"], ["--prefill", "1"], ["--role", "decode"]])

@@ -425,10 +425,11 @@ def test_pinned_blocks_are_nobodys_until_their_lease_ends() -> None:
         assert p.step() == []
         p.kv.check()
     stats = p.stats().transfer
-    assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5)
+    assert stats is not None and (stats.leases, stats.pinned_blocks) == (1, 5) and stats.pinned_by_age == {"0-1": 5}
     clock.advance(9.0)
     p.step()
-    assert p.attentive and p.stats().transfer.oldest_lease == 9.0  # type: ignore[union-attr]
+    told = p.stats().transfer
+    assert p.attentive and told is not None and (told.oldest_lease, told.pinned_by_age) == (9.0, {"1-10": 5})
     clock.advance(1.0)
     assert len(tokens(run(p))) == 6
     assert not p.attentive and p.stats().transfer.ended == {"expired": 1}  # type: ignore[union-attr]

@@ -17,6 +17,7 @@ from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import Facts, Paired
 from emberline.engine.stream import AsyncEngine, State
 from emberline.server.worker.presence import PAIRING, Presence
+from emberline.server.worker.serving import HANDING_ON, handed_on
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
 
@@ -44,6 +45,33 @@ def facts(peer: dict[str, Any] | None) -> Facts:
 def presence(engine: Engine) -> Presence:
     served = [ServedModel("m", 1, 512), ServedModel("embedder", 1, 256)]
     return Presence("w", "i", "http://w", "decode", cast("AsyncEngine", engine), lambda: served)
+
+
+def test_who_stops_keeps_what_others_have_not_taken_yet() -> None:
+    engine, stopped = Engine(stats={"m": Stats(transfer=TransferStats(leases=1))}), list[str]()
+
+    async def stop() -> None:
+        await handed_on(cast("AsyncEngine", engine))
+        stopped.append("it stops")
+
+    async def watch() -> None:
+        stopping = asyncio.create_task(stop())
+        await asyncio.sleep(0.2)
+        assert not stopped
+        engine.stats["m"] = Stats(transfer=TransferStats())
+        await stopping
+        for engine.stats["m"], engine.state in (
+            (Stats(), State.READY),
+            (Stats(transfer=TransferStats(leases=1)), State.RESTARTING),
+        ):
+            await stop()
+        engine.state, waiting = State.READY, asyncio.create_task(stop())
+        await asyncio.sleep(0.1)
+        engine.time += HANDING_ON  # nobody comes
+        await waiting
+
+    asyncio.run(asyncio.wait_for(watch(), 10))
+    assert len(stopped) == 4
 
 
 def test_a_card_tells_what_the_engine_is_now() -> None:

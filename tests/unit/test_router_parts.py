@@ -230,7 +230,7 @@ def test_health_is_beats_and_progress() -> None:
     members.beat(Beat("a", "1", step=6, running=1), 45.0)
     assert health(members, 45.0) is Health.READY
     members.beat(Beat("a", "1", ready=False), 46.0)
-    assert health(members, 46.0) is Health.RESTARTING
+    assert health(members, 46.0) is Health.STARTING
 
 
 def test_who_drains_stays_who_leaves_is_forgotten_and_who_was_cut_off_may_return() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,10 +16,12 @@ from hypothesis import strategies as st
 from emberline.core.breaker import Breaker
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
 from emberline.router.ask import Ask
+from emberline.router.call import Call
 from emberline.router.estimate import Estimate
 from emberline.router.policy import Decision, Rules, Why, affinity, choose
 from emberline.router.worker import Load, Worker
-from emberline.server.routing.trip import Break
+from emberline.server.exchange import Exchange
+from emberline.server.routing.trip import Break, Trip
 
 RULES = Rules(slack=1000.0, decode_weight=4.0)
 
@@ -117,6 +122,23 @@ def test_without_a_home_the_least_work_wins_in_tokens_not_in_requests() -> None:
     assert decide(ask(), [few_long, many_short]).worker is few_long
 
 
+def test_a_full_cache_is_passed_over_while_another_has_room() -> None:
+    """400 bytes and 16 tokens to come need 116. Who has the prompt may still have no room for the answer."""
+    home, other = worker("a"), worker("b")
+    home.kv_tokens = other.kv_tokens = 1000
+    for used, expected in ((884, home), (885, other)):
+        home.reported(0, 0.0, used / 1000)
+        assert decide(ask(), [home, other], {"a/1": 400}).worker is expected
+    other.began(1, Load(800.0, 100.0), 0.0)  # nothing of it is in a report yet
+    assert other.room == 100 and decide(ask(), [home, other], {"a/1": 400}).worker is home, "nobody has: as ever"
+    other.relieved(1)
+    assert (other.prefill, other.room) == (0, 100), "another computes it, and its blocks come"
+    other.prefilled(1)
+    assert other.room == 900
+    other.ended(1)
+    assert other.room == 1000 and worker("c").room == math.inf
+
+
 def test_equals_are_not_all_given_to_the_first() -> None:
     workers = [worker(n) for n in "abc"]
     assert len({decide(replace(ask(), digest=bytes([i])), workers).worker.name for i in range(40)}) == 3
@@ -152,7 +174,7 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
     """Whatever happens to requests, in whatever order: sums are those of the open ones, and nothing stays behind."""
     one, keys = worker("a", running=4, limit=8), iter(range(1000))
     for _ in range(data.draw(st.integers(0, 30))):
-        what = data.draw(st.sampled_from(["began", "prefilled", "generated", "ended"]))
+        what = data.draw(st.sampled_from(["began", "relieved", "prefilled", "generated", "ended"]))
         if what == "began":
             load = Load(data.draw(st.floats(0, 1e5)), data.draw(st.floats(0, 1e4)))
             one.began(next(keys), load, 0.0)
@@ -161,13 +183,14 @@ def test_accounts_are_even_when_all_is_over(data: st.DataObject) -> None:
             if what == "generated":
                 one.generated(key, data.draw(st.integers(0, 20_000)))
             else:
-                (one.prefilled if what == "prefilled" else one.ended)(key)
+                getattr(one, what)(key)
         assert one.prefill == pytest.approx(sum(load.prefill for load in one.loads.values()), abs=1e-3)
         assert one.decode == pytest.approx(sum(load.decode for load in one.loads.values()), abs=1e-3)
+        assert one.coming == pytest.approx(sum(load.coming for load in one.loads.values()), abs=1e-3)
         assert all(load.prefill >= 0 and load.decode >= 0 for load in one.loads.values())
     for key in list(one.loads):
         one.ended(key, 1.0)
-    assert (one.open, one.prefill, one.decode) == (0, 0.0, 0.0)
+    assert (one.open, one.prefill, one.decode, one.coming) == (0, 0.0, 0.0, 0.0)
 
 
 def test_tokens_balance_better_than_requests_do() -> None:
@@ -189,7 +212,7 @@ def test_tokens_balance_better_than_requests_do() -> None:
 def suspected(workers: list[Worker]) -> str | None:
     try:
         decision = choose(ask(), workers, {}, Estimate(), RULES, 0.0, suspect=True)
-    except Overloaded:
+    except EngineUnavailable:
         return None
     assert decision.load.suspect
     return decision.worker.name
@@ -213,10 +236,28 @@ def test_a_break_stands_until_the_same_processes_are_heard_of() -> None:
     one = worker("a")
     one.peers, one.doubted = {"m": "engine 1"}, True
     broke = Break(one, one.peers)
-    assert broke.stands
+    assert broke.stands and broke.open, "it may yet be heard of"
     one.doubted = False
     assert not broke.stands, "it beats: only the connection broke"
     one.ready = False
-    assert broke.stands, "by its own word, or replaced by another process"
+    assert broke.stands and not broke.open, "by its own word, or replaced by another process"
     one.ready, one.peers = True, {"m": "engine 2"}
     assert broke.stands, "its engine died"
+
+
+def test_a_suspect_has_seen_several_workers_die() -> None:
+    """Processes count, not how often their connections broke."""
+    exchange = cast("Exchange", SimpleNamespace(status=None))
+    trip = Trip(exchange, ask(), Call("POST", "/", {}, b""), 1, 2, None, 9.0, 3, 3, generates=True, accused=False)
+    workers = [worker(name) for name in "abcd"]
+    for each in (workers[0], workers[0], workers[1]):
+        trip.broke(each)
+    assert trip.crashes == 2 and trip.suspect and not trip.guilty
+    workers[0].peers = {"m": "another engine"}
+    trip.broke(workers[0])
+    assert trip.crashes == 3 and trip.guilty and not trip.goes_on, "the one it has now broke as well"
+    workers[1].doubted = False
+    assert not trip.guilty and trip.suspect, "it is heard of"
+    workers[2].left = True
+    trip.broke(workers[2])
+    assert trip.crashes == 2, "it stops anyway"

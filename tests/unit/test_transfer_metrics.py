@@ -11,7 +11,7 @@ TOLD = TransferStats(
     pulls=4, pulled_bytes=1000, pull_seconds=0.5, copy_seconds=0.25, hidden_seconds=0.125,
     pull_failures={"peer_lost": 2, "bad_transfer": 1}, reached={"tcp": 4}, passed_over={"cuda": 3},
     hit_tokens=64, published=3, ended={"acknowledged": 2, "expired": 1},
-    leases=1, pinned_blocks=5, oldest_lease=2.5, quarantined_blocks=7,
+    verified_blocks=9, leases=1, pinned_blocks=5, pinned_by_age={"1-10": 5}, oldest_lease=2.5, quarantined_blocks=7,
 )  # fmt: skip
 
 
@@ -35,6 +35,8 @@ def test_each_has_its_line() -> None:
         'emberline:kv_transfer_copy_seconds_total{model_name="m"} 0.25',
         'emberline:kv_transfer_hidden_seconds_total{model_name="m"} 0.125',
         'emberline:kv_transfer_pinned_blocks{model_name="m"} 5',
+        'emberline:kv_transfer_pinned_blocks_by_age{model_name="m",seconds="1-10"} 5',
+        'emberline:kv_transfer_verified_blocks_total{model_name="m"} 9',
         'emberline:kv_transfer_quarantined_blocks{model_name="m"} 7',
     ):
         assert line in lines

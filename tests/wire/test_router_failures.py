@@ -130,12 +130,73 @@ def test_a_request_that_breaks_workers_leaves_one(fakes: Fakes) -> None:
     fakes.start("a", "b", "c")
     for name in fakes.workers:
         fakes.tell(name, "die", after=0, times=1)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        chat(fakes)
-    until(lambda: sum(worker.poll() is not None for worker in fakes.workers.values()) == 2)
-    left = next(name for name, worker in fakes.workers.items() if worker.poll() is None)
+    for _ in range(2):  # as clients do by themselves
+        with pytest.raises(urllib.error.HTTPError, match="503") as raised:
+            chat(fakes)
+        assert "broke under this request" in raised.value.read().decode()
+        until(lambda: len(dead(fakes)) == 2)
+    (left,) = fakes.workers.keys() - dead(fakes)
     fakes.tell(left, "well")
-    assert "word" in str(chat(fakes)), "who has done nothing goes anywhere"
+    other: Any = [{"role": "user", "content": "who has done nothing goes anywhere"}]
+    assert "word" in str(chat(fakes, messages=other))
+
+
+def dead(fakes: Fakes) -> set[str]:
+    return {name for name, worker in fakes.workers.items() if worker.poll() is not None}
+
+
+def test_a_request_breaks_three_workers_and_no_more(fakes: Fakes) -> None:
+    """However many there are, in whatever role; its client is told so, and does not try again by itself."""
+    fakes.start(*"abcdef")
+    fakes.start("p", role="prefill")
+    until(lambda: all(fakes.row(name)["paired"] == ["p"] for name in "abcdef"))
+    client = openai.OpenAI(base_url=f"{fakes.url}/v1", api_key="none", max_retries=2)
+    for count, stream in ((3, False), (6, True)):
+        for name in fakes.workers.keys() - dead(fakes):
+            fakes.tell(name, "die", after=3 if stream else 0)
+        prompt: Any = [{"role": "user", "content": f"{count} times " * 200}]
+        with pytest.raises(openai.APIError, match="3 workers broke under this request") as raised:
+            list(client.chat.completions.create(model="fake", messages=prompt, max_tokens=50, stream=stream))
+        assert raised.value.code == "workers_broke"
+        assert stream or isinstance(raised.value, openai.UnprocessableEntityError)
+        until(lambda n=count: len(dead(fakes)) == n and "p" in dead(fakes))  # type: ignore[misc]
+
+
+def test_workers_that_say_goodbye_are_nobodys_doing(fakes: Fakes) -> None:
+    """All are stopped one after another under one long stream, which takes longer than they wait for it."""
+    fakes.start(*"abcd", pace=0.005)
+    connection, reply = open_stream(fakes, 400)
+    got = reply.readline()
+    for _ in range(3):
+        until(lambda: sum(row["open"] for row in fakes.status()["workers"] if row["health"] == "ready") == 1)
+        row = next(row for row in fakes.status()["workers"] if row["open"] and row["health"] == "ready")
+        get(f"{fakes.url}/cluster/leave", {"name": row["name"], "incarnation": row["incarnation"]})
+        fakes.workers[row["name"]].kill()
+    got += reply.read()
+    connection.close()
+    assert b"error" not in got and got.endswith(b"data: [DONE]\n\n") and got.count(b"\n\n") == 403
+
+
+def test_who_finds_all_away_waits_for_them(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, "--migration-wait", "30")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            early = pool.submit(chat, fakes)
+            fakes.start("a")
+            assert "word" in str(early.result(60)) and not fakes.status()["retries"]
+        fakes.tell("a", "break", after=0, times=3)  # one worker thrice is not three workers
+        assert "word" in str(chat(fakes))
+        fakes.tell("a", "refuse", times=1)
+        assert "word" in str(chat(fakes)), "its engine is back"
+        assert fakes.status()["retries"] == {"broken": 3, "status 503": 1}
+        fakes.start(*"bcde")
+        second, third, *_, first = sorted("abcde", key=lambda name: affinity("s", name))
+        for name in (first, second, third):
+            fakes.tell(name, "break", after=0, times=1)
+        assert "word" in str(chat(fakes, session="s")), "three at once, and all are heard of again"
+        assert fakes.status()["retries"]["broken"] == 6 and quiet(fakes)
+    finally:
+        fakes.close()
 
 
 def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:

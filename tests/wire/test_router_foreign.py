@@ -21,7 +21,7 @@ BODY = {"model": "m", "messages": LONG, "max_tokens": 7, "stream_options": {"inc
 @contextmanager
 def routed(home: Path, *servers: Scripted) -> Iterator[str]:
     options = [word for server in servers for word in ("--foreign", server.option)]
-    router = start_router(home / "router", "--lost-after", "1.5", *options)
+    router = start_router(home / "router", "--lost-after", "1.5", "--migration-wait", "1", *options)
     try:
         decoding = [server.name for server in servers if server.role == "decode"]
         until(lambda: all(rows(router.url).get(name, {}).get("paired") for name in decoding))

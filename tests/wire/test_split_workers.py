@@ -4,6 +4,7 @@ when one of them is killed or frozen in between, either."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Cluster:
         before = self.rows()
         for name in names:
             command = ("-m", "emberline.cli", "worker", str(self.model), "--router", self.url, "--worker-name", name)
-            own = ("--role", ROLES[name], "--port", str(self.ports[name]))
+            own = ("--role", ROLES[name], "--port", str(self.ports[name]), *(["--kv-checksums"] if name == "p" else []))
             self.workers[name] = spawn(self.home / f"{name}.log", *command, *settings, *own)
         old = {before[name]["incarnation"] for name in names if name in before}
         until(lambda: self.paired() and not old & {row["incarnation"] for row in self.rows().values()}, 120)
@@ -101,12 +102,15 @@ def test_nobody_can_tell(cluster: Cluster, client: openai.OpenAI) -> None:
     for number in range(4):
         text, headers = read(client, number)
         assert headers["x-emberline-prefill"] == "p" and headers["x-emberline-worker"] in "de"
+        took = {name: float(ms) for name, ms in re.findall(r"(\w+);dur=([0-9.]+)", headers["server-timing"])}
+        assert took.keys() == {"queue", "prefill", "pull"} and took["prefill"] > 0
         assert text == alone(cluster, number)
     whole = client.completions.create(**LONG, prompt=story(10), seed=10)
     assert whole.choices[0].text == alone(cluster, 10) and whole.usage is not None
     assert whole.usage.prompt_tokens_details is None or not whole.usage.prompt_tokens_details.cached_tokens
     pulled = [transfer(cluster, name) for name in "de"]
     assert sum(each["hit_tokens"] for each in pulled) > 5 * 400 and not any(each["recomputed"] for each in pulled)
+    assert sum(each["verified_blocks"] for each in pulled) == transfer(cluster, "p")["published_blocks"] > 0
     until(cluster.quiet)
 
 

@@ -1,4 +1,5 @@
-"""emberline drain: a worker finishes what it has and gets nothing new; returns when it has nothing left."""
+"""emberline drain: a worker finishes what it has and gets nothing new; returns when it has nothing left, for others
+either."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ import json
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, NamedTuple
 
 from emberline.core.config import RouterConfig, cluster_key
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, Unauthorized
 
 POLL = 0.2  # seconds
 
@@ -34,22 +35,32 @@ def run(args: argparse.Namespace) -> int:
     if args.undo:
         print(f"{args.worker} takes requests again")
         return 0
-    told = None
+    told, idle_since = None, time.monotonic()
     while not args.no_wait:
-        open_ = _open(_ask(args.router, "/cluster/status"), args.worker)
-        if not open_:
+        left = _left(_ask(args.router, "/cluster/status"), args.worker)
+        idle_since = time.monotonic() if left.open else idle_since
+        if not any(left[:2]) and left.age < time.monotonic() - idle_since:
             break
-        if open_ != told:
-            print(f"{args.worker}: {open_} requests still open", flush=True)
-            told = open_
+        if left[:2] not in (told, (0, 0)):
+            print(f"{args.worker}: {left.open} requests still open, {left.kept} prompts kept for others", flush=True)
+            told = left[:2]
         time.sleep(POLL)
     print(f"{args.worker} {'drains' if args.no_wait else 'is drained'}")
     return 0
 
 
-def _open(status: Any, name: str) -> int:
-    """None left is also true of a worker that has gone meanwhile."""
-    return sum(worker["open"] for worker in status["workers"] if worker["name"] == name)
+class Left(NamedTuple):
+    open: int  # requests
+    kept: int  # prompts whose blocks others have not taken yet, by its own word
+    age: float  # seconds, of that word
+
+
+def _left(status: Any, name: str) -> Left:
+    """Nothing of a worker that has gone; one that is lost keeps nothing for anybody."""
+    row = next((row for row in status["workers"] if row["name"] == name), None)
+    if row is None or row["health"] == "lost":
+        return Left(0 if row is None else row["open"], 0, -1.0)
+    return Left(row["open"], (row["transfer"] or {}).get("leases", 0), row["seconds_since_beat"])
 
 
 def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
@@ -59,6 +70,10 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
         with urllib.request.urlopen(request, timeout=10) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as e:
+        if e.code == 401:
+            raise Unauthorized(
+                "the router wants the cluster's key", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
+            ) from e
         raise EmberlineError(json.load(e)["error"]["message"]) from e
     except (OSError, ValueError) as e:
         raise EmberlineError(f"no router at {router}: {e}", hint="give --router URL") from e

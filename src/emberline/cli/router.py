@@ -17,7 +17,7 @@ _SETTINGS = {
     "split_patience": "seconds by which a prompt may be done later there",
     "ticket_timeout": "seconds to wait for a prefill worker, beyond what was expected",
     "migrations": "times a stream may go on at another worker",
-    "migration_wait": "seconds a stream waits for a worker to go on at",
+    "migration_wait": "seconds a request waits for a worker to begin or to go on at, when those it met were away",
 }
 
 

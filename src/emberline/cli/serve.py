@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="in a GPU's memory; packed: about 12 bits instead of 16, to the bit; auto: packed if the files are",
     )
     parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32", "float8"])
-    parser.add_argument("--kv-memory", type=_size, help="bytes of KV cache, e.g. 2G (default: planned)")
+    parser.add_argument("--kv-memory", type=service.size, help="bytes of KV cache, e.g. 2G (default: planned)")
     _add_tiers(parser, engine)
     parser.add_argument("--max-context", type=int, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=int, help="computed in one step (default: by the device)")
@@ -78,18 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
     parser.add_argument(
         "--kv-host-memory",
-        type=_size,
+        type=service.size,
         default=engine.kv_host_memory,
         help="bytes of main memory for prefixes that the KV cache has no room for, each model's own",
     )
     parser.add_argument("--kv-disk", metavar="DIR", help="where such prefixes are kept on disk, also after a restart")
-    parser.add_argument("--kv-disk-size", type=_size, help="bytes there, each model's own")
+    parser.add_argument("--kv-disk-size", type=service.size, help="bytes there, each model's own")
     parser.add_argument(
         "--kv-store", metavar="HOST:PORT", help="mooncake_master of a store that all workers of a cluster share"
     )
     parser.add_argument(
         "--kv-store-memory",
-        type=_size,
+        type=service.size,
         default=engine.kv_store_memory,
         help="bytes of main memory that each model gives to it",
     )
@@ -100,6 +100,11 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         "--kv-mooncake",
         action="store_true",
         help="a worker moves prefixes by Mooncake's Transfer Engine too (RDMA where there is some)",
+    )
+    parser.add_argument(
+        "--kv-checksums",
+        action="store_true",
+        help="a worker hands on each block with a checksum, which whoever takes it compares in its own cache",
     )
     parser.add_argument(
         "--kv-codec",
@@ -137,8 +142,8 @@ def _worker(args: argparse.Namespace) -> WorkerConfig | None:
     if args.router is not None:
         key = args.cluster_key or cluster_key()
         return WorkerConfig(args.router, args.worker_name, args.worker_url, key, getattr(args, "role", "both"))
-    for name in ("worker_name", "worker_url", "cluster_key"):
-        if getattr(args, name) is not None:
+    for name in ("worker_name", "worker_url", "cluster_key", "kv_mooncake", "kv_checksums"):
+        if getattr(args, name):
             raise InvalidRequest(
                 f"--{name.replace('_', '-')} is for a worker of a router", hint="give --router URL too"
             )
@@ -173,8 +178,3 @@ def _process_start() -> float:
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _size(text: str) -> int:
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
-    return int(float(text[:-1] if factor > 1 else text) * factor)

@@ -29,6 +29,18 @@ def add_setting(parser: argparse.ArgumentParser, config: Any, name: str, help: s
     parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help)
 
 
+def size(text: str) -> int:
+    """Bytes, such as 500M or 1.5G."""
+    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
+    try:
+        number = float(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < 1 << 60:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, such as 500M or 1.5G")
+    return int(number)
+
+
 def given(args: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """What the options say of a config's fields."""
     return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}

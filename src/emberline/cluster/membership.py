@@ -16,7 +16,7 @@ REPLACED_KEPT = 4096
 class Health(Enum):
     READY = "ready"
     DRAINING = "draining"  # finishes what it has
-    RESTARTING = "restarting"  # by its own word
+    STARTING = "starting"  # or its engine again, by its own word
     STUCK = "stuck"  # beats, has work, and makes no step
     LOST = "lost"  # does not beat
 
@@ -98,7 +98,7 @@ class Membership:
         if now - member.heard > self._patience.lost_after:
             return Health.LOST
         if not member.beat.ready:
-            return Health.RESTARTING
+            return Health.STARTING
         if now - member.moved > self._patience.stuck_after:
             return Health.STUCK
         return Health.DRAINING if member.draining else Health.READY

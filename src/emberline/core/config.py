@@ -117,10 +117,15 @@ class EngineConfig:
     kv_store: str | None = None  # HOST:PORT of the master of a store that a cluster shares, for them too
     kv_store_memory: int = 1 << 30  # bytes of main memory that this engine gives to it
     kv_codec: str = "auto"  # of blocks on a disk and between hosts; auto: where it is faster; uw: always; none
+    kv_checksums: bool = False  # blocks for other engines have one from when they are published until they have arrived
     kv_mooncake: bool = False  # blocks travel by Mooncake's Transfer Engine too, if it works here
     transfer: TransferConfig | None = None  # None: it keeps its blocks to itself
 
     def __post_init__(self) -> None:
+        sizes = ("kv_memory", "kv_disk_size", "max_context", "max_batch_tokens", "max_running", "block_size")
+        for name, least in (("threads", 0), ("kv_host_memory", 0), *((name, 1) for name in sizes)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise InvalidRequest(f"{name} is {value}; it must be at least {least}", param=name)
         if (self.kv_disk is None) != (self.kv_disk_size is None):
             raise InvalidRequest("kv_disk and kv_disk_size need each other: give both", param="kv_disk")
         if self.has_tiers and not self.prefix_cache:
@@ -254,7 +259,7 @@ class RouterConfig:
     stuck_after: float = 30.0  # seconds in which a worker that has requests makes no step
     attempts: int = 3  # workers a request is tried on, before its first byte
     migrations: int = 3  # times that a stream goes on at another worker
-    migration_wait: float = 10.0  # seconds until there is one
+    migration_wait: float = 10.0  # seconds until there is one; or one to begin at, when those that it met were away
     split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker; inf: never split
     split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
     ticket_timeout: float = 10.0  # seconds a prompt may wait there beyond what was expected
@@ -373,6 +378,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise InvalidRequest("there is no model to serve", param="models")
+        for name in ("request_timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} must be above 0", param=name)
         if self.embedder in self.models:
             raise InvalidRequest(
                 f"{self.embedder!r} names a model and the embedder", param="models", hint="write ALIAS=MODEL"

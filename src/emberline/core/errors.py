@@ -12,6 +12,7 @@
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
     ├── EngineFailed               500     engine_failed         died while the request was open
     ├── WorkerLost                 502     worker_lost           died or hung behind a router, the reply half sent
+    ├── WorkersBroke               422     workers_broke         several, under one request: it is not to be sent again
     ├── Superseded                 409     superseded            a newer process has taken this worker's name
     ├── DeadlineExceeded           504     deadline_exceeded
     └── ModelError                 400     model_error           a model cannot be had or used
@@ -99,6 +100,11 @@ class EngineFailed(EmberlineError):
 class WorkerLost(EmberlineError):
     status = 502
     code = "worker_lost"
+
+
+class WorkersBroke(EmberlineError):
+    status = 422
+    code = "workers_broke"
 
 
 class Superseded(EmberlineError):

@@ -106,7 +106,7 @@ class TierStats:
 
 @dataclass(slots=True)
 class TransferStats:
-    """Of blocks that move between engines. Counters since start, but for the last four."""
+    """Of blocks that move between engines. Counters since start, but for the last five."""
 
     pulls: int = 0  # that ended, however
     pulled_bytes: int = 0
@@ -116,6 +116,7 @@ class TransferStats:
     pull_failures: dict[str, int] = field(default_factory=dict)  # by the code of kv.transfer.errors
     reached: dict[str, int] = field(default_factory=dict)  # peers, by the transport that led there
     passed_over: dict[str, int] = field(default_factory=dict)  # and by those that should have and did not
+    verified_blocks: int = 0  # pulled, whose checksum was compared
     hit_tokens: int = 0  # that requests did not have to compute
     recomputed: int = 0  # requests that computed what they should have been able to pull
     published: int = 0  # requests
@@ -124,6 +125,7 @@ class TransferStats:
     ended: dict[str, int] = field(default_factory=dict)  # leases, by how
     leases: int = 0
     pinned_blocks: int = 0  # by leases
+    pinned_by_age: dict[str, int] = field(default_factory=dict)  # the same, by seconds since the lease began
     oldest_lease: float = 0.0  # seconds
     quarantined_blocks: int = 0  # nobody's, until a pull that was given up has let go of them
 
@@ -133,7 +135,7 @@ class TransferStats:
         every = list(all_)
         if not every:
             return None
-        counters = ("pull_failures", "reached", "passed_over", "ended")
+        counters = ("pull_failures", "reached", "passed_over", "ended", "pinned_by_age")
         sums: dict[str, Any] = {
             name: sum(getattr(one, name) for one in every) for name in TransferStats.__slots__ if name not in counters
         }

@@ -117,6 +117,7 @@ class Pulled:
     moving: float  # seconds of these in which bytes came; in the others it had none to give yet
     bytes: int
     failure: str = ""  # why the rest was computed: a code of kv.transfer.errors
+    prefill: float | None = None  # seconds that it took for the prompt, by its own word; None: it was not heard
 
 
 def _natural(value: Any) -> int:

@@ -13,8 +13,10 @@ import torch
 
 from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, cache_dir, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.freememory import free_memory
 from emberline.engine import memory
 from emberline.engine.engine import Engine
+from emberline.engine.gpu.device import has_hopper
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
 from emberline.kv.cache import KVShape
@@ -64,7 +66,7 @@ def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | N
 
 
 def on_gpu(config: EngineConfig) -> bool:
-    return config.device == "cuda" or (config.device == "auto" and _has_hopper())
+    return config.device == "cuda" or (config.device == "auto" and has_hopper())
 
 
 def gpu_settings(config: EngineConfig) -> GPUConfig:
@@ -93,12 +95,7 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None
     from emberline.engine.gpu import ipc
     from emberline.engine.gpu.boot import boot_from
 
-    if config.kv_host_memory > (free := free_memory()):  # pinned, so all of it is taken at once
-        raise InvalidRequest(
-            f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",
-            param="kv_host_memory",
-            hint="lower --kv-host-memory",
-        )
+    _check_host_memory(config)
 
     def library() -> ctypes.CDLL | None:
         return ops.start(threads=1, cache=cache_dir() / "kernels").library
@@ -138,6 +135,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     if config.itl_target_ms is not None:
         raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
     memory.refuse_packed(config.weights)
+    _check_host_memory(config)
     threads = config.threads or core_count()
     backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
     # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
@@ -182,6 +180,16 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     )
 
 
+def _check_host_memory(config: EngineConfig) -> None:
+    """For a GPU it is pinned, so all of it is taken at once."""
+    if config.kv_host_memory > (free := free_memory()):
+        raise InvalidRequest(
+            f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",
+            param="kv_host_memory",
+            hint="lower --kv-host-memory",
+        )
+
+
 def _tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CDLL | None) -> TierStack:
     size, crc = shape.block_bytes, crc_of(library)
     codec = codec_of(config.kv_codec, library, str(shape.dtype))
@@ -200,7 +208,7 @@ def _dock(
     config: EngineConfig, transfer: TransferConfig, region: Region, near: Near | None, library: ctypes.CDLL | None
 ) -> Dock | None:
     codec = codec_of(config.kv_codec, library, region.layout.dtype)
-    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", config.kv_mooncake)
+    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", config.kv_mooncake, config.kv_checksums)
     try:
         return Dock.opened(transfer, region, near, ways)
     except OSError as error:
@@ -222,18 +230,7 @@ def _dtype(field: str, name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _has_hopper() -> bool:
-    """Our kernels use what came with compute capability 9.0, in the form that only 9.0 has."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
 def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
     if config.kv_memory is not None:
         return 1 << 40  # the user said how much: use it all
     return min(CONTEXTS_KEPT, running) * context
-
-
-def free_memory() -> int:
-    """What the system can still give without swapping, or as much as a container allows."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024

@@ -3,6 +3,7 @@ and as it is until its lease has ended, whatever becomes of the request that com
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ from emberline.kv.transfer.ticket import Ticket, subject_of
 
 if TYPE_CHECKING:  # numpy comes with it: a GPU's start does not wait for that
     from emberline.kv.transfer.sender import Sender
+
+
+AGES = {"0-1": 1.0, "1-10": 10.0, "10-60": 60.0}  # of leases, in seconds
+OLDER = "60-"
 
 
 class Publisher:
@@ -74,6 +79,10 @@ class Publisher:
         stats.sent_bytes = traffic.bytes
         stats.ended = {how.value: count for how, count in traffic.ended.items()}
         stats.leases, stats.pinned_blocks = len(pinned), sum(blocks for _, blocks in pinned)
+        ages = Counter[str]()
+        for age, blocks in pinned:
+            ages[next((name for name, below in AGES.items() if age < below), OLDER)] += blocks
+        stats.pinned_by_age = dict(ages)
         stats.oldest_lease = max((age for age, _ in pinned), default=0.0)
 
     def _begin(self, request: Request, blocks: list[int]) -> Ticket:

@@ -197,14 +197,16 @@ class Pulls:
             failure = TransferError(f"the pull failed: {error!r}")
         ended, moved = self._clock.now(), pull.progress
         pull.failure = pull.failure or failure  # a cancelled one may have had a better reason before
-        why = pull.failure.code if pull.failure is not None else ""
-        pull.told = Pulled(pull.ticket.peer.name, began, ended, moved.moving, moved.bytes, why)
+        why, note = pull.failure.code if pull.failure is not None else "", pull.note
+        took = note.seconds if note is not None else None
+        pull.told = Pulled(pull.ticket.peer.name, began, ended, moved.moving, moved.bytes, why, took)
         with self._lock:
             self._stats.pulls += 1
             self._stats.pulled_bytes += pull.progress.bytes
             self._stats.pull_seconds += ended - began
             self._stats.copy_seconds += pull.progress.moving
             self._stats.hidden_seconds += pull.progress.hidden
+            self._stats.verified_blocks += pull.progress.verified
         if pull.failure is not None and not (pull.cancelled and isinstance(pull.failure, TransferCancelled)):
             self._count(pull.failure)
         pull.ended = True

@@ -3,8 +3,9 @@
 A request costs a worker the tokens it must compute there: less where the beginning of its prompt was seen. Wanted is
 the worker with the least work in front of it, this request included. The request's home, where its session or the
 longest part of its prompt belongs, is given `slack` tokens for free: so far affinity holds, then it yields to load. No
-request is made to queue while another worker could run it at once. A suspect, under which several workers broke, may
-only have been there: it is tried again, but where no other suspect is, and never where it could break the last worker.
+request is made to queue while another worker could run it at once, nor sent where the cache has no room for it while
+another has. A suspect, under which several workers broke, may only have been there: it is tried again, but where no
+other suspect is, and never where it could break the last worker.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from emberline.router.estimate import Estimate
 from emberline.router.worker import Load, Worker
 
 LONGEST_WAIT = 30
+AGAIN = "retry when they are back; if they break again, it is the request"
 
 
 class Why(Enum):
@@ -68,9 +70,12 @@ def choose(
     if not there:
         raise _nobody(ask, workers)
     left = answering([worker for worker in there if worker.id not in without])
-    if suspect:
-        left = _spared(left, there)
-    places = [w for w in left if w.open < w.max_running] or [w for w in left if w.open < w.limit or urgent]
+    if suspect and not (left := _spared(left, there)):
+        raise EngineUnavailable("workers broke under this request, and the others are not risked for it", hint=AGAIN)
+    tokens = estimate.prompt(ask.size) + estimate.output(ask)
+    free = [w for w in left if w.open < w.max_running]
+    roomy = [w for w in free if w.room >= tokens]
+    places = roomy or free or [w for w in left if w.open < w.limit or urgent]
     if not places:
         raise _full(there)
     home, why = _home(ask, workers, known, answering(there))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ class Load:
     prefill: float  # tokens still to be computed before the first byte
     decode: float  # tokens still to be generated
     suspect: bool = False  # workers broke under the request: it may be what breaks them
+    coming: float = 0.0  # tokens of the prompt, whoever computes them, that are not in the worker's cache yet
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class Worker:
     breaker: Breaker
     ready: bool = True  # takes new requests
     doubted: bool = False  # something broke under it, and nothing was heard of it since
+    left: bool = False  # it stops, by its own word: what breaks off then is no request's doing
     dialect: str = "native"
     role: str = "both"  # or prefill: computes prompts for others; or decode
     peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
@@ -35,6 +38,9 @@ class Worker:
     loads: dict[int, Load] = field(default_factory=dict)
     prefill: float = 0.0  # sums of these
     decode: float = 0.0
+    coming: float = 0.0
+    kv_tokens: int = 0  # that its cache holds; 0: it does not say
+    kv_used: float = 0.0  # of these, by its last report
     seconds: float = 0.0  # a request takes, about
     pace: Pace = field(default_factory=Pace)
     _unreported: float = 0.0  # tokens of prompts that are done and not in a report yet
@@ -62,25 +68,42 @@ class Worker:
     def takes_from(self, other: Worker, model: str) -> bool:
         return other.peers.get(model) in self.paired
 
+    @property
+    def room(self) -> float:
+        """Tokens that its cache could still take, if its requests become as long as is thought."""
+        return self.kv_tokens - self.kv_used - self.coming - self.decode if self.kv_tokens else math.inf
+
     def began(self, key: int, load: Load, now: float) -> None:
         assert key not in self.loads
         self.breaker.began(now)
         self.loads[key] = load
+        load.coming = load.prefill
         self.prefill += load.prefill
         self.decode += load.decode
+        self.coming += load.coming
 
-    def prefilled(self, key: int) -> None:
+    def relieved(self, key: int) -> None:
+        """Another computes its prompt."""
         load = self.loads[key]
         self.prefill -= load.prefill
         load.prefill = 0.0
+
+    def prefilled(self, key: int) -> None:
+        """All of its prompt is here."""
+        self.relieved(key)
+        load = self.loads[key]
+        self.coming -= load.coming
+        load.coming = 0.0
 
     def owes(self, key: int, tokens: float) -> None:
         """A prompt that was to be computed elsewhere has to be computed here after all."""
         self.loads[key].prefill += tokens
         self.prefill += tokens
 
-    def reported(self, tokens: int, seconds: float) -> None:
-        """What it computed of prompts, and in what time, since it began: the oldest first, as workers take them."""
+    def reported(self, tokens: int, seconds: float, kv_usage: float = 0.0) -> None:
+        """What it computed of prompts, and in what time, since it began: the oldest first, as workers take them; and
+        the share of its cache that is in use."""
+        self.kv_used = kv_usage * self.kv_tokens
         if self.role != "prefill":  # others' time is their streams' too
             return
         more = max(self.pace.reported(tokens, seconds) - self._unreported, 0.0)
@@ -103,8 +126,9 @@ class Worker:
         self._unreported += load.prefill if seconds is not None else 0.0
         self.prefill -= load.prefill
         self.decode -= load.decode
+        self.coming -= load.coming
         if not self.loads:
-            self.prefill = self.decode = 0.0  # sums of floats drift
+            self.prefill = self.decode = self.coming = 0.0  # sums of floats drift
         if seconds is not None:
             self.seconds += (DURATION_WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
 

@@ -61,10 +61,9 @@ class Exchange:
     async def json(self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         await self.reply(status, dumps(body), "application/json", headers)
 
-    async def start_events(self) -> None:
-        await self.start(
-            200, "text/event-stream; charset=utf-8", {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
+    async def start_events(self, headers: Mapping[str, str] | None = None) -> None:
+        ours = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
+        await self.start(200, "text/event-stream; charset=utf-8", ours)
 
     async def send_events(self, events: list[bytes], *, last: bool = False) -> None:
         """Each call is one write to the client: nothing waits for more."""

@@ -35,6 +35,7 @@ class Ways:
     codec: Codec | None = None  # between hosts, where it measures faster
     always: bool = False  # or wherever it can be used
     mooncake: bool = False  # also by its Transfer Engine
+    seal: bool = False  # with a checksum from when they are published
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Dock:
     def opened(config: TransferConfig, region: Region, near: Near | None = None, ways: Ways | None = None) -> Dock:
         """Others connect to it."""
         ways = ways or Ways()
-        sender, layout = Sender(region, config.name, crc=ways.crc), region.layout
+        sender, layout = Sender(region, config.name, crc=ways.crc, seal=ways.seal), region.layout
         codecs = [ways.codec] if ways.codec else []
         streams = 2 if isinstance(region, HostRegion) else DEVICE_STREAMS
         habits = Habits(streams, crc=ways.crc, codecs=codecs, always=ways.always)

@@ -57,7 +57,8 @@ class Layout:
                 f"keys lie {ours} the tokens here, {theirs} them there",
                 hint="a GPU's cache pairs with a GPU's, and a CPU's with a CPU's",
             )
-        for name in (field.name for field in fields(self) if field.name != "tokens"):
+        names = [field.name for field in fields(self) if field.name not in ("tokens", "model")]
+        for name in (*names, "model"):  # which follows from some of the others, and tells nobody anything
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 raise Incompatible(f"the caches differ in {name}: {ours!r} here, {theirs!r} there")

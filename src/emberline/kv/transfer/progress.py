@@ -19,6 +19,7 @@ class Progress:
         self.moving = 0.0  # seconds in which they did
         self.hidden = 0.0  # of these, while the peer had more to compute: nobody waited for them
         self.proven = 0  # blocks of the ticket, from the first on, that have landed and are known to be right
+        self.verified = 0  # blocks whose checksum was compared with what is here
         self.complete = False  # all of it landed, and the lease was still alive then
         self._purpose: tuple[object, ...] = ()
         self._missing: dict[Piece, None] = {}

@@ -152,7 +152,7 @@ class Receiver:
                 break
         link.renew(ticket, deadline)
         if ticket.checksums and len(layers) == theirs.layers:
-            self._verify(ticket, ids, first)
+            progress.verified += self._verify(ticket, ids, first)
         progress.proven = len(ticket.blocks)
         progress.complete = ticket.complete
 
@@ -163,14 +163,16 @@ class Receiver:
         if len(set(into)) != len(into) or not all(0 <= block < self.region.blocks for block in into):
             raise BadTransfer("the blocks to fill are not distinct blocks of this cache")
 
-    def _verify(self, ticket: Ticket, into: Ids, first: int) -> None:
+    def _verify(self, ticket: Ticket, into: Ids, first: int) -> int:
+        """How many blocks are as they were when they were published; one that is not raises."""
         theirs = ticket.peer.layout
         room = memoryview(bytearray(theirs.block_bytes))
-        for i, told in list(enumerate(ticket.checksums))[first:]:
+        for i, told in enumerate(ticket.checksums[first:], first):
             whole = Piece(0, theirs.layers, i, i + 1)
             self.region.gather(whole, into, theirs, room)
             if self._crc(room, 0) != told:
                 raise Corrupted(f"block {i} of the ticket arrived with another checksum than it left with")
+        return len(ticket.checksums[first:])
 
     @contextmanager
     def _reached(self, peer: Peer, deadline: float) -> Iterator[Link]:

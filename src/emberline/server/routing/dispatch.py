@@ -28,7 +28,6 @@ from emberline.router.split import split
 from emberline.router.worker import Worker
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.router_metrics import GONE, RouterMetrics
-from emberline.server.routing.spans import leg_ended
 
 log = logging.getLogger("emberline.router")
 
@@ -74,6 +73,7 @@ class Dispatch:
             dialect=card.dialect,
             role=card.role,
             peers=_peers(card),
+            kv_tokens=_kv_tokens(card),
         )
         self._retired.discard(self.workers[card.name].id)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
@@ -85,7 +85,7 @@ class Dispatch:
             raise NotFound(f"no worker {beat.name[:200]!r} of this incarnation is registered", hint="register again")
         worker = self.workers[beat.name]
         worker.doubted, worker.paired = False, frozenset(beat.paired)
-        worker.reported(beat.prompt_tokens, beat.busy_seconds)
+        worker.reported(beat.prompt_tokens, beat.busy_seconds, beat.kv_usage)
         self._look(worker)
 
     def peers(self, name: str) -> dict[str, list[dict[str, Any]]]:
@@ -111,6 +111,7 @@ class Dispatch:
     def leave(self, name: str, incarnation: str) -> None:
         if self.membership.leave(name, incarnation):
             log.info("worker %s leaves", name)
+            self.workers[name].left = True
             self._look(self.workers[name])
 
     def drain(self, name: str, on: bool, move: bool = False) -> None:
@@ -282,8 +283,13 @@ class Dispatch:
                 worker.breaker.neither()
         known = worker.name if worker.name in self.workers else GONE
         self.metrics.closed(known, outcome, seconds, None if leg.first is None else leg.first - leg.began)
-        if leg.span is not None:
-            leg_ended(leg, leg.span)
+        leg.end_trace()
+
+
+def _kv_tokens(card: Card) -> int:
+    """Several models have a cache each, of which it reports only what all use together: nothing is known then."""
+    caches = [model.kv_tokens for model in card.models if model.max_running]
+    return caches[0] if len(caches) == 1 else 0
 
 
 def _peers(card: Card) -> dict[str, str]:

@@ -11,14 +11,15 @@ from typing import Literal
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.chains import Link
-from emberline.router.policy import Decision
+from emberline.router.policy import Decision, Why
 from emberline.router.upstream import Broken, Reply, Upstream
 from emberline.router.usage import Usage
 from emberline.trace.context import PARENT
-from emberline.trace.span import Span
+from emberline.trace.span import Kind, Span
 
 Outcome = Literal["answered", "refused", "failed", "left", "moved"]
 # refused: by a worker that is well; left: by the client; moved: to another worker, as somebody wished
+AFFINITY = {Why.SESSION: "kept", Why.PREFIX: "kept", Why.YIELDED: "lost", Why.AWAY: "lost"}
 
 
 @dataclass(slots=True)
@@ -66,3 +67,33 @@ class Leg:
             self._reply.abort(reason)
         elif self._timer is not None and not self._timer.expired():
             self._timer.reschedule(0.0)  # at once
+
+    def trace(self, request: Span, kind: str, attempt: int) -> None:
+        """Below the request's own span. `kind`: plain, prefill or resume."""
+        decision = self.decision
+        if decision.why not in (Why.SPLIT, Why.AGAIN):
+            request.about |= {
+                "emberline.route.why": decision.why.value,
+                "emberline.route.affinity": AFFINITY.get(decision.why, "none"),
+            }
+        self.span = request.child(f"{kind} leg", Kind.CLIENT)
+        self.span.about |= {
+            "emberline.leg.kind": kind,
+            "emberline.leg.attempt": attempt,
+            "emberline.worker": decision.worker.name,
+            "emberline.route.why": decision.why.value,
+            "emberline.route.known_tokens": round(decision.known),  # these two are estimates
+            "emberline.route.missing_tokens": round(decision.load.prefill),
+        }
+
+    def end_trace(self) -> None:
+        if self.span is None:
+            return
+        self.span.about |= {
+            "emberline.leg.outcome": self.outcome,
+            "emberline.leg.lost": self.lost or None,
+            "emberline.leg.first_byte_seconds": None if self.first is None else self.first - self.began,
+            "http.response.status_code": self.status or None,
+        }
+        refused = str(self.status) if self.status >= 400 else ""
+        self.span.end((refused or self.lost or self.outcome) if self.outcome in ("refused", "failed") else "")

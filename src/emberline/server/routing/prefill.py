@@ -21,7 +21,7 @@ from emberline.server.routing.leg import Leg
 log = logging.getLogger("emberline.router")
 
 GRACE = 1.0  # seconds to end by itself, once nobody needs it
-BROKE = ("broken", "lost", "stuck", "status 500")  # the worker under it, or so it may be
+BROKE = ("broken", "lost", "stuck", "status 500")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Prefill:
     ) -> None:
         self.worker, self.dialect = decision.worker, dialect
         self.failed = ""  # why, if it did
+        self.crashed = False  # its worker broke under it, or so it may be
         self._dispatch = dispatch
         self._upstream = upstream
         self._deadline = deadline
@@ -67,10 +68,6 @@ class Prefill:
             self.failed = "late"
             self._task.cancel()
             return None
-
-    @property
-    def crashed(self) -> bool:
-        return self.failed in BROKE
 
     def leave(self) -> None:
         """Nobody needs it any more, and it may be about to end."""
@@ -102,6 +99,7 @@ class Prefill:
                 log.info("prefill at %s: %s (%s)", self.worker.name, self.failed, e)
             finally:
                 self._dispatch.metrics.prefills[self.failed or how] += 1
+                self.crashed = self.failed in BROKE
                 if self.failed and self._needing is not None and self._needing.first is None:
                     self._needing.cut("prefill")
                 if not self._first.done():

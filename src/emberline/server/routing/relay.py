@@ -14,12 +14,20 @@ from emberline.api import sse
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.clock import WallClock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineUnavailable, Overloaded, WorkerLost
+from emberline.core.errors import (
+    DeadlineExceeded,
+    EmberlineError,
+    EngineUnavailable,
+    Overloaded,
+    WorkerLost,
+    WorkersBroke,
+)
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.dialect import CHAIN, PRIVATE, Garbled
 from emberline.router.native import RESUME
-from emberline.router.policy import Decision, Why
+from emberline.router.policy import AGAIN, Decision, Why
+from emberline.router.suspects import Suspects
 from emberline.router.track import read_link
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.router.usage import Usage
@@ -27,14 +35,13 @@ from emberline.server.exchange import Exchange
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.prefill import Prefill
-from emberline.server.routing.spans import fell_back, leg_begun, trip_ended
 from emberline.server.routing.trip import Setback, Trip
-from emberline.trace.span import Span
 
 log = logging.getLogger("emberline.router")
 
 WHOLE = 1 << 20  # bytes of a plain reply that are taken in before any is passed on
 PAUSE = 0.1  # seconds until workers are looked for again, at first
+MOST_WAITING = 1024  # for workers, at once
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
@@ -48,6 +55,8 @@ class Relay:
         self._upstream = upstream
         self._config = config
         self._metrics = dispatch.metrics
+        self._suspects = Suspects()
+        self._waiting = 0
 
     async def run(self, x: Exchange, ask: Ask, body: bytes) -> None:
         trip = self._trip(x, self._dispatch.named(ask), body)
@@ -58,8 +67,7 @@ class Relay:
             await self._broke(trip, DeadlineExceeded(f"no end within {self._config.request_timeout:.0f} s"))
         finally:
             await trip.close()
-            if x.span is not None:
-                trip_ended(x.span, trip)
+            trip.end_trace()
 
     def _trip(self, x: Exchange, ask: Ask, body: bytes) -> Trip:
         given = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in x.headers.items())
@@ -68,9 +76,9 @@ class Relay:
             headers[CHAIN] = "1"
         call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
-        seed, created, generates = secrets.randbits(64), int(WallClock.now()), x.path in GENERATING
-        ours = (seed, created, config.cluster_key)
-        return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, generates)
+        ours = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
+        accused = self._suspects.knows(ask.digest, self._now())
+        return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, x.path in GENERATING, accused)
 
     async def _travel(self, trip: Trip) -> None:
         while (decision := self._next(trip) or await self._wait(trip)) is not None:
@@ -79,8 +87,6 @@ class Relay:
             if setback is None:
                 return
             log.info("%s at %s: %s", trip.x.path, decision.worker.name, setback.reason)
-            if trip.x.span is not None:
-                fell_back(trip.x.span, setback, decision.worker.name, started=trip.started)
             trip.fell_back(setback, decision, self._now())
         await self._give_up(trip)
 
@@ -96,26 +102,31 @@ class Relay:
                     self._metrics.retries[trip.setback.reason] += 1
                 return replace(decision, why=Why.AGAIN)
         except EmberlineError as e:
-            if trip.setback is None:
+            if trip.setback is None and not isinstance(e, EngineUnavailable):
                 self._metrics.refused += isinstance(e, Overloaded)
                 raise
+            trip.nobody, trip.since = e, trip.since or self._now()
         origin, trip.origin = trip.origin, None
         return self._dispatch.again(origin) if origin is not None else None
 
     async def _wait(self, trip: Trip) -> Decision | None:
         """Who has the beginning of a reply waits for somebody who can go on with it, be it one who was tried before; so
-        does who has seen workers break."""
-        while trip.may_wait(self._config.migration_wait, self._now()):
-            await asyncio.sleep(PAUSE + (self._now() - trip.since) / 4)
-            trip.tried, trip.tries = set(), 0 if trip.started else trip.attempts - 1
-            if (decision := self._next(trip)) is not None:
-                return decision
-        return None
+        does who found nobody, or only workers that were away, or broke."""
+        self._waiting += 1
+        try:
+            while self._waiting <= MOST_WAITING and trip.may_wait(self._config.migration_wait, self._now()):
+                await asyncio.sleep(PAUSE + (self._now() - trip.since) / 4)
+                trip.waited()
+                if (decision := self._next(trip)) is not None:
+                    return decision
+            return None
+        finally:
+            self._waiting -= 1
 
     async def _attempt(self, trip: Trip, decision: Decision) -> Setback | None:
         trip.legs += 1
         with self._dispatch.opened(trip.ask, decision) as leg:
-            leg.span = self._span(trip, decision, "resume" if trip.started else "plain")
+            trip.trace(leg, "resume" if trip.started else "plain")
             leg.movable = trip.may_move
             try:
                 begun = trip.started
@@ -152,9 +163,9 @@ class Relay:
             return Setback("no prefill") if must else None
         await trip.close()
         missing = leg.decision.load.prefill
-        to.prefilled(leg.key)
+        to.relieved(leg.key)
         prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, trip.deadline)
-        prefill.leg.span = self._span(trip, decision, "prefill")
+        trip.trace(prefill.leg, "prefill")
         if must:
             prefill.needed_by(leg)
         refusal = await prefill.begun(decision.wait + self._config.ticket_timeout)
@@ -163,14 +174,7 @@ class Relay:
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
         elif prefill.ticket is None:
             to.owes(leg.key, missing)
-        if prefill.crashed:
-            trip.broke(prefill.worker)
         return None
-
-    def _span(self, trip: Trip, decision: Decision, kind: str) -> Span | None:
-        """Of a leg, where it is traced."""
-        request = trip.x.span
-        return None if request is None else leg_begun(request, decision, kind, trip.legs)
 
     async def _answer(self, trip: Trip, reply: Reply, leg: Leg, *, resumed: bool) -> Setback | None:
         unable = resumed and reply.status in (401, 403, 404)  # it does not know how, or does not trust us
@@ -251,17 +255,23 @@ class Relay:
         await trip.x.start(reply.status, kind, headers)
 
     async def _give_up(self, trip: Trip) -> None:
-        assert trip.setback is not None
         setback, x = trip.setback, trip.x
+        if setback is None:
+            assert trip.nobody is not None
+            raise trip.nobody
+        log.info("%s is given up after %d attempts: %s", x.path, trip.legs, setback.reason)
+        if trip.suspect and trip.ask.digest:
+            self._suspects.add(trip.ask.digest, self._now())
         if trip.started:
             if trip.moving and not trip.track.ended:
                 self._metrics.migrations[trip.moving, "given up"] += 1
-            await self._broke(trip, WorkerLost(trip.lost))
+            await self._broke(trip, _harm(trip) if trip.guilty else WorkerLost(trip.lost))
+        elif trip.guilty:
+            raise _harm(trip)
         elif setback.status:
             await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
         else:
-            why = f"{trip.legs} workers could not answer, the last because of: {setback.reason}"
-            raise EngineUnavailable(why, hint="retry in a few seconds")
+            raise _nobody(trip, setback)
 
     async def _broke(self, trip: Trip, error: EmberlineError) -> None:
         """Between two events of a stream the error can be one more; all else is cut off, so that nobody takes it for
@@ -291,6 +301,21 @@ def _head(headers: Mapping[str, str], trip: Trip | None = None, leg: Leg | None 
     if trip is not None and trip.prefill is not None and trip.prefill.ticket is not None:
         kept[f"{PRIVATE}prefill"] = trip.prefill.worker.name
     return kept.pop("content-type", "application/octet-stream"), kept
+
+
+def _nobody(trip: Trip, setback: Setback) -> EngineUnavailable:
+    if trip.suspect:
+        why = f"{trip.crashes} workers broke under this request, and the others are not risked for it"
+        return EngineUnavailable(why, hint=AGAIN)
+    tries = "1 attempt" if trip.legs == 1 else f"{trip.legs} attempts"
+    why = f"no worker could answer in {tries}, the last because of: {setback.reason}"
+    return EngineUnavailable(why, hint="retry in a few seconds")
+
+
+def _harm(trip: Trip) -> WorkersBroke:
+    broken = "a worker, after others," if trip.accused else f"{trip.crashes} workers"
+    hint = "it may be what breaks them: their logs say how they ended; do not send it again as it is"
+    return WorkersBroke(f"{broken} broke under this request", hint=hint)
 
 
 def _last_words(path: str, error: EmberlineError, number: int) -> list[bytes]:

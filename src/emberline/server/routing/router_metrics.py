@@ -111,6 +111,7 @@ def _row(
         "limit": worker.limit,
         "prefill_tokens": round(worker.prefill),
         "decode_tokens": round(worker.decode),
+        "kv_room_tokens": round(worker.room) if worker.kv_tokens else None,
         "answered": metrics.outcomes[worker.name, "answered"],
         "failed": metrics.outcomes[worker.name, "failed"],
         "left": metrics.outcomes[worker.name, "left"],
@@ -131,6 +132,7 @@ def _gauges(seen: Sequence[Seen]) -> Iterator[Family]:
         ("decode_tokens", "Tokens still to be generated, estimated.", [worker.decode for worker, _, _ in seen]),
         ("breaker_open", "1 while its breaker is not closed.", [int(w.breaker.state != "closed") for w, _, _ in seen]),
         ("kv_usage", "Share of its KV blocks in use.", [member.beat.kv_usage for _, member, _ in seen]),
+        ("kv_room_tokens", "Tokens its KV cache could still take, estimated.", [worker.room for worker, _, _ in seen]),
         ("prefix_queries", "Prompt tokens it looked up.", [member.beat.prefix_queries for _, member, _ in seen]),
         ("prefix_hits", "Of these, found in its cache.", [member.beat.prefix_hits for _, member, _ in seen]),
     ):

@@ -16,9 +16,10 @@ from emberline.router.track import Track
 from emberline.router.vllm import VLLM
 from emberline.router.worker import Worker
 from emberline.server.exchange import Exchange
+from emberline.server.routing.leg import Leg
 from emberline.server.routing.prefill import Prefill
 
-CRASHES = 2  # workers that die under one request until it is suspected to be what kills them
+CRASHES = 2  # workers that die under one request until it is suspected to be what kills them; one more, and it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,19 @@ class Break:
     engines: Mapping[str, str]  # that it had then
 
     @property
+    def processes(self) -> tuple[str, frozenset[str]]:
+        return self.worker.id, frozenset(self.engines.values())
+
+    @property
     def stands(self) -> bool:
         """Until the same processes are heard of again, and are well."""
         worker = self.worker
         return worker.doubted or not worker.ready or worker.peers != self.engines
+
+    @property
+    def open(self) -> bool:
+        """It stands only because nothing was heard of the worker yet."""
+        return self.worker.doubted and self.worker.ready
 
 
 @dataclass(slots=True)
@@ -58,10 +68,12 @@ class Trip:
     attempts: int  # workers to be tried, until one of them says something
     migrations: int  # times that it may go on elsewhere
     generates: bool
+    accused: bool  # it was given up before because workers broke under it
     track: Track = field(default_factory=Track)
     prefill: Prefill | None = None
     may_split: bool = True  # its prompt may be computed elsewhere for who is asked next
     setback: Setback | None = None  # the last
+    nobody: Exception | None = None  # why there was no worker to ask, the last time
     moving: str = ""  # why it goes on elsewhere, until it does
     since: float = 0.0  # when it had to
     lost: str = ""  # what happened then, for its client
@@ -79,22 +91,28 @@ class Trip:
 
     @property
     def goes_on(self) -> bool:
-        return self.tries < self.attempts and self._may_go_on
+        return self.tries < self.attempts and self._may_go_on and not self.guilty
 
     @property
     def crashes(self) -> int:
-        return sum(each.stands for each in self.breaks)
+        """A worker whose connections broke twice has died once at most."""
+        return len({each.processes for each in self.breaks if each.stands})
 
     @property
     def suspect(self) -> bool:
-        return self.crashes >= CRASHES
+        return self.accused or self.crashes >= CRASHES
+
+    @property
+    def guilty(self) -> bool:
+        """So far as anybody can tell: it is not to break yet another."""
+        return self.crashes > (0 if self.accused else CRASHES)
 
     @property
     def _may_go_on(self) -> bool:
         """If somebody can be found."""
         if not self.started:
-            return self.crashes <= CRASHES and len(self.breaks) <= self.attempts
-        return self._can_move and max(self.moves, self.crashes) <= self.migrations
+            return len(self.breaks) <= self.attempts
+        return self._can_move and self.moves <= self.migrations
 
     @property
     def _can_move(self) -> bool:
@@ -106,9 +124,17 @@ class Trip:
         return self.ask.stream and self.generates and self.moves < self.migrations
 
     def may_wait(self, patience: float, now: float) -> bool:
-        """For a worker to go on at; or to begin at, if one broke without a word, or none may have a suspect."""
-        broke = bool(self.breaks) and self.setback is not None and not self.setback.status
-        return (self.started or broke or self.suspect) and self._may_go_on and now - self.since < patience
+        """For a worker to go on at; or to begin at, if all or the last were away, or none may have a suspect. Who is
+        told that all are full, or that an engine failed under it, is not to wait; nor who is guilty beyond doubt."""
+        away = self.setback is None or self.setback.status in (0, 502, 503)
+        if self.guilty and not any(each.open for each in self.breaks):
+            return False
+        return (self.started or away or self.suspect) and self._may_go_on and now - self.since < patience
+
+    def waited(self) -> None:
+        """All may be tried once more, but for those that it broke and that nobody has heard of since."""
+        self.tried = {each.worker.id for each in self.breaks if each.worker.doubted}
+        self.tries = 0 if self.started else self.attempts - 1
 
     def progressed(self) -> None:
         """A worker has said something: what was before is forgotten, but not who broke."""
@@ -116,11 +142,13 @@ class Trip:
         self.tried = {each.worker.id for each in self.breaks}
 
     def broke(self, worker: Worker) -> None:
-        """Under this request; why, nobody can tell."""
-        self.breaks.append(Break(worker, worker.peers))
-        worker.doubted = True
+        """Under this request; why, nobody can tell, but of one that stops."""
+        if not worker.left:
+            self.breaks.append(Break(worker, worker.peers))
+            worker.doubted = True
 
     def fell_back(self, setback: Setback, decision: Decision, now: float) -> None:
+        self._trace_setback(setback, decision.worker)
         self.setback = setback
         if setback.reason == "drained":
             self.origin = decision
@@ -128,9 +156,12 @@ class Trip:
             self.tried.add(decision.worker.id)
         if setback.crash:
             self.broke(decision.worker)
+        if (prefill := self.prefill) is not None and prefill.crashed:
+            prefill.crashed = False  # it is counted once
+            self.broke(prefill.worker)
         if not self.started:
             self.track = Track()
-            self.since = now if setback.crash else self.since
+            self.since = now if setback.crash or not self.since else self.since
         elif not self.moving:
             self.lost = f"worker {decision.worker.name} was lost ({setback.reason}) before the reply ended"
         if self._can_move:
@@ -171,3 +202,24 @@ class Trip:
     async def close(self) -> None:
         if self.prefill is not None:
             await self.prefill.close()
+
+    def trace(self, leg: Leg, kind: str) -> None:
+        if (span := self.x.span) is not None:
+            leg.trace(span, kind, self.legs)
+
+    def _trace_setback(self, setback: Setback, left: Worker) -> None:
+        if (span := self.x.span) is not None:
+            name = "emberline.migration" if self.started else "emberline.retry"
+            span.event(name, worker=left.name, reason=setback.reason, status=setback.status or None)
+
+    def end_trace(self) -> None:
+        """What is known of it in the end; the span is its exchange's to end."""
+        if (span := self.x.span) is not None:
+            span.about |= {
+                "gen_ai.request.model": self.ask.model or None,
+                "emberline.worker": str(self.x.note["worker"]) if "worker" in self.x.note else None,
+                "emberline.split": self.prefill is not None,
+                "emberline.attempts": self.legs,
+                "emberline.migrations": self.moves,
+                "emberline.stream": self.ask.stream,
+            }

@@ -15,6 +15,7 @@ from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.groups import Group
 from emberline.server.worker.journey import CHAIN, Journey
 from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.server_timing import server_timing
 
 log = logging.getLogger("emberline.server")
 
@@ -43,13 +44,15 @@ class Calls:
 
 
 async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None]) -> None:
-    headers = {}
+    headers: dict[str, str] = {}
     async with aclosing(groups):
         async for group in groups:
             for delta in group.deltas:
                 reply.push(delta)
             if group.chain:
                 headers[CHAIN] = group.chain
+            if group.output is not None and group.output.timing is not None:
+                headers = server_timing(group.output.timing) | headers  # the first that is known
     await x.json(reply.body(), headers=headers)
 
 
@@ -65,7 +68,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
                     continue  # the ending, all in one
                 if not group.told:
                     if x.status is None:
-                        await x.start_events()
+                        await x.start_events(server_timing(group.output.timing) if group.output else None)
                     await x.send_events([*_comments(group, unsent), *unsent] if tracked else unsent)
                 unsent = []
             unsent += reply.end()

@@ -68,5 +68,6 @@ def _pull(prefill: Span, pulled: Pulled) -> None:
         "emberline.pull.source": pulled.source,
         "emberline.pull.bytes": pulled.bytes,
         "emberline.pull.moving_seconds": pulled.moving,
+        "emberline.pull.prefill_seconds": pulled.prefill,
     }
     span.end(pulled.failure, at=pulled.ended)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, TransferConfig, WorkerConfig
+from emberline.core.events import Stats
 from emberline.engine.messages import Facts
-from emberline.engine.stream import AsyncEngine
+from emberline.engine.stream import AsyncEngine, State
 from emberline.hub.source import resolve
 from emberline.server.listening import bind, listen
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from emberline.server.worker.engine_app import EngineApp
 
 log = logging.getLogger("emberline.server")
+
+HANDING_ON = 5.0  # seconds
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
@@ -61,6 +64,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
                     await registrar.leave()
 
             await listen(assembled.app, listener, ready, leaving)
+            await handed_on(engine)
     finally:
         if registrar is not None:
             await registrar.stop()
@@ -68,6 +72,16 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+async def handed_on(engine: AsyncEngine) -> None:
+    """What was computed for others is theirs to take; who does not in time computes it again."""
+    until = engine.now() + HANDING_ON
+    while engine.state is State.READY and engine.now() < until:
+        moving = Stats.total(engine.stats.values()).transfer
+        if moving is None or not moving.leases:
+            return
+        await asyncio.sleep(0.05)
 
 
 def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:

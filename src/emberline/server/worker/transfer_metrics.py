@@ -23,6 +23,7 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
         ("emberline:kv_transfer_published", "Prompts computed for other engines.", stats.published),
         ("emberline:kv_transfer_published_blocks", "KV blocks of these.", stats.published_blocks),
         ("emberline:kv_transfer_sent_bytes", "Bytes that other engines took.", stats.sent_bytes),
+        ("emberline:kv_transfer_verified_blocks", "KV blocks whose checksum was compared.", stats.verified_blocks),
         ("emberline:kv_transfer_copy_seconds", "Time in which bytes of pulls moved.", stats.copy_seconds),
         ("emberline:kv_transfer_hidden_seconds", "Of it, while the peer still computed.", stats.hidden_seconds),
     ):
@@ -34,6 +35,8 @@ def families(labels: str, stats: TransferStats) -> Iterator[Family]:
         ("quarantined_blocks", "KV blocks that a pull which was given up may still write.", stats.quarantined_blocks),
     ):
         yield Family.of(f"emberline:kv_transfer_{name}", help_, "gauge", [(labels, gauge)])
+    ages = [(f'{labels},seconds="{age}"', blocks) for age, blocks in sorted(stats.pinned_by_age.items())]
+    yield Family.of("emberline:kv_transfer_pinned_blocks_by_age", "The same, by the age of the lease.", "gauge", ages)
     for name, help_, label, counts in (
         ("pull_failures", "Pulls that failed, by what happened.", "code", stats.pull_failures),
         ("reached", "Other engines that were connected to, by the way.", "transport", stats.reached),
