@@ -40,6 +40,7 @@ GPU_SIZES: Config = {  # the least that our kernels for a GPU take
     "max_position_embeddings": 2048,
 }
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+CLASSES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 
 
 def config(model_type: str, /, **changes: Any) -> Config:
@@ -89,6 +90,19 @@ CONFIGS: dict[str, Config] = {
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "mixtral": config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": config(
+        "qwen3_moe", num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
+    ),
+    "qwen3-moe-mixed": config(
+        "qwen3_moe",
+        num_local_experts=5,
+        num_experts_per_tok=5,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=9,
+    ),
 }
 
 
@@ -102,16 +116,20 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv, hidden, qkv_bias),
         "self_attn.v_proj": (kv, hidden, qkv_bias),
         "self_attn.o_proj": (hidden, q, config.get("attention_bias", False)),
+    }
+    dense = {
         "mlp.gate_proj": (ffn, hidden, config.get("mlp_bias", False)),
         "mlp.up_proj": (ffn, hidden, config.get("mlp_bias", False)),
         "mlp.down_proj": (hidden, ffn, config.get("mlp_bias", False)),
     }
+    sparse = experts(config) if "num_experts_per_tok" in config else dense
     norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-    norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim} if kind == "qwen3" else {}
+    norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim} if kind.startswith("qwen3") else {}
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
-        for name, (rows, columns, bias) in linears.items():
+        ffns = dense if layer in config.get("mlp_only_layers", ()) else sparse
+        for name, (rows, columns, bias) in (linears | ffns).items():
             out[f"{at}.{name}.weight"] = (rows, columns)
             if bias:
                 out[f"{at}.{name}.bias"] = (rows,)
@@ -120,6 +138,19 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         out["lm_head.weight"] = (config["vocab_size"], hidden)
     return out
+
+
+def experts(config: Mapping[str, Any]) -> dict[str, tuple[int, int, bool]]:
+    hidden, ffn = config["hidden_size"], config.get("moe_intermediate_size", config["intermediate_size"])
+    count = config.get("num_experts", config.get("num_local_experts"))
+    at, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
+    if config["model_type"] == "mixtral":
+        at, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
+    made = {f"{at}.gate": (count, hidden, False)}
+    for one in (f"{at}.experts.{i}" for i in range(count)):
+        made |= {f"{one}.{name}": (ffn, hidden, False) for name in (gate, up)}
+        made[f"{one}.{down}"] = (hidden, ffn, False)
+    return made
 
 
 def tensors(config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

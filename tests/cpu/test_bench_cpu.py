@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,13 @@ def test_the_ceiling_of_this_machine_is_positive(monkeypatch: pytest.MonkeyPatch
     assert {"read_sum", "read_max", "read_matvec", "matmul_float32"} <= set(top.how)
 
 
-def test_unknown_peers_and_models_without_a_gguf_are_refused(model: Path, tmp_path: Path) -> None:
+def test_unknown_peers_and_models_without_a_gguf_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ground = Ground(model, None, 1, tmp_path)
+    monkeypatch.setattr(cpu, "Contender", None)  # nobody is started before that
+    with pytest.raises(InvalidRequest, match="no peer 'llama'"), ExitStack() as stack:
+        cpu._start(ground, ["llama"], 131, stack)
     with pytest.raises(InvalidRequest, match="no peer 'llama'"):
         peer("llama", ground)
     with pytest.raises(InvalidRequest, match="GGUF"):

@@ -12,7 +12,7 @@ import torch
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
 from emberline.core.config import EngineConfig, cache_dir
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import Loaded, boot
 from emberline.engine.gpu import boot as gpu_boot
@@ -96,6 +96,18 @@ def test_they_plan_the_same(
     context = re.search(r"a step, context (\d+)$", output, re.MULTILINE)
     assert context is not None
     assert loaded.max_context == int(cut[1] if cut else context[1])
+
+
+def test_experts_are_refused_before_anything_is_loaded(
+    booted: list[memory.MemoryPlan], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tiny.write(tmp_path, "mixtral")
+    monkeypatch.delattr(gpu_boot, "Cuda")  # nobody opens the device
+    with pytest.raises(UnsupportedModel, match="only the CPU") as refused:
+        serve(directory, {})
+    assert "--device cpu" in (refused.value.hint or "")
+    code, output = ask(capsys, directory, {})
+    assert code == 1 and "only the CPU" in output and not booted
 
 
 @pytest.mark.parametrize("odd", range(3))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, ModelFileError, UnsupportedModel
+from emberline.engine.embedder import EmbedderProcess
 from emberline.models import bert
 from emberline.models.bert import Embedder
 
@@ -103,3 +104,18 @@ def test_other_pooling_is_refused(directory: Path) -> None:
     (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     with pytest.raises(UnsupportedModel, match="pooling_mode_max_tokens"):
         Embedder.load(directory)
+
+
+def test_whoever_asks_a_process_is_told_what_is_wrong_with_its_files(directory: Path) -> None:
+    weights = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(weights[:-1])
+    process = EmbedderProcess(directory, 1)
+    try:
+        for _ in range(2):
+            with pytest.raises(ModelFileError, match="is damaged"):
+                process.embed(TEXTS)
+        (directory / "model.safetensors").write_bytes(weights)
+        expected = Embedder.load(directory).embed(TEXTS)
+        assert torch.allclose(torch.tensor([list(vector) for vector in process.embed(TEXTS)]), expected, atol=1e-6)
+    finally:
+        process.stop()

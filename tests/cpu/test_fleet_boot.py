@@ -12,13 +12,14 @@ import pytest
 import tiny
 
 from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
-from emberline.core.errors import ModelError
+from emberline.core.errors import InvalidRequest, ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fleet import Fleet
 from emberline.engine.fleet_boot import Weighed, boot_fleet, room_for_kv, taking_turns
 from emberline.engine.gpu.boot import Booted
+from emberline.engine.gpu.device import has_hopper
 from emberline.engine.gpu.swap import Swapped, room
 from emberline.engine.memory import plan_for
 from emberline.kernels import ops, ref
@@ -97,6 +98,18 @@ def test_on_a_cpu_all_are_loaded_and_say_what_they_say_alone(configs: dict[str, 
         expected |= alone(single.engines[name], name, 5)
     assert together(fleet, 5) == expected
     assert all(fleet.turns(name).wakes == 1 and fleet.turns(name).sleeps == 0 for name in configs)
+
+
+def test_more_memory_for_prefixes_than_there_is(configs: dict[str, EngineConfig]) -> None:
+    with pytest.raises(InvalidRequest, match=r"kv_host_memory is .* GiB of memory are free"):
+        boot_fleet({"a": replace(configs["a"], kv_host_memory=1 << 50)}, FleetConfig())
+
+
+@pytest.mark.skipif(has_hopper(), reason="there is one")
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_a_gpu_that_is_not_there(configs: dict[str, EngineConfig], names: str) -> None:
+    with pytest.raises(InvalidRequest, match="there is no GPU here"):
+        boot_fleet({name: replace(configs[name], device="cuda") for name in names}, FleetConfig())
 
 
 def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:

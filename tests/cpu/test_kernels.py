@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ops, ref
-from emberline.kernels.packed import Layout
+from emberline.kernels.mixture import Expert, Mixture
+from emberline.kernels.packed import Layout, PackedWeight
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -105,6 +106,50 @@ def test_linear_rows_do_not_see_each_other(dtype: torch.dtype, k: int) -> None:
         ops.set_threads(1)
         assert torch.equal(run(x), whole)
         ops.set_threads(2)
+
+
+def doubled(weight: Tensor, *, gated: bool = False) -> PackedWeight:
+    return PackedWeight(weight.double(), *weight.shape, weight.dtype, gated=gated)
+
+
+def mixture(
+    pack: Callable[..., PackedWeight], dtype: torch.dtype, chosen: int = 3, *, renormalised: bool = True
+) -> Mixture:
+    """Its experts 1 and 5 are equally probable."""
+    torch.manual_seed(1)
+    hidden, ffn, count = 72, 40, 7
+    router, norm = torch.randn(count, hidden) / 4, torch.rand(hidden) + 0.5
+    router[5] = router[1]
+
+    def expert() -> Expert:
+        gate_up, down = torch.randn(2 * ffn, hidden) / 8, torch.randn(hidden, ffn) / 6
+        return Expert(pack(gate_up.to(dtype), gated=True), pack(down.to(dtype)))
+
+    experts = tuple(expert() for _ in range(count))
+    return Mixture(norm, 1e-5, pack(router), experts, chosen, renormalised)
+
+
+@pytest.mark.parametrize("rows", [1, 37])
+@pytest.mark.parametrize("chosen", [1, 2, 3, 7])
+@pytest.mark.parametrize("renormalised", [False, True])
+def test_mixture(rows: int, chosen: int, renormalised: bool) -> None:
+    x = torch.randn(rows, 72)
+    made = [mixture(pack, F32, chosen, renormalised=renormalised) for pack in (ops.pack_linear, ref.pack_linear)]
+    ours, theirs = (one(x.clone()) for one in made)
+    assert_close(ours, theirs, mixture(doubled, F32, chosen, renormalised=renormalised)(x.double()))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_rows_of_a_mixture_do_not_see_each_other(dtype: torch.dtype) -> None:
+    x, run = torch.randn(67, 72), mixture(ops.pack_linear, dtype)
+    x[40] = torch.nan
+    whole = run(x.clone())
+    for start, stop in [(0, 1), (1, 3), (3, 7), (7, 31), (31, 67), (66, 67)]:
+        assert torch.equal(run(x[start:stop].clone()).nan_to_num(), whole[start:stop].nan_to_num())
+    ops.set_threads(1)
+    assert torch.equal(run(x.clone()).nan_to_num(), whole.nan_to_num())
+    ops.set_threads(2)
+    assert whole[40].isnan().all() and not whole[39].isnan().any() and not whole[41].isnan().any()
 
 
 def test_embed() -> None:

@@ -1,4 +1,5 @@
-"""Grammars in the engine of one's own process: followed, tried out elsewhere first, and compiled beside the loop."""
+"""The engine in one's own process: grammars are followed, tried out elsewhere first, and compiled beside the loop; a
+call that is broken off leaves it to the next."""
 
 from __future__ import annotations
 
@@ -69,3 +70,21 @@ def test_others_go_on_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.
     while not engine.idle:
         ended += [output.id for output in engine.step() if output.finish is not None]
     assert ended == ["plain", "slow"]
+
+
+def test_a_call_that_is_broken_off_leaves_the_engine_to_the_next(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    alone = llm.generate("one", plain, progress=False)[0].tokens
+    with pytest.raises(InvalidRequest, match="outside"):
+        llm.generate(["two", [-1]], plain, progress=False)
+    assert llm.generate("one", plain, progress=False)[0].tokens == alone
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(llm, "_take", interrupted)
+        llm.generate(["two", "three"], plain, progress=False)
+    llm.engine.step()
+    assert llm.engine.idle
+    assert llm.generate("one", plain, progress=False)[0].tokens == alone

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError, UnsupportedModel
+from emberline.engine import memory
 from emberline.kernels import ops
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
@@ -55,9 +56,10 @@ def test_nothing_depends_on_the_file_afterwards(tmp_path: Path) -> None:
 
 
 def test_weight_bytes(tmp_path: Path) -> None:
-    for name in ("llama", "llama-tied-mha"):
+    for name in ("llama", "qwen3-moe-mixed", "llama-tied-mha"):
         tensors = tiny.tensors(tiny.CONFIGS[name])
-        assert load(tiny.write(tmp_path / name, name)).weight_bytes == sum(t.nbytes for t in tensors.values())
+        model = load(tiny.write(tmp_path / name, name))
+        assert model.weight_bytes == sum(t.nbytes for t in tensors.values()) == memory.weight_bytes(model.config, 4)
     narrow = sum(t.numel() * (2 if t.dim() == 2 else 4) for t in tensors.values())
     assert load(tmp_path / name, "bfloat16").weight_bytes == narrow
 
@@ -125,6 +127,17 @@ def test_wrong_tensors(change: Callable[[Tensors], Any], message: str, tmp_path:
         load(with_tensors(tmp_path, "llama", change))
 
 
+def test_experts_in_one_tensor(tmp_path: Path) -> None:
+    """As some tools write them; transformers does not."""
+    fused = "model.layers.0.mlp.experts.down_proj"
+
+    def fuse(tensors: Tensors) -> None:
+        tensors[fused] = torch.stack([tensors.pop(f"{fused[:-9]}{i}.down_proj.weight") for i in range(7)])
+
+    with pytest.raises(UnsupportedModel, match=fused):
+        load(with_tensors(tmp_path, "qwen3-moe", fuse))
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
 def test_wrong_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=Q):
@@ -156,6 +169,14 @@ def test_fingerprint(tmp_path: Path) -> None:
         load(tmp_path / "dynamic", max_context=100),
     ]
     assert len({model.fingerprint for model in (same[0], *others)}) == 1 + len(others)
+
+
+def test_a_turn_ends_where_the_generation_config_says_too(tmp_path: Path) -> None:
+    plain = load(tiny.write(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    model = load(tmp_path)
+    assert (plain.config.eos, model.config.eos) == ((2,), (2, 7))
+    assert model.fingerprint == plain.fingerprint  # its keys and values are the same
 
 
 def test_fingerprint_sees_both_ends_of_every_tensor(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LENGTHS = (3, 17, 40, 23, 8, 31)
 OUT = 12
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "mistral", "qwen3", "qwen3-moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     directory = tiny.write(tmp_path_factory.mktemp("model"), tiny.CONFIGS[request.param])
     return load(Path(directory), "bfloat16")

@@ -148,3 +148,5 @@ def test_what_cannot_be_cut() -> None:
     assert Shard().config(biased) == biased
     with pytest.raises(UnsupportedModel, match="a bias"):
         Shard(0, 2).config(biased)
+    with pytest.raises(UnsupportedModel, match="experts"):
+        Shard(0, 2).config(ModelConfig.from_hf(tiny.CONFIGS["mixtral"]))

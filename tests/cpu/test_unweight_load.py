@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import unweight_models
 
 from emberline import LLM, SamplingParams
 from emberline.cli.__main__ import main
@@ -56,6 +57,19 @@ def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, n
         ops.start(cache=cache_dir().expanduser() / "kernels")
 
 
+def test_experts_say_the_same_packed(tmp_path: Path) -> None:
+    config = {**tiny.CONFIGS["qwen3-moe"], "hidden_size": 96, "moe_intermediate_size": 88}
+    source = tiny.write(tmp_path / "plain", config, dtype=torch.bfloat16, shards=2)
+    target = packed(source, tmp_path / "packed")
+    assert main(["unweight", "verify", str(target), str(source), "--quiet"]) == 0
+    assert is_coded(Checkpoint.open(target).info("model.layers.2.mlp.experts.6.down_proj.weight"))
+    plain, ours = load(source), load(target)
+    assert (plain.fingerprint, plain.weight_bytes) == (ours.fingerprint, ours.weight_bytes)
+    x = torch.randn(9, 96)
+    for a, b in zip(plain.layers, ours.layers, strict=True):
+        assert torch.equal(a.ffn(x.clone(), None), b.ffn(x.clone(), None))
+
+
 def test_another_models_identity_differs(tmp_path: Path) -> None:
     one = packed(tiny.write(tmp_path / "a", LARGER, dtype=torch.bfloat16), tmp_path / "pa")
     two = packed(tiny.write(tmp_path / "b", LARGER, dtype=torch.bfloat16, seed=1), tmp_path / "pb")
@@ -66,7 +80,8 @@ def test_a_copy_of_the_embedding_is_found_in_packed_files(tmp_path: Path) -> Non
     config = {**LARGER, "tie_word_embeddings": True}
     tensors = tiny.tensors(config, dtype=torch.bfloat16)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    load(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
+    made = load(packed(tiny.write_tensors(tmp_path / "plain", config, tensors), tmp_path / "packed"))
+    assert made.embedding is made.head.weight
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
@@ -79,6 +94,14 @@ def test_damage_is_a_typed_error_that_names_the_tensor(tmp_path: Path, name: str
         file.seek(info.offset + info.nbytes // 2)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(ModelFileError, match=name):
+        load(target)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "I16"}, {"shape": [1 << 40, 1 << 40]}, {"codec": "zip"}])
+def test_lies_about_a_tensor_are_typed_errors_too(tmp_path: Path, change: dict[str, object]) -> None:
+    target = packed(tiny.write(tmp_path / "plain", LARGER, dtype=torch.bfloat16), tmp_path / "packed")
+    unweight_models.lie(target / "model.safetensors", "model.embed_tokens.weight", change)
+    with pytest.raises(ModelFileError):
         load(target)
 
 

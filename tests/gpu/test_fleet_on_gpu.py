@@ -92,7 +92,8 @@ def test_beside_each_other(configs: dict[str, EngineConfig], expected: dict[str,
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_in_turns(configs: dict[str, EngineConfig], expected: dict[str, list[int]], at_once: int) -> None:
-    from emberline.engine.boot import boot_on_gpu, free_memory
+    from emberline.core.freememory import free_memory
+    from emberline.engine.boot import boot_on_gpu
     from emberline.engine.fleet import Fleet
     from emberline.engine.fleet_boot import taking_turns
     from emberline.engine.gpu.boot import Booted

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
 from emberline.kernels.cuda.gemm import PLANS, WIDTHS, Plan, choose, linear, supports
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight, interleave
+from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -66,7 +67,7 @@ def test_add(m: int, k: int, n: int) -> None:
 def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
-    w = Weight(interleave(gate, up))
+    w = Weight(interleaved(gate, up))
     ours = linear(x, w, out=poisoned(m, half), gated=True, pdl=False)
     assert torch.equal(ours, gated_parts(run(x, w)))
     plain = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
@@ -81,7 +82,7 @@ def test_every_gate() -> None:
     gates = F.pad(gates, (0, -len(gates) % m), value=1.0).view(m, -1)
     k = -(-gates.shape[1] // 64) * 64
     x, one_hot = F.pad(gates, (0, k - gates.shape[1])), torch.eye(k, device="cuda", dtype=BF16)
-    w = Weight(interleave(one_hot, one_hot))
+    w = Weight(interleaved(one_hot, one_hot))
     ours = linear(x, w, out=poisoned(m, k), gated=True, pdl=False)
     assert torch.equal(ours, F.silu(x) * x)
 

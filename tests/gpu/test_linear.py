@@ -8,10 +8,11 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Plan, Weight, choose, interleave, linear, planned, supports
+from emberline.kernels.cuda.linear import SHARED_LIMIT, Plan, Weight, choose, linear, planned, supports
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -66,7 +67,7 @@ def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
-    w = Weight(interleave(gate, up))
+    w = Weight(interleaved(gate, up))
     for shift in (None, bias):
         y = linear(x, w, out=poisoned(m, 2 * half), bias=shift, pdl=False)
         parts = y.view(m, half // 16, 2, 16)

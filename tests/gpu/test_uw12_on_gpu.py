@@ -8,10 +8,11 @@ from itertools import product
 
 import pytest
 import torch
+from gated import interleaved
 from linear_cases import heavy, poisoned, random
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import MOST_ROWS, SHARED_LIMIT, Weight, interleave, linear, planned
+from emberline.kernels.cuda.linear import MOST_ROWS, SHARED_LIMIT, Weight, linear, planned
 from emberline.kernels.cuda.uw12 import MOST_STRIDE, Packed, gather, pack, unpack
 from emberline.kernels.experts import PackedExperts
 from emberline.kernels.uw12_ref import reference_pack
@@ -141,7 +142,7 @@ def test_any_number_of_rows() -> None:
 
 def test_a_gated_weight() -> None:
     gate, up = heavy(2048, 1024), heavy(2048, 1024)
-    weight = interleave(gate, up)
+    weight = interleaved(gate, up)
     assert_same(random(5, 1024), weight, packed(weight))
 
 

@@ -9,10 +9,11 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from gated import interleaved
 from linear_cases import assert_close, poisoned, random, weight
 from torch import Tensor
 
-from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight, interleave
+from emberline.kernels.cuda.linear import SHARED_LIMIT, Weight
 from emberline.kernels.cuda.wide import (
     COLUMNS,
     LARGE,
@@ -85,7 +86,7 @@ def test_gated(m: int, k: int, half: int) -> None:
     """Equal to the bit to its parts: the product, then torch's silu and multiplication."""
     x, gate, up = random(m, k), random(half, k, scale=2 * k**-0.5), random(half, k, scale=k**-0.5)
     bias = random(2 * half, dtype=F32)
-    w = Weight(interleave(gate, up))
+    w = Weight(interleaved(gate, up))
     for shift in (None, bias):
         y = linear(x, w, out=poisoned(m, 2 * half), bias=shift, pdl=False)
         parts = y.view(m, half // 16, 2, 16)

@@ -8,6 +8,7 @@ from emberline.bench import workload
 from emberline.bench.ceiling import Ceiling, Cost
 from emberline.bench.job import Job, Timeline
 from emberline.bench.task import Task
+from emberline.core.errors import InvalidRequest
 from emberline.models.config import ModelConfig
 
 SMOLLM2 = {
@@ -80,5 +81,6 @@ def test_ceilings_keep_the_best_of_each_method() -> None:
 def test_a_task_is_named_as_it_is_asked_for() -> None:
     for name in ("prefill_512", "decode_4", "mix_8"):
         assert Task.make(name, 1000).name == name
-    with pytest.raises(ValueError, match="prefil"):
-        Task.make("prefil_3", 1000)
+    for name in ("prefil_3", "decode", "decode_", "decode_x", "mix_0", ""):
+        with pytest.raises(InvalidRequest, match=f"no task '{name}'"):
+            Task.make(name, 1000)

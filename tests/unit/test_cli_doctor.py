@@ -91,6 +91,12 @@ def test_dtype_is_the_files_and_float16_widens(run: Run, tmp_path: Path) -> None
         assert half == narrow
 
 
+@pytest.mark.parametrize("more", [(), ("--gpu-memory", "80G"), ("--dtype", "bfloat16")])
+def test_a_dtype_that_the_engine_refuses(run: Run, tmp_path: Path, more: tuple[str, ...]) -> None:
+    code, output = run("--model", write_model(tmp_path / "m", "F8_E4M3"), *more)
+    assert code == 1 and "weights of the dtype F8_E4M3" in output and "hint: supported: BF16 F16 F32" in output
+
+
 def test_what_does_not_fit_fails_with_numbers(run: Run, tmp_path: Path) -> None:
     model = write_model(tmp_path / "m")
     code, output = run("--model", model, "--gpu-memory", "16G")

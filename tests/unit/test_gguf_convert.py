@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub import convert as conversion
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.convert import convert
+from emberline.hub.gguf import GGUF
 from emberline.hub.gguftokenizer import tokenizer_files
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -166,6 +168,28 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="disk full"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_what_a_killed_process_left_is_gone(tmp_path: Path) -> None:
+    (tmp_path / ".out").mkdir()
+    (tmp_path / ".out" / "model.safetensors").write_bytes(b"half")
+    converted(tmp_path, "llama")
+    assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
+
+
+def test_one_converts_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = [], conversion._write
+
+    def counted(file: GGUF, work: Path) -> None:
+        written.append(work)
+        write(file, work)
+
+    monkeypatch.setattr(conversion, "_write", counted)
+    ggufs.write(tmp_path / "m.gguf")
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: convert(tmp_path / "m.gguf", tmp_path / "out"), range(8)))
+    assert found == {tmp_path / "out"} and len(written) == 1
+    assert {p.name for p in tmp_path.iterdir()} == {"m.gguf", "out"}
 
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

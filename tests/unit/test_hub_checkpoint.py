@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: Any) -> None
 
 
 def test_index_and_files_must_agree(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="cannot read"):
+    with pytest.raises(ModelFileError, match=r"part-7\.safetensors is missing.*download"):
         Checkpoint.open(make(tmp_path, A, B, index={"a": "part-7.safetensors"}))
     with pytest.raises(ModelFileError, match="it does not"):
         Checkpoint.open(make(tmp_path, A, B, index={"a": "part-1.safetensors"}))
@@ -123,6 +124,7 @@ DAMAGED = {
     "negative": raw({"a": entry(shape=(-2,), offsets=(8, 0))}, bytes(8)),
     "bool-dim": raw({"a": entry(shape=(True, 2))}, bytes(8)),
     "huge": raw({"a": entry(shape=(2**40, 2**40, 2**40), offsets=(0, 2**122))}, bytes(8)),
+    "many-dimensions": raw({"a": entry(shape=(1,) * 100, offsets=(0, 4))}, bytes(4)),
     "no-offsets": raw({"a": {"dtype": "F32", "shape": [2]}}, bytes(8)),
     "three-offsets": raw({"a": entry(offsets=(0, 4, 8))}, bytes(8)),
     "text-entry": raw({"a": "F32"}, bytes(8)),
@@ -136,6 +138,17 @@ def test_damaged_files_are_refused(name: str, tmp_path: Path) -> None:
     path.write_bytes(DAMAGED[name])
     with pytest.raises(ModelFileError):
         read_tensors(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    pipe = os.open(tmp_path / "model.safetensors", os.O_RDWR)
+    try:
+        os.write(pipe, bytes(8))
+        with pytest.raises(ModelFileError, match="not a file"):
+            read_tensors(tmp_path / "model.safetensors")
+    finally:
+        os.close(pipe)
 
 
 def test_an_unknown_dtype_is_named(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import hashlib
 import io
 import json
 import random
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub_server import Page, Site, serving
 
-from emberline.core.errors import DownloadError
+from emberline.core.errors import DownloadError, ModelError
 from emberline.hub.download import HTTP, download
 from emberline.hub.packageindex import PUBLIC, IndexSettings, find_file, parse_pip_settings
 from emberline.hub.progress import Progress
@@ -49,6 +50,19 @@ def test_a_later_process_goes_on_where_the_first_stopped(site: Site, tmp_path: P
     fetch(site, tmp_path / "f", Page(BODY))
     assert ranges(site) == ["bytes=700000-"]
     assert (tmp_path / "f").read_bytes() == BODY
+
+
+def test_a_full_disk_is_said_at_once(site: Site, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        with pytest.raises(ModelError, match=r"cannot write .*f\.part: File too large.*make room"):
+            fetch(site, tmp_path / "f", Page(BODY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ranges(site) == [None]
+    fetch(site, tmp_path / "f", Page(BODY))
+    assert ranges(site) == [None, "bytes=300000-"]
 
 
 def test_a_complete_part_needs_no_request(site: Site, tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emberline.core.errors import ModelError
+from emberline.bench.ceiling import Cost
+from emberline.core.config import GPUConfig
+from emberline.core.errors import ModelError, UnsupportedModel
 from emberline.core.plan import Work
 from emberline.engine import memory
 from emberline.engine.gpu.shape import Shape, shapes
@@ -82,6 +84,46 @@ def test_weights_follow_the_config() -> None:
     assert weight_bytes(replace(LLAMA_8B, o_bias=True), 2) - one == 32 * 4 * 4096
     assert weight_bytes(replace(LLAMA_8B, mlp_bias=True), 2) - one == 32 * 4 * (2 * 14336 + 4096)
     assert weight_bytes(replace(LLAMA_8B, qk_norm=True), 2) - one == 32 * 4 * 256
+
+
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "published", "of_a_token"), [(MIXTRAL_8X7B, 46.7e9, 12.9e9), (QWEN3_30B_A3B, 30.5e9, 3.3e9)]
+)
+def test_experts_are_counted(model: dict[str, Any], published: float, of_a_token: float) -> None:
+    config = ModelConfig.from_hf(model)
+    assert weight_bytes(config, 2) == pytest.approx(published * 2, rel=2e-3)
+    cost = Cost.of(config)
+    assert cost.layers + 2 * cost.head == pytest.approx(of_a_token, rel=2e-2)
+    with pytest.raises(UnsupportedModel, match="only the CPU"):
+        memory.plan_for(config, GPUConfig(), H200, "bfloat16")
 
 
 def test_so_many_tokens_and_no_more() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from emberline.core.errors import ModelError, ModelFileError, UnsupportedModel
 from emberline.models.config import ModelConfig
+from emberline.models.expertsconfig import ExpertsConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,14 +39,14 @@ def test_llama() -> None:
     c = read()
     assert (c.hidden, c.layers, c.heads, c.kv_heads, c.head_dim, c.ffn) == (576, 4, 9, 3, 64, 1536)
     assert (c.vocab, c.max_context, c.norm_eps, c.tie_embeddings) == (49152, 8192, 1e-5, True)
-    assert (c.bos, c.eos, c.windows) == (1, (2, 7), (0, 0, 0, 0))
+    assert (c.eos, c.windows) == ((2, 7), (0, 0, 0, 0))
     assert not (c.qkv_bias or c.o_bias or c.mlp_bias or c.qk_norm)
     assert (c.rope.kind, c.rope.theta, c.rope.dim) == ("default", 100000.0, 64)
 
 
 def test_null_is_absent() -> None:
     c = read(num_key_value_heads=None, head_dim=None, rope_scaling=None, bos_token_id=None, eos_token_id=None)
-    assert (c.kv_heads, c.head_dim, c.bos, c.eos) == (9, 64, None, ())
+    assert (c.kv_heads, c.head_dim, c.eos) == (9, 64, ())
 
 
 def test_biases_and_norms_by_architecture() -> None:
@@ -109,8 +110,24 @@ def test_context(scaling: dict[str, Any] | None, served: int, longest: int) -> N
     assert (c.max_context, c.longest_context) == (served, longest)
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+
+
+def test_experts() -> None:
+    mixtral = read(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2).experts
+    assert mixtral == ExpertsConfig(8, 2, 1536, renormalised=True, layers=(True,) * 4)
+    qwen = read(model_type="qwen3_moe", **EXPERTS).experts
+    assert qwen == ExpertsConfig(8, 2, 768, renormalised=False, layers=(True,) * 4)
+    new = EXPERTS | {"num_experts": None, "num_local_experts": 8}  # as transformers 5 writes it
+    assert read(model_type="qwen3_moe", **new).experts == qwen
+    some = read(model_type="qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=True, **EXPERTS)
+    assert some.experts is not None and some.experts.layers == (False, True, False, False)
+    assert some.experts.renormalised and some.qk_norm and read().experts is None
+
+
 UNSUPPORTED = [
-    {"model_type": "mixtral"},
+    {"model_type": "qwen2_moe"},
+    {"model_type": "qwen3_moe", **EXPERTS, "shared_expert_intermediate_size": 512},
     {"model_type": "llama4"},
     {"architectures": ["LlamaForSequenceClassification"]},
     {"hidden_act": "gelu"},
@@ -122,6 +139,13 @@ UNSUPPORTED = [
     {"model_type": "mistral", "sliding_window": 4, "layer_types": ["chunked_attention"] * 4},
 ]
 WRONG = [
+    {"model_type": "mixtral", "num_local_experts": 8},
+    {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9},
+    {"model_type": "mixtral", "num_experts_per_tok": 2},
+    {"model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": None},
+    {"model_type": "qwen3_moe", **EXPERTS, "decoder_sparse_step": 0},
+    {"model_type": "qwen3_moe", **EXPERTS, "mlp_only_layers": ["1"]},
+    {"model_type": "qwen3_moe", **EXPERTS, "norm_topk_prob": 1},
     {"hidden_size": None},
     {"hidden_size": -576},
     {"hidden_size": 1 << 40},

@@ -22,7 +22,7 @@ def test_it_finds_the_chunk_that_meets_the_target(base: float, per_token: float,
     pacer = Pacer(target)
     for step in range(200):
         chunk = 0 if step % 4 == 0 else pacer.allowance(8) or 0
-        pacer.learn(8, chunk, base + per_token * chunk)
+        pacer.learn(chunk, base + per_token * chunk)
     chunk = pacer.allowance(8)
     assert chunk is not None
     wanted = (target - base) / per_token

@@ -36,7 +36,6 @@ def test_smollm2_known_ids(smollm2: Tokenizer) -> None:
     assert smollm2.alphabet is Alphabet.BYTE_LEVEL
     assert smollm2.vocab_size == 49152
     assert smollm2.eos_ids == {2}
-    assert smollm2.bos_id == 1
     assert smollm2.special_ids == set(range(17))
     assert smollm2.encode("Hello 42\n<|im_end|>") == [19556, 216, 36, 34, 198, 2]
     assert smollm2.token_text(19556) == "Hello"
@@ -100,7 +99,6 @@ def test_end_ids_come_from_all_three_files(tmp_path: Path) -> None:
         tokenizer_config={"eos_token": {"content": "<|end|>"}, "bos_token": "<|user|>"},
     )
     assert tokenizer.eos_ids == {0, 5, 6, 7}
-    assert tokenizer.bos_id == 9
     assert tokenizer.special_text("bos_token") == "<|user|>"
 
 

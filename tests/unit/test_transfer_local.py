@@ -168,6 +168,7 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
         ({"heads": 4}, "heads"),
         ({"layers": 4}, "layers"),
         ({"model": "another"}, "model"),
+        ({"model": "another", "dtype": "float16"}, "dtype"),
     ],
 )
 def test_caches_that_do_not_pair_are_refused_with_a_reason(change: dict[str, object], named: str) -> None:

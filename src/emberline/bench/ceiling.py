@@ -38,7 +38,7 @@ class Ceiling:
 class Cost:
     """Of one model: parameters that multiply activations, and bytes of keys and values a token."""
 
-    layers: int  # parameters of all layers' matrices
+    layers: int  # parameters of all layers' matrices; of experts, those of one token
     head: int  # parameters of the output matrix; the embedding is looked up, not read
     attention: int  # multiply-adds of one query with one key and its value, all layers
     kv_bytes: int
@@ -47,9 +47,11 @@ class Cost:
     @staticmethod
     def of(config: ModelConfig, width: int = 2) -> Cost:
         q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        layer = config.hidden * (2 * q + 2 * kv + 3 * config.ffn)
+        ffns = [3 * config.ffn] * config.layers
+        if (e := config.experts) is not None:
+            ffns = [e.count + 3 * e.chosen * e.ffn if sparse else 3 * config.ffn for sparse in e.layers]
         return Cost(
-            layers=config.layers * layer,
+            layers=config.hidden * (config.layers * (2 * q + 2 * kv) + sum(ffns)),
             head=config.vocab * config.hidden,
             attention=config.layers * 2 * q,
             kv_bytes=config.layers * 2 * kv * width,

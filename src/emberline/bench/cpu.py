@@ -99,8 +99,8 @@ def _ground(model: str, threads: int, root: Path) -> Ground:
 def _start(ground: Ground, peers: list[str], vocab: int, stack: ExitStack) -> tuple[list[Entry], dict[str, Any]]:
     entries: list[Entry] = []
     absent: dict[str, Any] = {}
-    for name in ["", *peers]:
-        spec = peer(name, ground) if name else ours(ground)
+    us, them = ours(ground), [peer(name, ground) for name in peers]  # who is not known is said before any starts
+    for spec in (us, *them):
         try:
             contender = Contender(spec, ground.root / "logs" / f"{spec.name}.log")
             stack.callback(contender.stop)
@@ -108,10 +108,10 @@ def _start(ground: Ground, peers: list[str], vocab: int, stack: ExitStack) -> tu
             entries.append(Entry(contender))
             _say(f"{spec.name}: ready in {contender.ready_seconds:.1f} s")
         except (ContenderFailed, ValueError) as e:
-            if not name:
+            if spec is us:
                 raise EmberlineError(f"our own engine did not start: {e}") from e
-            absent[name] = {"start": str(e)}
-            _say(f"{name}: {e}")
+            absent[spec.name] = {"start": str(e)}
+            _say(f"{spec.name}: {e}")
     return entries, absent
 
 

@@ -9,6 +9,7 @@ from enum import Enum
 from emberline.bench import workload
 from emberline.bench.ceiling import Ceiling, Cost
 from emberline.bench.job import Job, Timeline
+from emberline.core.errors import InvalidRequest
 
 
 class Kind(Enum):
@@ -32,6 +33,8 @@ class Task:
             Kind.DECODE: workload.decode,
             Kind.MIX: workload.mix,
         }
+        if kind not in {known.value for known in Kind} or not size.isdecimal() or int(size) < 1:
+            raise InvalidRequest(f"no task {name!r}", param="--tasks", hint="such as prefill_512, decode_8 or mix_64")
         return Task(Kind(kind), int(size), draws[Kind(kind)](int(size), vocab))
 
     @property

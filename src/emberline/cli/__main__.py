@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     except EmberlineError as e:
         print(f"emberline: {e}", file=sys.stderr)
         return 1
+    except OSError as e:  # of the machine: a full disk, a file that may not be written
+        print(f"emberline: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

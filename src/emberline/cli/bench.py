@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
+from emberline.cli.interrupt import interruptible
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    interruptible()
     if args.what == "plot":
         from emberline.bench.plot import plot
 
@@ -60,12 +60,6 @@ def run(args: argparse.Namespace) -> int:
         "gateway": _run_gateway,
         "gateway-logs": _run_gateway_logs,
     }[args.what](args)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """As Ctrl-C: what was started is stopped. Whoever asks again meanwhile (timeout does) must not disturb that."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _cpu(p: argparse.ArgumentParser) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline import __version__
+from emberline.cli import service
 from emberline.core.config import DEFAULT_MODEL, GPUConfig, cache_dir, core_count
 from emberline.core.errors import EmberlineError
+from emberline.core.freememory import free_memory
 
 if TYPE_CHECKING:
     from emberline.hub.checkpoint import Checkpoint
@@ -49,12 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the one to plan for (default: %(default)s)")
     parser.add_argument("--pull", action="store_true", help="fetch the model if it is not here")
     parser.add_argument(
-        "--gpu-memory", type=size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
+        "--gpu-memory", type=service.size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
     parser.add_argument("--weights", default=gpu.weights, choices=["auto", "plain", "packed"], help="in a GPU's memory")
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "float32", "float8"])
-    parser.add_argument("--kv-memory", type=size, help="bytes of keys and values, e.g. 2G (default: all that fit)")
+    parser.add_argument(
+        "--kv-memory", type=service.size, help="bytes of keys and values, e.g. 2G (default: all that fit)"
+    )
     parser.add_argument("--block-size", type=count, default=gpu.block_size, help="tokens of a KV block")
     parser.add_argument("--max-context", type=count, help="tokens (default: the model's)")
     parser.add_argument("--max-batch-tokens", type=count, default=gpu.max_batch_tokens, help="computed in one step")
@@ -74,14 +78,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(f.good is False for f in findings) else 0
 
 
-def size(text: str) -> int:
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}.get(text[-1:].lower(), 1)
-    number = float(text[:-1] if factor > 1 else text) * factor
-    if not 1 <= number < 1 << 60:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory")
-    return int(number)
-
-
 def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError("it must be at least 1")
@@ -93,9 +89,8 @@ def _machine() -> Iterator[Finding]:
     flags = {word for line in info.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
     yield Finding("emberline", f"{__version__}, Python {platform.python_version()}")
     yield Finding("cpu", f"{core_count()} cores, {platform.machine()}: {' '.join(f for f in FEATURES if f in flags)}")
-    memory = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(memory[name].split()[0]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-    yield Finding("memory", f"{free:.1f} of {total:.1f} GiB free")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("memory", f"{free_memory() / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     folder = cache_dir()
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     hint = "make room for models" if disk.free < 2 << 30 else ""
@@ -221,7 +216,7 @@ def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
             yield Finding("model", f"{name} is not in the cache", None, f"emberline pull {name}")
             return
         checkpoint = Checkpoint.open(resolve(name))
-        config = ModelConfig.from_hf(checkpoint.config)
+        config = ModelConfig.of(checkpoint)
     except EmberlineError as e:
         yield Finding("model", e.message, False, e.hint or "")
         return
@@ -231,7 +226,7 @@ def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
     try:
         yield from _memory(args, checkpoint, config, total)
     except EmberlineError as e:
-        yield Finding("  kv cache" if total is None else "gpu memory", e.message, False, e.hint or "")
+        yield Finding("  engine" if total is None else "gpu memory", e.message, False, e.hint or "")
 
 
 def _memory(

@@ -8,10 +8,9 @@ import re
 import sys
 from pathlib import Path
 
+from emberline.cli.interrupt import interruptible
 from emberline.core.config import cache_dir
 from emberline.hub.source import ALIASES, resolve
-
-HELP = "download a model into the cache"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    interruptible()
     place = resolve(args.name, revision=args.revision, progress=not args.quiet)
     if args.unweight:
         from emberline.cli.unweight import pack

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from emberline.cli.interrupt import interruptible
 from emberline.core.config import cache_dir
 from emberline.hub.progress import Progress
 from emberline.hub.source import ALIASES, resolve
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    interruptible()
     return {"pack": _pack, "unpack": _unpack, "verify": _verify, "info": _info}[args.what](args)
 
 
@@ -115,6 +117,8 @@ def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Calla
 
     total = sum(info.logical_bytes for info in Checkpoint.open(directory).tensors.values())
     codec = find_codec(cache_dir().expanduser() / "kernels")
+    if wanted and codec.name != "native":
+        print("the native codec could not be built, so this is slow: emberline doctor says why", file=sys.stderr)
     shown = Progress(label, total, wanted)
     try:
         yield shown.add, codec

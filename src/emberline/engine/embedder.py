@@ -98,12 +98,13 @@ def main() -> int:
     from emberline.models.bert import Embedder
 
     torch.set_num_threads(int(sys.argv[2]))
-    model = Embedder.load(Path(sys.argv[1]))
+    model: Embedder | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
             asked = _read(sys.stdin.buffer)
             assert isinstance(asked, Embed)
-            try:
+            try:  # what is wrong with its files, whoever asks is told
+                model = model or Embedder.load(Path(sys.argv[1]))
                 vectors = model.embed(asked.inputs)
                 _write(sys.stdout.buffer, Embedded(model.dim, vectors.numpy().tobytes()))
             except EmberlineError as e:

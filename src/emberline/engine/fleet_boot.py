@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from emberline.core.config import EngineConfig, FleetConfig, GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.freememory import free_memory
 from emberline.engine import memory
-from emberline.engine.boot import Loaded, boot, boot_on_gpu, free_memory, gpu_settings, loaded_on_gpu, on_gpu
+from emberline.engine.boot import Loaded, boot, boot_on_gpu, gpu_settings, loaded_on_gpu, on_gpu
 from emberline.engine.engine import Engine
 from emberline.engine.fleet import Fleet
 from emberline.engine.gpu.swap import Swapped, room, shared_kv
@@ -64,7 +65,7 @@ class Weighed:
     @staticmethod
     def of(config: EngineConfig) -> Weighed:
         checkpoint = Checkpoint.open(Path(config.model))
-        model = ModelConfig.from_hf(checkpoint.config)
+        model = ModelConfig.of(checkpoint)
         dtype = memory.weight_dtype(checkpoint, config.dtype)
         packed = on_gpu(config) and memory.packs(checkpoint, gpu_settings(config), dtype)
         size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed)
@@ -86,6 +87,7 @@ def boot_fleet(
 
         return Fleet({name: Settled(partial(load, name)) for name in configs}, 0, rules), loaded
     from emberline.engine.gpu.boot import device_memory
+    from emberline.engine.gpu.device import Cuda
 
     configs = {name: _without_transfer(config) for name, config in configs.items()}
 
@@ -94,7 +96,7 @@ def boot_fleet(
         loaded[name] = loaded_on_gpu(booted)
         return booted
 
-    members, space = taking_turns(configs, device_memory(), free_memory(), load_on_gpu)
+    members, space = taking_turns(configs, device_memory(Cuda().torch), free_memory(), load_on_gpu)
     return Fleet(members, space, rules), loaded
 
 

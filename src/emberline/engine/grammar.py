@@ -75,11 +75,6 @@ class Matcher:
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
-    def accepting(self) -> bool:
-        """The output could end here."""
-        return self._inner.is_accepting()
-
-    @property
     def error(self) -> str | None:
         """Why this request cannot go on: a token the grammar forbids, or a step beyond the library's limits."""
         return _plain(self._inner.get_error()) if self._inner.is_error() else None

@@ -41,6 +41,9 @@ class Completion:
     finish_reason: str = ""
 
 
+Jobs = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission and which of its n
+
+
 class LLM:
     def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
         """`model` is any name that `emberline pull` takes; `settings` are those of EngineConfig."""
@@ -66,23 +69,15 @@ class LLM:
         params = params or SamplingParams()
         if params.grammar is not None:
             self._guard.check(params.grammar, param="grammar")
-        jobs: dict[tuple[str, int], tuple[Completion, Detokenizer]] = {}
-        for i, prompt in enumerate(many):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            self._count += 1
-            name = f"llm-{self._count}"
-            self.engine.add(Submission(name, ids, params, timeout=float("inf")))
-            for n in range(params.n):
-                text = Detokenizer(
-                    self.tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=True
-                )
-                jobs[name, n] = Completion(i, n), text
-        bar = _Bar(len(jobs), enabled=progress and sys.stderr.isatty())
-        while not self.engine.idle:
-            for output in self.engine.step():
-                self._take(output, *jobs[output.id, output.index])
-                bar.advance(len(output.tokens), output.finish is not None)
-        bar.close()
+        jobs: Jobs = {}
+        try:
+            for i, prompt in enumerate(many):
+                jobs |= self._submit(i, prompt, params)
+            self._run(jobs, _Bar(len(jobs), enabled=progress and sys.stderr.isatty()))
+        except BaseException:  # of a prompt, or Ctrl-C: nobody waits for the others now
+            for name, _ in jobs:
+                self.engine.abort(name)
+            raise
         return [completion for completion, _ in jobs.values()]
 
     def chat(
@@ -90,6 +85,24 @@ class LLM:
     ) -> Completion:
         text = self.template.render(list(messages), **template)
         return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
+
+    def _submit(self, i: int, prompt: str | list[int], params: SamplingParams) -> Jobs:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._count += 1
+        name = f"llm-{self._count}"
+        self.engine.add(Submission(name, ids, params, timeout=float("inf")))
+        shown = params.skip_special_tokens, params.stop, params.include_stop
+        return {
+            (name, n): (Completion(i, n), Detokenizer(self.tokenizer, *shown, continuing=True)) for n in range(params.n)
+        }
+
+    def _run(self, jobs: Jobs, bar: _Bar) -> None:
+        while not self.engine.idle:
+            for output in self.engine.step():
+                if (job := jobs.get((output.id, output.index))) is not None:  # or of a call that was broken off
+                    self._take(output, *job)
+                    bar.advance(len(output.tokens), output.finish is not None)
+        bar.close()
 
     def _take(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
         if completion.finish_reason:

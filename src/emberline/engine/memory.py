@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
-from emberline.core.errors import InvalidRequest, ModelError
+from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
 from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS, shapes
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are writte
 PACKED_GRAIN, PACKED_BLOCK = 64, 16  # what rows and columns are multiples of, or stay plain; rows with one header
 UNPACKED = 8192 * 4096  # weights of a packed head that are unpacked at a time, as kernels/gpu.py has it
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
+READ = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py takes
 FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
 
 
@@ -75,6 +76,7 @@ def plan_for(
     config: ModelConfig, settings: GPUConfig, total_bytes: int, dtype: str, *, packed: bool = False
 ) -> MemoryPlan:
     """What an engine with these settings and weights of this dtype does; for those who only want to know, too."""
+    refuse_experts(config)
     kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
     tokens = settings.kv_tokens
     if settings.kv_memory is not None:
@@ -99,9 +101,12 @@ def plan_for(
 
 def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
     """As the engine takes it from the first matrix: the widest of its parts. No kernel reads float16: it widens."""
+    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
+    if strange := found - READ:
+        hint = f"supported: {' '.join(sorted(READ))}"
+        raise UnsupportedModel(f"{checkpoint.directory} has weights of the dtype {min(strange)}", hint=hint)
     if asked != "auto":
         return asked
-    found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
     return "float32" if found & {"F32", "F16"} else "bfloat16"
 
 
@@ -121,6 +126,13 @@ def refuse_packed(weights: str) -> None:
     if weights == "packed":
         hint = "files that are packed are served with --weights auto"
         raise InvalidRequest("weights is packed; the kernels of a CPU read plain ones", param="weights", hint=hint)
+
+
+def refuse_experts(config: ModelConfig) -> None:
+    """For an engine on a GPU."""
+    if config.experts is not None:
+        what = f"{config.model_type} is a mixture of experts; so far only the CPU computes one"
+        raise UnsupportedModel(what, hint="serve it with --device cpu")
 
 
 def kv_dtype(settings: GPUConfig, dtype: str) -> str:
@@ -202,13 +214,22 @@ def usable(total: int, free: int, ours: int) -> int:
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False) -> int:
     """Matrices in the dtype they are used in, or packed; norms and biases in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = [(q + 2 * kv, hidden), (hidden, q), (2 * config.ffn, hidden), (hidden, config.ffn)]
-    matrices = config.layers * layer + [(config.vocab, hidden)] * (1 if config.tie_embeddings else 2)
+    matrices = config.layers * [(q + 2 * kv, hidden), (hidden, q)]
+    matrices += [matrix for layer in range(config.layers) for matrix in _ffn(config, layer)]
+    matrices += [(config.vocab, hidden)] * (1 if config.tie_embeddings else 2)
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
     size = sum(packed_bytes(n, k) if packed else dtype_bytes * n * k for n, k in matrices)
     return size + F32 * (config.layers * vectors + hidden)
+
+
+def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
+    """The matrices of a layer's feed-forward network."""
+    hidden, experts = config.hidden, config.experts
+    if experts is None or not experts.layers[layer]:
+        return [(2 * config.ffn, hidden), (hidden, config.ffn)]
+    return [(experts.count, hidden), *experts.count * [(2 * experts.ffn, hidden), (hidden, experts.ffn)]]
 
 
 def packed_bytes(n: int, k: int) -> int:

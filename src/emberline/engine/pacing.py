@@ -13,11 +13,10 @@ LEAST = 64  # a step always carries so much, or prompts would starve when the ta
 
 
 class Pacer:
-    def __init__(self, target: float, *, base: float = 0.005, per_token: float = 25e-6) -> None:
-        """`target`: seconds between two tokens of a stream. The costs to begin with are a guess that steps correct."""
+    def __init__(self, target: float) -> None:
+        """`target`: seconds between two tokens of a stream."""
         self.target = target
-        self._base = base
-        self._per_token = per_token
+        self._base, self._per_token = 0.005, 25e-6  # a guess that steps correct
 
     def allowance(self, streams: int) -> int | None:
         """Tokens of prompts for the next step; None: as many as there are, since nobody waits for a next token."""
@@ -27,7 +26,7 @@ class Pacer:
         streams = beside(streams)
         return max(LEAST, (streams + int(room)) // GRAIN * GRAIN - streams)
 
-    def learn(self, streams: int, prompt_tokens: int, seconds: float) -> None:
+    def learn(self, prompt_tokens: int, seconds: float) -> None:
         if prompt_tokens == 0:
             self._base += RECENT * (seconds - self._base)
         elif prompt_tokens >= LEAST:

@@ -140,7 +140,7 @@ class Scheduler:
             self.kv.copied(plan.saves, plan.loads)
         if self._pacer is not None and plan.work:
             singles = sum(len(work.tokens) == 1 for work in plan.work)
-            self._pacer.learn(singles, plan.num_tokens - singles, result.seconds)
+            self._pacer.learn(plan.num_tokens - singles, result.seconds)
         now = self.clock.now()
         for work in plan.work:
             request = self.requests.get(work.id)

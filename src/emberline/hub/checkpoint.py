@@ -41,12 +41,18 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            raise ModelFileError(f"{self.directory} has no tensor {name!r}") from None
+            hint = "does its config.json belong to this model?"
+            raise ModelFileError(f"{self.directory} has no tensor {name!r}", hint=hint) from None
 
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
-    if (directory / INDEX).exists():
-        return _indexed(directory)
+    found = _indexed(directory) if (directory / INDEX).exists() else _beside_each_other(directory)
+    if not found:
+        raise ModelFileError(f"{directory} has no tensors", hint="download the model again")
+    return found
+
+
+def _beside_each_other(directory: Path) -> dict[str, TensorInfo]:
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:

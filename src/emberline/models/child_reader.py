@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from emberline.core.errors import ModelError, ModelFileError
-from emberline.models.reader import PIECE, RING, STALL, Buffer, File, Memory, Piece, Reader, ReadStats, free_memory
+from emberline.core.freememory import free_memory
+from emberline.models.reader import PIECE, RING, STALL, Buffer, File, Memory, Piece, Reader, ReadStats
 from emberline.models.reader_process import HELLO
 
 WORTH = 1 << 30  # bytes from which on another process is

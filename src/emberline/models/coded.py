@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo
 from emberline.models.arrival import Arrival, Cut, Part
 from emberline.unweight.codec import Codec
 from emberline.unweight.description import Description
 from emberline.unweight.format import BLOCK, Bytes
-from emberline.unweight.tensor import CodedTensor, index_bytes
+from emberline.unweight.tensor import CodedTensor, damaged, index_bytes
 
 RUN = 8 << 20  # bytes that a thread decodes at a time: a call, and a copy to the device, each costs a little
 POLYNOMIAL = 0xEDB88320  # of CRC-32, like all such here: the highest bit is that of x^0
@@ -80,7 +79,7 @@ class CodedArrival(Arrival):
         if self._missing:
             self._early.append((at, data.copy()))
             return False
-        self._tensor = CodedTensor.open(self.name, self._info, self._index, self._codec)
+        self._tensor = CodedTensor.open(self.name, self._info, lambda begin, end: self._index[begin:end], self._codec)
         return True
 
     def _runs(self, at: int, data: Bytes) -> Iterator[Run]:
@@ -126,7 +125,7 @@ class CheckedArrival(Arrival):
         cut: Cut | None = None,
     ) -> None:
         super().__init__(name, info, dtype, place, cut)
-        self._crc32, self._codec = Description.of(info).crc32, codec
+        self._info, self._crc32, self._codec = info, Description.of(info).crc32, codec
         self._parts: list[tuple[int, int, int]] = []  # where, how many bytes, their CRC-32
         self._unseen = self.size
 
@@ -134,8 +133,7 @@ class CheckedArrival(Arrival):
         self._parts.append((at, len(part), self._codec.crc32(part.numpy())))
         self._unseen -= len(part)
         if self._unseen == 0 and joined_crc32(self._parts) != self._crc32:
-            hint = "download the file again, or pack the model again"
-            raise ModelFileError(f"tensor {self.name!r} in {self.file} is damaged: its bytes", hint=hint)
+            raise damaged(self.name, self._info, "its bytes")
 
 
 def joined_crc32(parts: list[tuple[int, int, int]]) -> int:

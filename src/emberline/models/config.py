@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
+from emberline.hub.checkpoint import Checkpoint
+from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import Fields
 from emberline.models.registry import ARCHITECTURES, Architecture
 from emberline.models.ropeconfig import MOST_CONTEXT, RopeConfig
@@ -14,11 +16,13 @@ from emberline.models.ropeconfig import MOST_CONTEXT, RopeConfig
 # Sizes beyond these are damage or malice, not a model: nothing is allocated for them.
 MOST_HIDDEN, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_FFN, MOST_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
 
+EXPERTS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
 FOREIGN = {
     "quantization_config": "quantised weights",
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",
+    "n_shared_experts": "a shared expert",
+    "num_shared_experts": "a shared expert",
+    "shared_expert_intermediate_size": "a shared expert",
     "kv_lora_rank": "multi-head latent attention",
 }
 
@@ -31,7 +35,8 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # of dense layers
+    experts: ExpertsConfig | None
     vocab: int
     norm_eps: float
     rope: RopeConfig
@@ -43,7 +48,6 @@ class ModelConfig:
     tie_embeddings: bool
     max_context: int  # served unless asked otherwise
     longest_context: int  # the most that may be asked for
-    bos: int | None
     eos: tuple[int, ...]
 
     @staticmethod
@@ -60,7 +64,6 @@ class ModelConfig:
         max_position = fields.size("max_position_embeddings", most=MOST_CONTEXT)
         rope = RopeConfig.from_hf(fields, head_dim, max_position)
         served, longest = _contexts(rope, max_position)
-        bos = fields.ids("bos_token_id")
         return ModelConfig(
             model_type=fields.text("model_type"),
             hidden=hidden,
@@ -69,6 +72,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             ffn=fields.size("intermediate_size", most=MOST_FFN),
+            experts=None if arch.experts is None else ExpertsConfig.from_hf(fields, arch.experts, layers),
             vocab=fields.size("vocab_size", most=MOST_VOCAB),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
@@ -80,26 +84,33 @@ class ModelConfig:
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             max_context=served,
             longest_context=longest,
-            bos=bos[0] if bos else None,
             eos=fields.ids("eos_token_id"),
         )
 
+    @staticmethod
+    def of(checkpoint: Checkpoint) -> ModelConfig:
+        """Of a chat model often only generation_config.json knows all the tokens that end its turn."""
+        config = ModelConfig.from_hf(checkpoint.config)
+        more = Fields(checkpoint.generation_config, "generation_config.json").ids("eos_token_id")
+        return replace(config, eos=(*config.eos, *(token for token in more if token not in config.eos)))
+
 
 def _architecture(fields: Fields) -> Architecture:
-    for name, what in FOREIGN.items():
-        if fields.values.get(name):
-            raise UnsupportedModel(f"config.json has {name}: {what} is not supported")
     model_type = fields.text("model_type")
     if model_type not in ARCHITECTURES:
         hint = f"supported: {' '.join(ARCHITECTURES)}"
         raise UnsupportedModel(f"config.json: model_type {model_type[:80]!r} is not supported", hint=hint)
+    arch = ARCHITECTURES[model_type]
+    for name, what in (FOREIGN if arch.experts else FOREIGN | EXPERTS).items():
+        if fields.values.get(name):
+            raise UnsupportedModel(f"config.json has {name}: {what} is not supported")
     classes = fields.texts("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UnsupportedModel(f"config.json: hidden_act {activation[:80]!r} is not supported", hint="supported: silu")
-    return ARCHITECTURES[model_type]
+    return arch
 
 
 def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:

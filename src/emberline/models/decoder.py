@@ -15,6 +15,7 @@ from emberline.models.config import ModelConfig
 from emberline.models.ffn import BiasedFeedForward, FeedForward
 from emberline.models.forward import Forward
 from emberline.models.layers import Linear
+from emberline.models.moe import SparseFeedForward
 from emberline.models.rope import cos_sin
 from emberline.models.sleep import every
 from emberline.models.weights import Weights
@@ -29,8 +30,11 @@ class Layer:
 
     @staticmethod
     def load(config: ModelConfig, weights: Weights, layer: int, table: Tensor) -> Layer:
+        attention = Attention.load(config, weights, layer, table)
+        if config.experts is not None and config.experts.layers[layer]:
+            return Layer(attention, SparseFeedForward.load(config, weights, layer))
         ffn = BiasedFeedForward if config.mlp_bias else FeedForward
-        return Layer(Attention.load(config, weights, layer, table), ffn.load(config, weights, layer))
+        return Layer(attention, ffn.load(config, weights, layer))
 
     def dense(self) -> ops.DenseLayer | None:
         """The same as one of a stack that runs as one op, if its parts allow."""

@@ -1,4 +1,4 @@
-"""The gated feed-forward network, its norm and residual included. Other kinds (experts) go beside it."""
+"""The gated feed-forward network, its norm and residual included. Experts are in `moe`."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ class Fields:
         return tuple(Fields({name: item}, self.where).number(name) for item in value)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them, or none."""
+        """Numbers of tokens or layers: one, a list of them, or none."""
         value = self._given(name, [])
         found = value if isinstance(value, list) else [value]
         if not all(type(item) is int and item >= 0 for item in found):
-            raise self.wrong(name, "a token id or a list of them")
+            raise self.wrong(name, "a whole number of at least 0, or a list of them")
         return tuple(found)
 
     def section(self, name: str) -> Fields:

@@ -22,7 +22,7 @@ from emberline.models.rope import inverse_frequencies
 from emberline.models.weights import Weights
 from emberline.unweight.codec import codec_of
 from emberline.unweight.format import Bytes
-from emberline.unweight.tensor import CodedTensor, index_bytes, is_coded
+from emberline.unweight.tensor import CodedTensor, is_coded
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 IGNORABLE = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq"
@@ -34,7 +34,7 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = ModelConfig.of(checkpoint)
     context = config.max_context if max_context is None else max_context
     if not 1 <= context <= config.longest_context:
         raise InvalidRequest(
@@ -49,7 +49,7 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
 def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
     """Equal for equal models, packed or not, so that keys and values of one are never taken for another's. Samples each
     tensor: cheap, and training a model further changes every matrix it touches everywhere."""
-    digest = hashlib.sha256(repr((replace(config, max_context=0), dtype)).encode())
+    digest = hashlib.sha256(repr((replace(config, max_context=0, eos=()), dtype)).encode())
     digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
     files: dict[Path, int] = {}
     try:
@@ -76,5 +76,4 @@ def _reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], By
 
     if not is_coded(info):
         return fetch
-    coded = CodedTensor.open(name, info, fetch(0, index_bytes(info)), codec_of(ops.describe().library))
-    return partial(coded.read, fetch)
+    return partial(CodedTensor.open(name, info, fetch, codec_of(ops.describe().library)).read, fetch)

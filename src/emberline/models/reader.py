@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline.core.errors import ModelError, ModelFileError
+from emberline.core.freememory import free_memory
 from emberline.hub.checkpoint import Checkpoint
 
 ALIGN = 4096  # of offsets, lengths and memory in direct reads
@@ -366,15 +367,3 @@ class File:
                         hint="download the file again",
                     )
                 done += count
-
-
-def free_memory() -> int:
-    """Bytes the system, or the container's limit, leaves; 0 where neither says."""
-    found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(found, default=0))

@@ -1,11 +1,24 @@
 """The architectures we run, by model_type: how each departs from Llama 1. Torch-free.
 
-All of them name their tensors alike. A string is the field of config.json that decides; True and False are fixed.
+All of them name their tensors alike, but for experts. A string is the field of config.json that decides; True and False
+are fixed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Of a mixture: what its parts are called in a layer, and what decides."""
+
+    at: str
+    gate: str
+    up: str
+    down: str
+    ffn: str  # the field that says how wide one is
+    renormalised: bool | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +28,7 @@ class Architecture:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     window: bool | str = False  # whether sliding_window counts
+    experts: Experts | None = None
 
 
 ARCHITECTURES = {
@@ -23,5 +37,15 @@ ARCHITECTURES = {
     "qwen2": Architecture(qkv_bias=True, window="use_sliding_window"),
     "qwen3": Architecture(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=True, window="use_sliding_window"
+    ),
+    "mixtral": Architecture(
+        window=True, experts=Experts("block_sparse_moe", "w1", "w3", "w2", "intermediate_size", renormalised=True)
+    ),
+    "qwen3_moe": Architecture(
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        window="use_sliding_window",
+        experts=Experts("mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", "norm_topk_prob"),
     ),
 }

@@ -31,6 +31,8 @@ class Shard:
         for what, count in (("attention heads", whole.heads), ("key heads", whole.kv_heads), ("ffn", whole.ffn)):
             if count % self.of:
                 raise UnsupportedModel(f"{count} {what} cannot be cut into {self.of} equal parts")
+        if self.of > 1 and whole.experts is not None:
+            raise UnsupportedModel("a mixture of experts cannot be cut yet")
         if self.of > 1 and (whole.o_bias or whole.mlp_bias):
             raise UnsupportedModel("a bias on what is added up over devices is not supported")
         vocabulary = range(whole.vocab)[self._vocabulary(whole.vocab)]

@@ -130,7 +130,8 @@ class Weights:
     def _decoded(self, name: str, info: TensorInfo) -> Tensor:
         stored = np.frombuffer(self._map(info.file), np.uint8, info.nbytes, info.offset)
         out = torch.empty(info.logical_bytes, dtype=torch.uint8)
-        CodedTensor.open(name, info, stored, self._codec).decode_all(stored, out.numpy(), self._pool)
+        tensor = CodedTensor.open(name, info, lambda begin, end: stored[begin:end], self._codec)
+        tensor.decode_all(stored, out.numpy(), self._pool)
         return out
 
     @cached_property

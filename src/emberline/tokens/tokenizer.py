@@ -26,9 +26,7 @@ class Alphabet(Enum):
 
 
 class Tokenizer:
-    def __init__(
-        self, inner: tokenizers.Tokenizer, config: dict[str, Any], eos: Iterable[int], bos: int | None
-    ) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer, config: dict[str, Any], eos: Iterable[int]) -> None:
         inner.no_truncation()  # lengths are the engine's business
         inner.no_padding()
         self._inner = inner
@@ -38,7 +36,6 @@ class Tokenizer:
         self._added = frozenset(added)
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
         self.eos_ids: frozenset[int] = frozenset(eos) | self._ids_of("eos_token")
-        self.bos_id: int | None = bos if bos is not None else min(self._ids_of("bos_token"), default=None)
         self.alphabet, self.strips_space = _alphabet(inner.decoder)
         self._byte_of = _byte_alphabet() if self.alphabet is Alphabet.BYTE_LEVEL else {}
         self._bytes: dict[int, bytes] = {}
@@ -58,8 +55,7 @@ class Tokenizer:
             raise ModelFileError(f"{path} is not a tokenizer: {e}") from e
         settings = [read_optional(directory / name) for name in ("generation_config.json", "config.json")]
         eos = [i for s in settings for i in _ids(s.get("eos_token_id"))]
-        bos = [i for s in settings for i in _ids(s.get("bos_token_id"))]
-        return Tokenizer(inner, read_optional(directory / "tokenizer_config.json"), eos, bos[0] if bos else None)
+        return Tokenizer(inner, read_optional(directory / "tokenizer_config.json"), eos)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return self.encode_batch([text], add_special)[0]

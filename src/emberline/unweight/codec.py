@@ -28,7 +28,8 @@ class Codec(Protocol):
     def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
         """Into `out`, which holds whole blocks and perhaps a shorter one. -1, or the first block that is damaged."""
 
-    def crc32(self, data: Bytes) -> int: ...
+    def crc32(self, data: Bytes, before: int = 0) -> int:
+        """`before`: that of what comes before the data."""
 
 
 class NativeCodec:
@@ -60,8 +61,8 @@ class NativeCodec:
             )
         )
 
-    def crc32(self, data: Bytes) -> int:
-        return int(self._library.ember_crc32(_at(data), len(data), 0))
+    def crc32(self, data: Bytes, before: int = 0) -> int:
+        return int(self._library.ember_crc32(_at(data), len(data), before))
 
 
 def codec_of(library: ctypes.CDLL | None) -> Codec:

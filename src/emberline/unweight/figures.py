@@ -34,7 +34,7 @@ class Figure:
 
     @property
     def saved(self) -> float:
-        return 1 - self.packed_bytes / max(1, self.bytes)
+        return 1 - self.packed_bytes / self.bytes if self.bytes else 0.0
 
 
 def figures(directory: Path) -> list[Figure]:
@@ -65,7 +65,7 @@ def totals(found: Sequence[Figure], files: int) -> dict[str, Any]:
         "bytes": plain,
         "packed_bytes": packed,
         "file_bytes": files,
-        "saved": round(1 - packed / max(1, plain), 5),
+        "saved": round(1 - packed / plain, 5) if plain else 0.0,
         "bits": round(sum(f.bits * f.count for f in coded) / count, 4),  # an element of those coded
         "bound": round(sum((f.bound or 0) * f.count for f in coded) / count, 4),
     }

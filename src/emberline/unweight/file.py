@@ -1,10 +1,12 @@
-"""ModelFile: a safetensors file, packed or not, mapped into memory."""
+"""ModelFile: a safetensors file, packed or not, read piece by piece. It is not mapped: a file that somebody cuts or
+writes meanwhile is then an error, and neither the end of the process nor half one thing and half another."""
 
 from __future__ import annotations
 
-import mmap
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,9 @@ import numpy as np
 from emberline.core.errors import ModelFileError
 from emberline.hub.tensorfile import TensorInfo, read_header, read_tensors
 from emberline.unweight.codec import Codec
+from emberline.unweight.description import Description
 from emberline.unweight.format import Bytes
-from emberline.unweight.tensor import CodedTensor, check_raw, is_coded
+from emberline.unweight.tensor import CodedTensor, damaged, is_coded
 
 CHUNK = 4 << 20
 
@@ -21,24 +24,47 @@ CHUNK = 4 << 20
 class ModelFile:
     def __init__(self, path: Path, codec: Codec) -> None:
         self.path, self.codec = path, codec
+        try:
+            self._state = _state(path.stat())
+        except OSError as e:
+            raise self._unreadable(e) from e
         self.header = read_header(path)
         self.tensors = read_tensors(path)
-        try:
-            with path.open("rb") as file:
-                self._map = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        except (OSError, ValueError) as e:
-            raise ModelFileError(f"cannot read {path}: {e}") from e
 
-    def stored(self, info: TensorInfo) -> Bytes:
-        """Its bytes as the file has them."""
-        return self._map[info.offset : info.offset + info.nbytes]
+    def read(self, info: TensorInfo, begin: int, end: int) -> Bytes:
+        """Bytes [begin, end) of a tensor, as the file has them."""
+        out = np.empty(end - begin, np.uint8)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(info.offset + begin)
+                count = file.readinto(out.data)
+                changed = _state(os.fstat(file.fileno())) != self._state
+        except OSError as e:
+            raise self._unreadable(e) from e
+        if changed or count < len(out):
+            raise ModelFileError(f"{self.path} was changed while it was read", hint="try again when it is whole")
+        return out
 
     def chunks(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
         """The tensor's own bytes, in order; damage that a CRC-32 shows is an error."""
         info = self.tensors[name]
-        stored = self.stored(info)
         if is_coded(info):
-            return CodedTensor.open(name, info, stored, self.codec).chunks(stored, pool)
-        if info.packed is not None:
-            check_raw(name, info, stored, self.codec)
-        return (stored[at : at + CHUNK] for at in range(0, len(stored), CHUNK))
+            fetch = partial(self.read, info)
+            return CodedTensor.open(name, info, fetch, self.codec).chunks(fetch, pool)
+        return self._as_they_are(name, info)
+
+    def _as_they_are(self, name: str, info: TensorInfo) -> Iterator[Bytes]:
+        wanted, crc32 = None if info.packed is None else Description.of(info).crc32, 0
+        for at in range(0, info.nbytes, CHUNK):
+            chunk = self.read(info, at, min(at + CHUNK, info.nbytes))
+            crc32 = self.codec.crc32(chunk, crc32)
+            yield chunk
+        if wanted is not None and crc32 != wanted:
+            raise damaged(name, info, "its bytes")
+
+    def _unreadable(self, error: OSError) -> ModelFileError:
+        return ModelFileError(f"cannot read {self.path}: {error.strerror or error}")
+
+
+def _state(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns

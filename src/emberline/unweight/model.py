@@ -45,9 +45,10 @@ def unpack(source: Path, target: Path, codec: Codec, advance: Advance) -> None:
 def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) -> list[str]:
     """What is wrong: nothing, if each tensor has the bytes that were packed and they are `original`'s."""
     wrong: list[str] = []
-    sources = {} if original is None else _tensors_of(original, codec)
+    tensors = _tensors_of(packed, codec, packed=True)
+    sources = {} if original is None else _tensors_of(original, codec, packed=False)
     with ThreadPoolExecutor(core_count()) as pool:
-        for name, file in _tensors_of(packed, codec).items():
+        for name, file in tensors.items():
             try:
                 if original is not None and name not in sources:
                     raise ModelFileError(f"tensor {name!r} is not in {original}")
@@ -62,28 +63,24 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted({info.file for info in Checkpoint.open(directory).tensors.values()})
 
 
-def _tensors_of(directory: Path, codec: Codec) -> dict[str, ModelFile]:
+def _tensors_of(directory: Path, codec: Codec, *, packed: bool) -> dict[str, ModelFile]:
     files = [ModelFile(path, codec) for path in weight_files(directory)]
+    for file in files:
+        if file.header.packed != packed:
+            hint = "emberline unweight pack" if packed else "compare with the model as it was"
+            raise ModelFileError(f"{file.path} is {'not packed' if packed else 'packed too'}", hint=hint)
     return {name: file for file in files for name in file.tensors}
 
 
 def _verify_tensor(
     name: str, file: ModelFile, source: ModelFile | None, pool: ThreadPoolExecutor, advance: Advance
 ) -> None:
-    info = file.tensors[name]
-    if info.packed is None:
-        raise ModelFileError(f"{file.path} is not packed")
-    expected = None
-    if source is not None:
-        original = source.tensors[name]
-        if original.packed is not None:
-            raise ModelFileError(f"{source.path} is packed too", hint="compare with the model as it was")
-        if (original.dtype, original.shape) != (info.dtype, info.shape):
-            raise ModelFileError(f"tensor {name!r} has another dtype or shape than in {source.path}")
-        expected = source.stored(original)
-    at = 0
+    info, at = file.tensors[name], 0
+    original = None if source is None else source.tensors[name]
+    if original is not None and (original.dtype, original.shape) != (info.dtype, info.shape):
+        raise ModelFileError(f"tensor {name!r} has another dtype or shape than in {original.file}")
     for chunk in checked_chunks(file, name, pool):
-        if expected is not None and not np.array_equal(chunk, expected[at : at + len(chunk)]):
+        if source and original and not np.array_equal(chunk, source.read(original, at, at + len(chunk))):
             raise ModelFileError(f"tensor {name!r} in {file.path} is not that of the original")
         at += len(chunk)
         advance(len(chunk))
@@ -109,7 +106,8 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
                 raise
     except OSError as e:
-        raise ModelError(f"cannot write {e.filename or work}: {e.strerror or e}") from e
+        what = f"{e.filename or work}: {e.strerror or e}"
+        raise ModelError(f"cannot make {target}: {what}", hint="nothing of it was left behind") from e
 
 
 @contextmanager
@@ -136,9 +134,13 @@ def _remove(paths: Iterator[Path]) -> None:
 def _others(directory: Path) -> Iterator[Path]:
     """Files that are no weights, and those that are but not the checkpoint's."""
     weights = set(weight_files(directory))
-    for folder, folders, files in os.walk(directory, followlinks=False):
+    for folder, folders, files in os.walk(directory, onerror=_fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (path for name in files if not name.startswith(".") and (path := Path(folder) / name) not in weights)
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _copy_others(source: Path, work: Path) -> list[Path]:

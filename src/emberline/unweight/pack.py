@@ -16,7 +16,7 @@ from emberline.unweight.code import Code, entropy
 from emberline.unweight.codec import Codec
 from emberline.unweight.description import Description
 from emberline.unweight.file import ModelFile
-from emberline.unweight.format import BLOCK, GAIN, INDEX, LEAST, WIDTHS, blocks_of
+from emberline.unweight.format import BLOCK, GAIN, INDEX, LEAST, WIDTHS, Bytes, blocks_of
 from emberline.unweight.order import in_order
 from emberline.unweight.tensor import RUN
 from emberline.unweight.writer import PackedWriter
@@ -46,11 +46,16 @@ class _Packer:
         width = WIDTHS.get(info.dtype, 0)
         if not width or len(info.shape) < 2 or info.nbytes < LEAST * width:
             return False
-        elements, step = self._file.stored(info), RUN * BLOCK * width
-        if info.offset % width:  # the format allows any place; a copy lies well
-            elements = elements.copy()
-        runs = [elements[at : at + step] for at in range(0, info.nbytes, step)]
-        found = self._pool.map(lambda run: self._codec.count(run, width), runs)
+        step = RUN * BLOCK * width
+
+        def run(at: int) -> Bytes:
+            return self._file.read(info, at, min(at + step, info.nbytes))
+
+        def encoded(at: int) -> tuple[Bytes, tuple[Bytes, Bytes]]:
+            return (elements := run(at)), self._codec.encode(elements, width, code)
+
+        runs = range(0, info.nbytes, step)
+        found = self._pool.map(lambda at: self._codec.count(run(at), width), runs)
         counts: NDArray[np.uint64] = np.sum(list(found), axis=0)
         code, count = Code.fit(counts), info.nbytes // width
         size = INDEX * blocks_of(count) + (width - 1) * count + code.bits(counts) / 8
@@ -58,23 +63,22 @@ class _Packer:
             return False
         digest, index = hashlib.sha256(), []
         self._writer.begin(INDEX * blocks_of(count))
-        coded_runs = in_order(self._pool, lambda run: self._codec.encode(run, width, code), runs)
-        for run, (coded, entries) in zip(runs, coded_runs, strict=True):
-            digest.update(run.data)
+        for elements, (coded, entries) in in_order(self._pool, encoded, runs):
+            digest.update(elements.data)
             self._writer.put(coded)
             index.append(entries)
-            self._advance(len(run))
+            self._advance(len(elements))
         whole, sha256 = np.concatenate(index), digest.hexdigest()
         crc32 = self._codec.crc32(whole)
         self._writer.end(name, Description(info.dtype, info.shape, sha256, crc32, code, entropy(counts)), whole)
         return True
 
     def keep(self, name: str) -> None:
-        info, digest = self._file.tensors[name], hashlib.sha256()
+        info, digest, crc32 = self._file.tensors[name], hashlib.sha256(), 0
         self._writer.begin()
         for chunk in self._file.chunks(name, self._pool):
             digest.update(chunk.data)
+            crc32 = self._codec.crc32(chunk, crc32)
             self._writer.put(chunk)
             self._advance(len(chunk))
-        crc32 = self._codec.crc32(self._file.stored(info))
         self._writer.end(name, Description(info.dtype, info.shape, digest.hexdigest(), crc32))

@@ -60,8 +60,8 @@ class PlainCodec:
             merge(np.concatenate([row[:m] for row, m in zip(symbols[i], lengths, strict=True)]), planes, to)
         return -1
 
-    def crc32(self, data: Bytes) -> int:
-        return zlib.crc32(data.data)
+    def crc32(self, data: Bytes, before: int = 0) -> int:
+        return zlib.crc32(data.data, before)
 
 
 def split(elements: Bytes, width: int) -> tuple[Bytes, Bytes]:

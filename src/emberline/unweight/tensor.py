@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from emberline.unweight.order import in_order
 
 RUN = 32  # blocks that a thread decodes at a time
 
+Fetch: TypeAlias = Callable[[int, int], Bytes]  # brings bytes [begin, end) of a tensor as the file has it
+
 
 @dataclass(frozen=True)
 class CodedTensor:
@@ -33,21 +36,21 @@ class CodedTensor:
     codec: Codec
 
     @staticmethod
-    def open(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> CodedTensor:
-        """`stored`: its bytes in the file, or the first `index_bytes` of them."""
+    def open(name: str, info: TensorInfo, fetch: Fetch, codec: Codec) -> CodedTensor:
+        """Fetches the first `index_bytes` of it."""
         description = Description.of(info)
         assert description.code is not None
         width, count = WIDTHS[info.dtype], description.count
         size = index_bytes(info)
-        index = np.array(stored[:size])
+        index = np.array(fetch(0, min(size, info.nbytes)))
         if len(index) < size or codec.crc32(index) != description.crc32:
-            raise _damaged(name, info, "its index")
+            raise damaged(name, info, "its index")
         entries = index.reshape(-1, INDEX)
         sizes = entries[:, :8].copy().view("<u2").sum(1, dtype=np.int64) + (width - 1) * BLOCK
         sizes[-1:] -= (width - 1) * (BLOCK * blocks_of(count) - count)
         starts = size + np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         if -(-int(starts[-1]) // ALIGN) * ALIGN != info.nbytes:
-            raise _damaged(name, info, "its size")
+            raise damaged(name, info, "its size")
         return CodedTensor(name, info, description.code, width, count, index, starts, codec)
 
     @property
@@ -65,7 +68,7 @@ class CodedTensor:
         index = self.index[first * INDEX : last * INDEX]
         bad = self.codec.decode(coded, index, self.width, self.code, out, check=check)
         if bad >= 0:
-            raise _damaged(self.name, self.info, f"block {first + bad}")
+            raise damaged(self.name, self.info, f"block {first + bad}")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
         runs = [(at, min(at + RUN, self.blocks)) for at in range(0, self.blocks, RUN)]
@@ -77,20 +80,20 @@ class CodedTensor:
         for _ in pool.map(work, runs):
             pass
 
-    def chunks(self, stored: Bytes, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    def chunks(self, fetch: Fetch, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
         """All its bytes in order, with a few runs of blocks in memory."""
 
         def work(first: int) -> Bytes:
             last = min(first + RUN, self.blocks)
             begin, end = self.span(first, last)
             out = np.empty(end - begin, np.uint8)
-            self.decode(stored[self.starts[first] : self.starts[last]], first, last, out)
+            self.decode(fetch(int(self.starts[first]), int(self.starts[last])), first, last, out)
             return out
 
         return in_order(pool, work, range(0, self.blocks, RUN))
 
-    def read(self, fetch: Callable[[int, int], Bytes], begin: int, end: int) -> Bytes:
-        """Bytes [begin, end) of the decoded tensor; `fetch(b, e)` brings such bytes of it as the file has it."""
+    def read(self, fetch: Fetch, begin: int, end: int) -> Bytes:
+        """Bytes [begin, end) of the decoded tensor."""
         if begin == end:
             return np.empty(0, np.uint8)
         step = BLOCK * self.width
@@ -112,10 +115,10 @@ def is_coded(info: TensorInfo) -> bool:
 def check_raw(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> None:
     """A tensor that a packed file holds as it was."""
     if codec.crc32(stored) != Description.of(info).crc32:
-        raise _damaged(name, info, "its bytes")
+        raise damaged(name, info, "its bytes")
 
 
-def _damaged(name: str, info: TensorInfo, what: str) -> ModelFileError:
+def damaged(name: str, info: TensorInfo, what: str) -> ModelFileError:
     return ModelFileError(
         f"tensor {name!r} in {info.file} is damaged: {what}", hint="download the file again, or pack the model again"
     )

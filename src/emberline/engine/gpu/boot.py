@@ -138,7 +138,8 @@ def boot_from(
     """From a checkpoint. `reader`: one that has been reading its files since before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.from_hf(checkpoint.config)
+    config = ModelConfig.of(checkpoint)
+    memory.refuse_experts(config)
     context = memory.context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     packed = memory.packs(checkpoint, settings, memory.weight_dtype(checkpoint, name))
@@ -273,7 +274,7 @@ def _device_memory(device: Device) -> int:
     return device_memory(device.torch) if device.torch.type == "cuda" else 1 << 30
 
 
-def device_memory(device: torch.device | None = None) -> int:
+def device_memory(device: torch.device) -> int:
     """Bytes that a plan may share out."""
     free, total = torch.cuda.mem_get_info(device)
     return memory.usable(total, free, torch.cuda.memory_reserved(device))

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from emberline.core.errors import ModelError
+from emberline.core.errors import InvalidRequest, ModelError
 from emberline.models.pinned import pin, unpin
 
 log = logging.getLogger("emberline.engine")
@@ -118,9 +118,17 @@ class CudaLane:
         self._pool = None
 
 
+def has_hopper() -> bool:
+    """Our kernels use what came with compute capability 9.0, in the form that only 9.0 has."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 class Cuda:
-    def __init__(self, index: int = 0) -> None:
-        self.torch = torch.device("cuda", index)
+    def __init__(self) -> None:
+        if not has_hopper():
+            hint = "serve with --device auto; emberline doctor says what is here"
+            raise InvalidRequest("device is cuda; there is no GPU here that our kernels are made for", hint=hint)
+        self.torch = torch.device("cuda", 0)
         # Before all others: what runs beside a step takes the multiprocessors that it leaves.
         self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch, priority=-1))
 

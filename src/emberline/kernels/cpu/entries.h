@@ -12,6 +12,19 @@ struct Layer {
     int layout, window;
 };
 
+struct Expert {
+    const void *gate_up, *down;
+    int gate_up_layout, down_layout;
+};
+
+struct Mixture {
+    const Expert* experts;
+    const void* router;
+    const float* norm;
+    int router_layout, count, chosen, renormalised, hidden, ffn;
+    float eps;
+};
+
 struct Step {
     const float* cos_sin;
     const int* positions;
@@ -26,6 +39,8 @@ struct Step {
 
 void ember_linear(const float* x, const void* w, int layout, int m, int n, int k, const float* bias, const float* norm, float eps,
                   float* y, int mode);
+
+void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k, float* out);
 
 void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm, const float* k_norm,
                 float eps, void* keys, void* values, int wide, long key_stride, long value_stride, const long* slots, int tokens,

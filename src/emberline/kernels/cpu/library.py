@@ -32,6 +32,26 @@ class NativeStep(ctypes.Structure):
     )
 
 
+class NativeExpert(ctypes.Structure):
+    """`Expert` of entries.h."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("gate_up", "down")),
+        *((name, INT) for name in ("gate_up_layout", "down_layout")),
+    )
+
+
+class NativeMixture(ctypes.Structure):
+    """`Mixture` of entries.h; mixture.Mixture fills it."""
+
+    _fields_ = (
+        ("experts", ctypes.POINTER(NativeExpert)),
+        *((name, POINTER) for name in ("router", "norm")),
+        *((name, INT) for name in ("router_layout", "count", "chosen", "renormalised", "hidden", "ffn")),
+        ("eps", FLOAT),
+    )
+
+
 KINDS = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 
 # One letter per argument; pointers are data_ptr() integers or None. The C++ sources name them.
@@ -43,6 +63,7 @@ ENTRIES = {
     "ember_rope": "pppippfppillpiiiii",
     "ember_attention": "pppillpippifiiiiip",
     "ember_stack": "ppipp",
+    "ember_mixture": "pip",
     "ember_sample": "piipppppp",
     "ember_log_probs": "piipipppp",
     "ember_bitmask": "pipipi",

@@ -21,7 +21,10 @@ void parallel(long items, const F& body) {
 }
 
 // This thread's reusable memory, at least `floats` long and 64-byte aligned. One purpose, one slot.
-enum Slot { kInputs, kSums, kWeights, kQueries, kScores, kKeys, kValues, kPartial, kFold, kQkv, kMixed, kGate, kSlots };
+enum Slot {
+    kInputs, kSums, kWeights, kQueries, kScores, kKeys, kValues, kPartial, kFold, kQkv, kMixed, kGate, kNormed, kRouter, kVisitors,
+    kSlots
+};
 float* scratch(Slot slot, long floats);
 
 }  // namespace ember

@@ -97,11 +97,9 @@ class Kernel:
 class Module:
     """One source file compiled and loaded. `kernels` are names or template instances, as in `nvrtc.compile`."""
 
-    def __init__(
-        self, file: str, kernels: Sequence[str], *, defines: Sequence[str] = (), cache: Path | None = None
-    ) -> None:
+    def __init__(self, file: str, kernels: Sequence[str]) -> None:
         torch.cuda.current_stream()  # makes the device's context current
-        self._binary = nvrtc.compile(file, kernels, defines=defines, cache=cache or CACHE.expanduser())
+        self._binary = nvrtc.compile(file, kernels, cache=CACHE.expanduser())
         self._handle = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._handle), self._binary.code))
 

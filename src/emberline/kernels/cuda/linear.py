@@ -73,7 +73,7 @@ class Plan:
 
 class Weight:
     """w [n, k] in bf16, and its maps for the copy engine. Gated: groups of 32 rows, 16 of gates and then the 16 of up
-    that belong to them; see `interleave`."""
+    that belong to them: `tiles.GATED_ROWS`."""
 
     def __init__(self, data: Tensor) -> None:
         assert data.dtype is torch.bfloat16 and data.dim() == 2
@@ -99,12 +99,6 @@ class Weight:
 def supports(m: int, n: int, k: int) -> bool:
     """Gated needs n to be a multiple of 32 besides."""
     return 1 <= m <= MOST_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % UNIT == 0
-
-
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """The rows of both as a gated weight has them."""
-    n, k = gate.shape
-    return torch.stack((gate.view(n // 16, 16, k), up.view(n // 16, 16, k)), 1).reshape(2 * n, k)
 
 
 def linear(

@@ -30,17 +30,16 @@ class Binary:
     symbols: dict[str, str]  # the kernel as its caller writes it, `decode<128, 4>`, to its name in the code
 
 
-def compile(file: str, kernels: Sequence[str], *, defines: Sequence[str] = (), cache: Path | None = None) -> Binary:
-    """The kernels of SOURCES/file; `kernels` are names or template instances. `defines` are NAME=VALUE."""
+def compile(file: str, kernels: Sequence[str], *, cache: Path | None = None) -> Binary:
+    """The kernels of SOURCES/file; `kernels` are names or template instances."""
     source = _inlined(SOURCES / file)
-    options = [*OPTIONS, *(f"-D{define}" for define in defines)]
     library = _library()
-    parts = [source, *options, *kernels, _version(library)]
+    parts = [source, *OPTIONS, *kernels, _version(library)]
     kept = None if cache is None else cache / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
     if kept is not None and kept.exists():
         head, _, code = kept.read_bytes().partition(b"\n")
         return Binary(code, json.loads(head))
-    binary = _compile(library, source, file, options, kernels)
+    binary = _compile(library, source, file, kernels)
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
         draft = kept.with_suffix(f".{os.getpid()}")
@@ -58,14 +57,14 @@ def _inlined(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _compile(library: ctypes.CDLL, source: str, name: str, options: Sequence[str], kernels: Sequence[str]) -> Binary:
+def _compile(library: ctypes.CDLL, source: str, name: str, kernels: Sequence[str]) -> Binary:
     program = ctypes.c_void_p()
     _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
     try:
         for kernel in kernels:
             _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
-        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        if library.nvrtcCompileProgram(program, len(options), flags):
+        flags = (ctypes.c_char_p * len(OPTIONS))(*(option.encode() for option in OPTIONS))
+        if library.nvrtcCompileProgram(program, len(OPTIONS), flags):
             raise CompileError(f"{name}: {_log(library, program)}")
         symbols = {}
         for kernel in kernels:

@@ -1,0 +1,51 @@
+"""The feed-forward network of experts, its norm and residual included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from emberline.core.errors import UnsupportedModel
+from emberline.kernels import ops
+from emberline.kernels.mixture import Expert, Mixture
+from emberline.models.config import ModelConfig
+from emberline.models.layers import stacked
+from emberline.models.registry import ARCHITECTURES
+from emberline.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFeedForward:
+    mixture: Mixture
+
+    @staticmethod
+    def load(config: ModelConfig, weights: Weights, layer: int) -> SparseFeedForward:
+        experts, names = config.experts, ARCHITECTURES[config.model_type].experts
+        assert experts is not None and names is not None
+        at, hidden = f"model.layers.{layer}.{names.at}", config.hidden
+        for fused in (f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"):
+            if weights.has(fused):
+                hint = "save it with one matrix for each expert, as save_pretrained of transformers does"
+                raise UnsupportedModel(f"tensor {fused!r} holds all experts of a layer", hint=hint)
+
+        def expert(number: int) -> Expert:
+            one = f"{at}.experts.{number}"
+            halves = [(f"{one}.{names.gate}", experts.ffn), (f"{one}.{names.up}", experts.ffn)]
+            down = [(f"{one}.{names.down}", hidden)]
+            return Expert(stacked(weights, halves, hidden, gated=True), stacked(weights, down, experts.ffn))
+
+        return SparseFeedForward(
+            Mixture(
+                norm=weights.vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
+                eps=config.norm_eps,
+                router=stacked(weights, [(f"{at}.gate", experts.count)], hidden),
+                experts=tuple(map(expert, range(experts.count))),
+                chosen=experts.chosen,
+                renormalised=experts.renormalised,
+            )
+        )
+
+    def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
+        """Adds to x in place."""
+        return self.mixture(x)

@@ -1,0 +1,160 @@
+"""What befalls the commands of `unweight`: files that change, a place that cannot be written, a signal. One line says
+what is wrong, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import unweight_models
+
+from emberline.cli import service
+from emberline.cli.__main__ import main
+from emberline.core.config import EngineConfig, ServerConfig
+from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
+from emberline.hub.source import resolve
+from emberline.unweight import codec, model
+from emberline.unweight.codec import codec_of
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        file.write(b"another's")
+    os.utime(path, (0, 0))
+
+
+def replace(path: Path) -> None:
+    path.with_name("new").write_bytes(path.read_bytes())
+    path.with_name("new").replace(path)
+
+
+@pytest.mark.parametrize("change", [cut, overwrite, replace])
+def test_a_file_that_is_written_meanwhile(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    source = unweight_models.write(tmp_path / "m")
+    done: list[int] = []
+
+    def advance(count: int) -> None:
+        done.append(count)
+        if len(done) == 1:
+            change(source / "model.safetensors")
+
+    with pytest.raises(ModelFileError, match="changed while it was read"):
+        model.pack(source, tmp_path / "packed", codec_of(None), advance)
+    assert done and [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_model_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = unweight_models.save(tmp_path / "m", {})
+    assert main(["unweight", "pack", str(source), str(tmp_path / "packed")]) == 1
+    assert "has no tensors" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_tensor_without_elements_saves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = unweight_models.save(tmp_path / "m", {"none": np.empty((0, 4), np.uint16)})
+    assert main(["unweight", "pack", str(source), str(tmp_path / "packed"), "--quiet"]) == 0
+    assert main(["unweight", "info", str(tmp_path / "packed")]) == 0
+    assert ", 0.0% saved" in capsys.readouterr().out
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, packed = unweight_models.write(tmp_path / "m"), tmp_path / "packed"
+    assert main(["unweight", "pack", str(source), str(packed), "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["unweight", "info", str(packed), "--svg", str(tmp_path / "none" / "x.svg")]) == 1
+    assert capsys.readouterr().err == f"emberline: {tmp_path}/none/x.svg: No such file or directory\n"
+    assert main(["unweight", "pack", str(source), str(tmp_path / ("x" * 300))]) == 1
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
+    source = unweight_models.write(tmp_path / "m")
+    os.mkfifo(source / "pipe")
+    with pytest.raises(ModelError, match=r"cannot make .*packed: .*pipe"):
+        model.pack(source, tmp_path / "packed", codec_of(None), lambda _: None)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_without_a_compiler_it_says_that_it_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codec, "find_codec", lambda cache: codec_of(None))
+    assert main(["unweight", "pack", str(unweight_models.write(tmp_path / "m")), str(tmp_path / "packed")]) == 0
+    assert "so this is slow" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("smollm2", str(tmp_path / ("x" * 300))):
+        with pytest.raises(ModelError, match="cannot get") as caught:
+            resolve(name, tmp_path / "file", progress=False)
+        assert "EMBERLINE_CACHE" in str(caught.value)
+
+
+SLOW = """
+import sys, time
+from emberline.cli.__main__ import main
+from emberline.hub.progress import Progress
+
+def add(self, n):
+    print("some", flush=True)
+    time.sleep(60)
+
+Progress.add = add
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_told_to_stop_it_takes_back_what_it_began(tmp_path: Path, number: signal.Signals) -> None:
+    command = ["unweight", "pack", str(unweight_models.write(tmp_path / "m")), str(tmp_path / "packed")]
+    process = subprocess.Popen([sys.executable, "-c", SLOW, *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "some\n"
+    process.send_signal(number)
+    assert process.wait(30) == 130
+    process.stdout.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.parametrize("text", ["", "G", "1e999", "-1", "nan", "5x"])
+def test_no_amount_of_memory(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", f"--kv-memory={text}"])
+    assert "is not an amount of memory" in capsys.readouterr().err
+
+
+def test_amounts_of_memory() -> None:
+    assert [service.size(text) for text in ("0", "7", "2k", "1.5G", "1T")] == [0, 7, 2048, 3 << 29, 1 << 40]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"threads": -3},
+        {"kv_memory": 0},
+        {"kv_host_memory": -1},
+        {"kv_disk": "d", "kv_disk_size": 0},
+        {"max_running": 0},
+    ],
+)
+def test_an_engine_cannot_have_less_than_nothing(settings: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="at least"):
+        EngineConfig("m", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_no_time_is_no_timeout(seconds: float) -> None:
+    for name in ("request_timeout", "stall_timeout"):
+        with pytest.raises(InvalidRequest, match=name):
+            ServerConfig(**{name: seconds})  # type: ignore[arg-type]
