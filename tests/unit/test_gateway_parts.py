@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -12,13 +13,18 @@ from hypothesis import strategies as st
 from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.body import edited, peek
 from emberline.gateway.book import read_gateways
+from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.costs.estimate import PICTURE, estimated_input
 from emberline.gateway.errors import Broken, Refused, TimedOut
+from emberline.gateway.gateway import resolve
+from emberline.gateway.keys.identity import ANONYMOUS
 from emberline.gateway.logs.ids import Ids
 from emberline.gateway.logs.record import created
+from emberline.gateway.models import ModelList
 from emberline.gateway.options import NOTHING, CustomCost, Options
 from emberline.gateway.paths import Target, target_of
+from emberline.gateway.providers.registry import Registry
 from emberline.gateway.refusal import error_reply, last_words, refused, retry_after
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.packing import SMALL, SMALLEST, packed, unpacked
@@ -254,3 +260,16 @@ def test_settings_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequest):
         read_gateways({"gateways": {"team": 5}}, "")
     assert Settings().retries.attempts == 2
+
+
+@pytest.mark.parametrize(("named", "name"), [(False, "gpt-4o-mini"), (True, "openai/gpt-4o-mini")])
+def test_models_are_listed_by_the_names_that_calls_take(named: bool, name: str) -> None:
+    class Nobody:
+        async def reveal(self, account: str, provider: str, alias: str) -> None:
+            return None
+
+    settings = Settings.read({"default_provider": "openai", "providers": {"openai": {"key": "k"}}})
+    models = ModelList(Registry(), Nobody(), None, CatalogueFiles())  # type: ignore[arg-type]
+    listed = {model.id for model in asyncio.run(models.of(settings, ANONYMOUS, named=named))}
+    assert name in listed and resolve(name, settings, named=named) == ("openai", "gpt-4o-mini")
+    assert named == all("/" in each for each in listed)

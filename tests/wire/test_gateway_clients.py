@@ -62,6 +62,15 @@ def ant(gateway: Gateways) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key="sk-of-a-client", max_retries=0)
 
 
+@pytest.mark.parametrize("base", ["v1", "v1/default/default/compat", "client/v4/accounts/default/ai/v1"])
+def test_models_are_listed_by_the_names_that_calls_there_take(gateway: Gateways, base: str) -> None:
+    client = openai.OpenAI(base_url=f"{gateway.url}/{base}", api_key="sk-of-a-client", max_retries=0)
+    assert {model.id for model in client.models.list()} >= {"quick"}
+    assert client.models.retrieve("quick").id == "quick"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody/nothing")
+
+
 @pytest.mark.parametrize("model", [OPENAI, ANTHROPIC, "res/some-model", "some-model", "quick"])
 def test_chat_client(oai: openai.OpenAI, model: str) -> None:
     reply = oai.chat.completions.create(model=model, messages=HELLO, max_tokens=8)

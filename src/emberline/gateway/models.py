@@ -41,15 +41,15 @@ class ModelList:
         self._upstream = upstream
         self._catalogue = catalogue
 
-    async def of(self, settings: Settings, identity: Identity) -> list[ServedModel]:
-        """Those that this caller may use, by the names that plain paths take."""
+    async def of(self, settings: Settings, identity: Identity, *, named: bool = False) -> list[ServedModel]:
+        """Those that this caller may use, by the names that calls take; `named`: always with the provider."""
         providers = [slug for slug, each in settings.providers.items() if each.enabled]
         found = await asyncio.gather(*(self._offered(slug, settings) for slug in providers))
         models = []
         for slug, rows in zip(providers, found, strict=True):
             for row in rows:
                 if identity.may_use(slug, row.id) and _allowed(settings, slug, row.id):
-                    name = row.id if slug == settings.default_provider else f"{slug}/{row.id}"
+                    name = row.id if slug == settings.default_provider and not named else f"{slug}/{row.id}"
                     models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug))
         names = {model.id: model for model in models}
         for alias, name in settings.models.items():

@@ -58,6 +58,22 @@ def target_of(path: str) -> Target:
     )
 
 
+def models_at(path: str) -> tuple[Target, str] | None:
+    """Whose models are asked for, and which of them; "": all."""
+    match path.strip("/").split("/"):
+        case ["v1", "models", *name]:
+            return Target("plain"), "/".join(name)
+        case ["client", "v4", "accounts", account, "ai", "v1", "models", *name]:
+            return Target("plain", account), "/".join(name)
+        case ["accounts", account, "ai", "v1", "models", *name]:
+            return Target("plain", account), "/".join(name)
+        case ["v1", account, gateway, "compat", "v1", "models", *name]:
+            return Target("compat", account, gateway), "/".join(name)
+        case ["v1", account, gateway, "compat", "models", *name]:
+            return Target("compat", account, gateway), "/".join(name)
+    return None
+
+
 def climbs(parts: list[str]) -> bool:
     """With dots for the place above: whoever resolves them reads another path than we do."""
     return any(unquote(part) in (".", "..") for part in parts)

@@ -6,15 +6,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.errors import DeadlineExceeded
 from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.bill import Prices, bill
-from emberline.gateway.errors import Broken, KeyMissing, Refused, Resting, UpstreamFailed
+from emberline.gateway.errors import Broken, KeyMissing, Refused, UpstreamFailed
 from emberline.gateway.keys.secrets import Secrets, own_key
 from emberline.gateway.providers.base import CHANGED, HELD, Provider
+from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.providers.wire import Wire, safe_header, wired
 from emberline.gateway.refusal import refused
@@ -54,7 +56,7 @@ class Attempts:
         self._clock = clock
         self._wall = wall
         self._sleep = sleep
-        self.breakers: dict[str, Breaker] = {}  # by provider, place, and the alias of its key where one was chosen
+        self.breakers = Breakers(clock)
 
     async def __call__(self, call: Call) -> Reply:
         provider = self._registry.find(call.provider, call.settings)
@@ -74,7 +76,7 @@ class Attempts:
         for attempt in range(tries):
             began = self._clock.now()
             try:
-                reply = await self._guarded(call, provider, wire)
+                reply = await self.breakers.guard(call, provider, partial(self._try, call, provider, wire))
             except UpstreamFailed as e:
                 e.provider = provider.slug
                 self._tried(call, attempt, began, e.status if isinstance(e, Refused) else 0, e.code)
@@ -106,28 +108,6 @@ class Attempts:
                 return None
             pause = max(pause, error.retry_after)
         return pause if self._clock.now() + pause < call.deadline else None
-
-    async def _guarded(self, call: Call, provider: Provider, wire: Wire) -> Reply:
-        settings = call.settings.breaker
-        place = provider.origin + (f" {alias}" if (alias := call.options.byok_alias) else "")
-        if (breaker := self.breakers.get(place)) is None:
-            breaker = self.breakers[place] = Breaker(settings.failures, settings.pause)
-        if not breaker.allows(self._clock.now()):
-            raise Resting(f"{provider.slug} failed {breaker.failures} times in a row and is left alone for a while")
-        breaker.began(self._clock.now())
-        try:
-            reply = await self._try(call, provider, wire, breaker)
-        except UpstreamFailed as e:
-            if isinstance(e, Refused) and e.kind != "server":
-                breaker.neither() if e.kind == "busy" else breaker.succeeded()
-            else:
-                breaker.failed(self._clock.now())
-            raise
-        except BaseException:
-            breaker.neither()
-            raise
-        breaker.succeeded()
-        return reply
 
     async def _try(self, call: Call, provider: Provider, wire: Wire, breaker: Breaker) -> Reply:
         now = self._clock.now()

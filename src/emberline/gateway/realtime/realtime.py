@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.errors import NotFound
 from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.bill import Prices, bill
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, KeyMissing, Refused, Resting, UpstreamFailed
+from emberline.gateway.errors import Forbidden, KeyMissing, Refused, UpstreamFailed
 from emberline.gateway.keys.secrets import Secrets, own_key
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.realtime.channel import Channel, dial
 from emberline.gateway.settings import Timeouts
@@ -51,7 +51,7 @@ class Realtime:
         upstream: Upstream,
         prices: Prices,
         clock: Clock,
-        breakers: dict[str, Breaker],
+        breakers: Breakers,
         *,
         largest: int,
     ) -> None:
@@ -73,7 +73,8 @@ class Realtime:
         provider = self._registry.find(call.provider, call.settings)
         began = self._clock.now()
         try:
-            channel = await self._guarded(call, provider, await self._out(call, provider))
+            out = await self._out(call, provider)
+            channel = await self._breakers.guard(call, provider, lambda _: self._opened(call, provider, out))
         except UpstreamFailed as e:
             self._tried(call, began, e.status if isinstance(e, Refused) else 0, e.code)
             raise
@@ -92,28 +93,6 @@ class Realtime:
             raise NotFound(f"where {provider.slug} has a realtime socket is not known", hint="write its path after it")
         headers = {name: value for name, value in call.headers.items() if name != PROTOCOLS}
         return provider.request(call.moved(endpoint=endpoint, headers=headers), key)
-
-    async def _guarded(self, call: Call, provider: Provider, out: Outgoing) -> Channel:
-        """Who failed too often is left alone for a while."""
-        settings = call.settings.breaker
-        place = provider.origin + (f" {alias}" if (alias := call.options.byok_alias) else "")
-        breaker = self._breakers.setdefault(place, Breaker(settings.failures, settings.pause))
-        if not breaker.allows(self._clock.now()):
-            raise Resting(f"{provider.slug} failed {breaker.failures} times in a row and is left alone for a while")
-        breaker.began(self._clock.now())
-        try:
-            channel = await self._opened(call, provider, out)
-        except UpstreamFailed as e:
-            if isinstance(e, Refused) and e.kind != "server":
-                breaker.neither() if e.kind == "busy" else breaker.succeeded()
-            else:
-                breaker.failed(self._clock.now())
-            raise
-        except BaseException:
-            breaker.neither()
-            raise
-        breaker.succeeded()
-        return channel
 
     async def _opened(self, call: Call, provider: Provider, out: Outgoing) -> Channel:
         seconds = call.options.request_timeout or call.settings.timeouts.first_byte

@@ -15,7 +15,7 @@ from emberline.gateway.admin.admin import Admin
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.models import ModelList
-from emberline.gateway.paths import Target
+from emberline.gateway.paths import models_at
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
 from emberline.net.turn import CutOff
@@ -105,8 +105,8 @@ class GatewayApp:
         if x.method in ("GET", "HEAD"):
             if (page := self._pages.get(x.path)) is not None:
                 return page
-            if x.path.startswith("/v1/models/"):
-                return self._one_model
+            if models_at(x.path) is not None:
+                return self._list_models
         if Admin.owns(path) and "/ai/v1/" not in path and not Runs.owns(path):
             return self._manage
         return None
@@ -177,14 +177,12 @@ class GatewayApp:
         await x.json(found, status, {"cache-control": "no-store"})
 
     async def _list_models(self, x: Exchange) -> None:
-        await x.json(models.list_models(await self._served(x)))
-
-    async def _one_model(self, x: Exchange) -> None:
-        await x.json(models.retrieve_model(await self._served(x), x.path.removeprefix("/v1/models/")))
-
-    async def _served(self, x: Exchange) -> list[models.ServedModel]:
-        identity, settings = await self._gateway.entered(Target("plain"), _headers(x))
-        return await self._models.of(settings, identity)
+        asked = models_at(x.path)
+        assert asked is not None
+        target, name = asked
+        identity, settings = await self._gateway.entered(target, _headers(x))
+        found = await self._models.of(settings, identity, named=target.kind == "compat")
+        await x.json(models.retrieve_model(found, name) if name else models.list_models(found))
 
     # -- how it goes ---------------------------------------------------------------------------------------------------
 

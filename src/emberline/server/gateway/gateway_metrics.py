@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
@@ -22,7 +22,7 @@ class GatewayMetrics:
     def __init__(
         self,
         clock: Clock,
-        breakers: Mapping[str, Breaker],
+        breakers: Iterable[tuple[str, Breaker]],
         journal: LogWriter,
         cache: CacheStats,
         spans: Tracing | None,
@@ -106,7 +106,7 @@ class GatewayMetrics:
             yield from self._spans.families()
         open_ = f"emberline:gateway_open_requests {self.open}"
         yield Family("emberline:gateway_open_requests", "Requests open now.", "gauge", [open_])
-        states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers.items()]
+        states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers]
         yield Family.of("emberline:gateway_breaker_open", "1 while a provider is left alone.", "gauge", states)
         yield self._first.family('at="gateway"')
         yield self._whole.family('at="gateway"')
