@@ -68,7 +68,9 @@ def test_messages_and_tools(gateway: str) -> None:
     schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     tools: Any = [{"name": "weather", "description": "of a city", "input_schema": schema}]
     choice: Any = {"type": "tool", "name": "weather"}
-    reply = client.messages.create(model=MODEL, messages=FRANCE, max_tokens=40, tools=tools, tool_choice=choice)
+    reply = client.messages.create(
+        model=MODEL, messages=FRANCE, max_tokens=40, tools=tools, tool_choice=choice, extra_body=GREEDY
+    )
     used = [block for block in reply.content if block.type == "tool_use"]
     assert (
         reply.stop_reason == "tool_use"
