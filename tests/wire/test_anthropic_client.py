@@ -66,6 +66,7 @@ def test_tool_use(client: anthropic.Anthropic) -> None:
         max_tokens=20,
         tools=[WEATHER],
         tool_choice={"type": "none"},
+        extra_body=GREEDY,
         messages=[
             *ask["messages"],
             {"role": "assistant", "content": reply.content},

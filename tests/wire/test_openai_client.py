@@ -152,7 +152,7 @@ def test_a_tool_result_goes_back_into_the_conversation(client: openai.OpenAI) ->
         {"role": "tool", "tool_call_id": "call_1", "content": "21 degrees, sunny"},
     ]
     reply = client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=30
+        model=MODEL, messages=messages, tools=[WEATHER], tool_choice="none", max_tokens=30, seed=5
     )
     assert reply.choices[0].message.content and not reply.choices[0].message.tool_calls
 
