@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
@@ -113,16 +114,20 @@ def bench(plan: Plan, peers: Path | None) -> Report:
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
         stack.enter_context(_process(*fake))
         direct = Proxy("direct", provider, model="bench")
-        proxies = [stack.enter_context(_ours(home, provider))]
-        if peers is not None:
-            proxies.append(stack.enter_context(_litellm(home, provider, peers)))
         _run(_ready(direct))
-        for proxy in proxies:
-            _run(_ready(proxy))
-        told = {proxy.name: _measured(plan, proxy, direct) for proxy in proxies}
-        cached = _cached(plan, proxies[0])
-        grown = _run(_soak(plan, proxies[0], provider))
-    _tell(report, plan, told, cached)
+        launches = {"ours": partial(_ours, home, provider)}
+        if peers is not None:
+            launches["litellm"] = partial(_litellm, home, provider, peers)
+        told: dict[str, list[Round]] = {name: [] for name in launches}
+        # In turn, since the machine has better and worse minutes; each time a new process, since they are not alike.
+        for _ in range(plan.rounds):
+            for name, launch in launches.items():
+                with launch() as proxy:
+                    told[name].append(_round(plan, proxy, direct))
+        with launches["ours"]() as ours:
+            _run(_ready(ours))
+            grown = _run(_soak(plan, ours, provider))
+    _tell(report, told)
     report.add("rss_growth", grown / 1e6, "MB")
     return report
 
@@ -136,35 +141,33 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Rounds of one proxy; `alone` and `base` one request at a time, through it and past it."""
+class Round:
+    """Of one process; `alone` and `base` one request at a time, through it and past it."""
 
-    loaded: list[Turn]
-    alone: list[Turn]
-    base: list[Turn]
-    streams: list[Turn]
-    short: list[Turn]  # streams of one event
+    loaded: Turn
+    alone: Turn
+    base: Turn
+    streams: Turn
+    short: Turn  # streams of one event
+    hits: Turn | None  # of those who have a cache
 
 
-def _measured(plan: Plan, proxy: Proxy, direct: Proxy) -> Told:
-    told = Told([], [], [], [], [])
-    for turn in range(plan.rounds + 1):  # the first warms up
-        rounds = (
-            (told.loaded, _run(_drive(proxy, plan))),
-            (told.alone, _alone(proxy, plan)),
-            (told.base, _alone(direct, plan)),
-            (told.streams, _run(_stream(proxy, plan, plan.events))),
-            (told.short, _run(_stream(proxy, plan, 1))),
+def _round(plan: Plan, proxy: Proxy, direct: Proxy) -> Round:
+    _run(_ready(proxy))
+    cached = replace(proxy, path=f"/v1/default/cached/compat{PATH[3:]}") if proxy.name == "ours" else None
+
+    def measured() -> Round:
+        return Round(
+            loaded=_run(_drive(proxy, plan)),
+            alone=_alone(proxy, plan),
+            base=_alone(direct, plan),
+            streams=_run(_stream(proxy, plan, plan.events)),
+            short=_run(_stream(proxy, plan, 1)),
+            hits=None if cached is None else _alone(cached, plan, same=True),
         )
-        for turns, done in rounds:
-            if turn:
-                turns.append(done)
-    return told
 
-
-def _cached(plan: Plan, ours: Proxy) -> list[Turn]:
-    proxy = Proxy("cached", ours.url, ours.pid, f"/v1/default/cached/compat{PATH[3:]}")
-    return [_alone(proxy, plan, same=True) for _ in range(plan.rounds + 1)][1:]
+    measured()  # warms up
+    return measured()
 
 
 async def _soak(plan: Plan, ours: Proxy, provider: str) -> int:
@@ -176,33 +179,31 @@ async def _soak(plan: Plan, ours: Proxy, provider: str) -> int:
     return rss[-1] - rss[rounds // 5]
 
 
-def _tell(report: Report, plan: Plan, told: dict[str, Told], cached: list[Turn]) -> None:
-    figures = {name: _figures(plan, each) for name, each in told.items()}
+def _tell(report: Report, told: dict[str, list[Round]]) -> None:
+    figures = {name: _figures(rounds) for name, rounds in told.items()}
     ours, *others = figures.values()
     limits = {"cpu_per_request": 500.0, "cpu_per_event": 60.0, "added_p50": 1.0, "added_p99": 5.0, "rss": 120.0}
     for name, (values, unit) in ours.items():
         peer = median(others[0][name][0]) if others else None
         report.add(name, values, unit, peer=peer, limit=limits.get(name))
-    report.add("cache_hit_p50", [1e3 * median(turn.seconds) for turn in cached], "ms", limit=0.3)
-    report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in cached], "us")
+    hits = [each.hits for each in told["ours"] if each.hits is not None]
+    report.add("cache_hit_p50", [1e3 * median(turn.seconds) for turn in hits], "ms", limit=0.3)
+    report.add("cache_hit_cpu", [1e6 * turn.cpu / turn.work for turn in hits], "us")
 
 
-def _figures(plan: Plan, told: Told) -> dict[str, tuple[list[float], str]]:
-    streams = [
-        1e6 * (long.cpu - one.cpu) / (long.work - one.work) for long, one in zip(told.streams, told.short, strict=True)
-    ]
+def _figures(rounds: Sequence[Round]) -> dict[str, tuple[list[float], str]]:
+    events = [1e6 * (each.streams.cpu - each.short.cpu) / (each.streams.work - each.short.work) for each in rounds]
     added = [
-        [1e3 * (q - b) for q, b in zip(_quantiles(with_), _quantiles(without), strict=True)]
-        for with_, without in zip(told.alone, told.base, strict=True)
+        [1e3 * (q - b) for q, b in zip(_quantiles(each.alone), _quantiles(each.base), strict=True)] for each in rounds
     ]
     return {
-        "cpu_per_request": ([1e6 * turn.cpu / turn.work for turn in told.loaded], "us"),
-        "cpu_per_event": (streams, "us"),
-        "requests": ([turn.work / turn.wall for turn in told.loaded], "req/s"),
+        "cpu_per_request": ([1e6 * each.loaded.cpu / each.loaded.work for each in rounds], "us"),
+        "cpu_per_event": (events, "us"),
+        "requests": ([each.loaded.work / each.loaded.wall for each in rounds], "req/s"),
         "added_p50": ([each[0] for each in added], "ms"),
         "added_p99": ([each[1] for each in added], "ms"),
-        "first_content_p50": ([1e3 * median(turn.seconds) for turn in told.streams], "ms"),
-        "rss": ([max(turn.rss for turn in told.streams) / 1e6], "MB"),
+        "first_content_p50": ([1e3 * median(each.streams.seconds) for each in rounds], "ms"),
+        "rss": ([each.streams.rss / 1e6 for each in rounds], "MB"),
     }
 
 
