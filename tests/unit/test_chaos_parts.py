@@ -18,6 +18,7 @@ from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights, Stage
 from emberline.chaos.turns import Turn, Turns, drawn
 from emberline.chaos.wire import Line, Wire
+from emberline.cli.__main__ import main
 from emberline.core.config import Role
 
 PACKAGE = Path(__file__).parents[2] / "src" / "emberline"
@@ -253,3 +254,8 @@ def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
     for size in sizes:
         with pytest.raises(OSError):
             (folder / str(size)).read_bytes()
+
+
+def test_a_model_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "no-such-model"]) == 1
+    assert "no model 'no-such-model'" in capsys.readouterr().err

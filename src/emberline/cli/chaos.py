@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     from emberline.chaos.ledger import Ledger
     from emberline.chaos.play import play
     from emberline.chaos.scene import Scene, Settings
+    from emberline.hub.source import resolve
 
+    resolve(args.model)  # else every worker would find out, again and again
     home = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     home.mkdir(parents=True, exist_ok=True)
 
