@@ -32,8 +32,8 @@ class Secrets:
         self._vault = vault
 
     async def key(self, call: Call, provider: Provider) -> str | None:
-        """None: the caller's own is in its headers as the provider wants it, or there is none. KeyMissing: not by the
-        name that was asked for."""
+        """None: the caller's own is in its headers as the provider wants it, or none is needed. KeyMissing: there is
+        none, or not by the name that was asked for."""
         alias = call.options.byok_alias
         if alias is None and (own := own_key(call)) is not None:
             return own if call.plain else None
@@ -42,5 +42,10 @@ class Secrets:
             if stored is not None:
                 return stored
         if alias not in (None, DEFAULT_ALIAS):
-            raise KeyMissing(f"there is no key {alias!r} for {provider.slug}", hint="see cf-aig-byok-alias")
-        return call.settings.providers.get(provider.slug, NOTHING).key
+            what, hint = f"there is no key {alias!r} for {provider.slug}", "see cf-aig-byok-alias"
+            raise KeyMissing(what, provider=provider.slug, hint=hint)
+        key = call.settings.providers.get(provider.slug, NOTHING).key
+        if key is None and provider.needs_key and own_key(call) is None:
+            what, hint = f"there is no key for {provider.slug}", "store one, or send it with the request"
+            raise KeyMissing(what, provider=provider.slug, hint=hint)
+        return key

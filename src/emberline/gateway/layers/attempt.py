@@ -13,8 +13,8 @@ from emberline.core.clock import Clock
 from emberline.core.errors import DeadlineExceeded
 from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.bill import Prices, bill
-from emberline.gateway.errors import Broken, KeyMissing, Refused, UpstreamFailed
-from emberline.gateway.keys.secrets import Secrets, own_key
+from emberline.gateway.errors import Broken, Refused, UpstreamFailed
+from emberline.gateway.keys.secrets import Secrets
 from emberline.gateway.providers.base import CHANGED, HELD, Provider
 from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
@@ -61,12 +61,6 @@ class Attempts:
     async def __call__(self, call: Call) -> Reply:
         provider = self._registry.find(call.provider, call.settings)
         key = await self._secrets.key(call, provider)
-        if key is None and provider.needs_key and own_key(call) is None:
-            raise KeyMissing(
-                f"there is no key for {provider.slug}",
-                provider=provider.slug,
-                hint="store one, or send it with the request",
-            )
         most = self._prices.max_output(call.provider, call.model)
         call.notes.pop(CHANGED, None)  # of a step before
         wire = wired(call, provider, key, most, int(self._wall.now()))

@@ -12,8 +12,8 @@ from emberline.core.errors import NotFound
 from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.bill import Prices, bill
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.errors import Forbidden, KeyMissing, Refused, UpstreamFailed
-from emberline.gateway.keys.secrets import Secrets, own_key
+from emberline.gateway.errors import Forbidden, Refused, UpstreamFailed
+from emberline.gateway.keys.secrets import Secrets
 from emberline.gateway.providers.base import Provider
 from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
@@ -83,12 +83,6 @@ class Realtime:
 
     async def _out(self, call: Call, provider: Provider) -> Outgoing:
         key = await self._secrets.key(call, provider)
-        if key is None and provider.needs_key and own_key(call) is None:
-            raise KeyMissing(
-                f"there is no key for {provider.slug}",
-                provider=provider.slug,
-                hint="store one, or send it with the request",
-            )
         if not (endpoint := call.endpoint or provider.realtime):
             raise NotFound(f"where {provider.slug} has a realtime socket is not known", hint="write its path after it")
         headers = {name: value for name, value in call.headers.items() if name != PROTOCOLS}
