@@ -119,11 +119,11 @@ class AsyncEngine:
 
     async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
         """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it."""
-        if self.state is not State.READY:
-            raise EngineUnavailable(f"the engine is {self.state.value}", hint="retry in a few seconds")
-        assert submission.id not in self._open and self._writer is not None
+        assert submission.id not in self._open
+        if not self._tell(Submit(submission)):
+            state = State.RESTARTING if self.state is State.READY else self.state  # it is gone, which is not noted yet
+            raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
         inbox = self._open[submission.id] = asyncio.Queue()
-        self._writer.write(encode(Submit(submission)))
         left = submission.params.n
         try:
             while left:
@@ -135,26 +135,31 @@ class AsyncEngine:
                 yield item
         finally:
             self._open.pop(submission.id, None)
-            if left and self.state is State.READY:
-                self._writer.write(encode(Abort(submission.id, None)))
+            if left:
+                self._tell(Abort(submission.id, None))
 
     def abort_one(self, submission_id: str, index: int) -> None:
         """Ends one of the n completions of an open submission; its stream still says so."""
-        if submission_id in self._open and self._writer is not None:
-            self._writer.write(encode(Abort(submission_id, index)))
+        if submission_id in self._open:
+            self._tell(Abort(submission_id, index))
 
     def pair(self, model: str, peers: list[dict[str, Any]]) -> None:
         """With these and nobody else, now and after every restart; `paired` says what came of it."""
         self._peers[model] = peers
-        if self.state is State.READY and self._writer is not None:
-            self._writer.write(encode(Peers(model, peers)))
+        self._tell(Peers(model, peers))
 
     def watch(self) -> None:
         """The ledger is kept, now and after every restart."""
         if not self._watched:
             self._watched = True
-            if self.state is State.READY and self._writer is not None:
-                self._writer.write(encode(Watch()))
+            self._tell(Watch())
+
+    def _tell(self, message: Message) -> bool:
+        """False: no engine is there to hear it. A dead one's socket may be known to be closed before its death is."""
+        if self.state is not State.READY or self._writer is None or self._writer.is_closing():
+            return False
+        self._writer.write(encode(message))
+        return True
 
     # -- keeping the process alive ---------------------------------------------------------------------------------
 
@@ -225,8 +230,8 @@ class AsyncEngine:
                 self.ready, self.paired = models, {}
                 self.state = State.READY
                 self.ledger.restart()
-                if self._watched and self._writer is not None:
-                    self._writer.write(encode(Watch()))
+                if self._watched:
+                    self._tell(Watch())
                 for model, peers in self._peers.items():
                     self.pair(model, peers)
                 if self._started is not None and not self._started.done():
