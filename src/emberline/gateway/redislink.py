@@ -72,7 +72,8 @@ class _Wire(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is one, but does not say so
 
     def ask(self, words: tuple[str | bytes | int, ...]) -> asyncio.Future[Any]:
-        assert self._transport is not None
+        if self._transport is None or self.closed.is_set():  # in the moment before its keeper knows
+            raise LinkDown("the connection to Redis was lost")
         answer = asyncio.get_running_loop().create_future()
         self.asked.append(answer)
         self._transport.write(hiredis.pack_command(words))  # type: ignore[arg-type]  # it packs numbers as well

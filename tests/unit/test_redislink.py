@@ -1,0 +1,47 @@
+"""A link that is asked in the moment of its loss says so; on the gateway's event loop, where a lost one cannot be
+written to."""
+
+from __future__ import annotations
+
+import asyncio
+
+import uvloop
+
+from emberline.core.clock import SystemClock
+from emberline.gateway.redislink import LinkDown, RedisLink
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while await reader.read(1 << 12):
+        writer.write(b"+OK\r\n")
+    writer.close()
+
+
+async def _loses(link: RedisLink) -> None:
+    assert await link.start()
+    wire, refused = link._wire, 0
+    assert wire is not None
+    wire.close()
+    for _ in range(8):
+        try:
+            link.post("GET", "a").add_done_callback(lambda answer: answer.exception())
+        except LinkDown:
+            refused += 1
+        await asyncio.sleep(0)
+    assert refused and not wire.asked  # which would wait for an answer that nobody gives
+    while link._wire is None:
+        await asyncio.sleep(0.01)
+    assert await link.call("GET", "a") == b"OK"
+
+
+def test_asked_in_the_moment_of_the_loss() -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(_answer, "127.0.0.1", 0)
+        link = RedisLink(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", SystemClock())
+        try:
+            await asyncio.wait_for(_loses(link), 20)
+        finally:
+            await link.close()
+            server.close()
+
+    uvloop.run(main())
