@@ -16,13 +16,13 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
 from emberline.engine.stream import AsyncEngine
 
-READY_THEN_DEAF = """
+DEAF = """
 import socket, sys, time
 from emberline.engine.messages import Ready, encode
 engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
-engine.sendall(encode(Ready({})))
 engine.shutdown(socket.SHUT_RD)  # what is written to it from now on fails, and closes the other end's transport
+engine.sendall(encode(Ready({})))
 time.sleep(60)
 """
 
@@ -32,7 +32,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_asked_in_the_moment_of_its_death(run: Run) -> None:
     async def main() -> None:
-        engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), command=(sys.executable, "-c", READY_THEN_DEAF))
+        engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), command=(sys.executable, "-c", DEAF))
         await asyncio.wait_for(engine.start(), 60)
         try:
             ends = await asyncio.wait_for(asyncio.gather(*(_ask(engine, turns) for turns in range(8))), 30)
