@@ -22,7 +22,7 @@ from emberline.core.errors import EmberlineError
 from emberline.router.policy import affinity
 
 BESIDE = 2  # clients that no fault is aimed at
-BREATH = 0.2  # seconds between two requests of theirs: who starts needs the cores too
+BREATH = 0.2  # seconds between two requests of theirs, or twice what one took: who starts needs the cores too
 HANDS = 3  # faults at a time
 LOOK = 0.2  # seconds between looks at who is there
 CHECKED = 40  # faults between two looks for leaks
@@ -122,7 +122,8 @@ class Play:
             case = self.cases.old()
             ending = await self._client().run(case, sight)
             self._passed(ending)
-            await asyncio.sleep(1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH)
+            pause = 1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH
+            await asyncio.sleep(max(pause, 2 * ending.seconds))
 
     def _passed(self, ending: Ending) -> None:
         self.ledger.passed(ending, self._last[0], excused=self.scene.routerless(ending.began))
