@@ -126,7 +126,10 @@ def test_system() -> None:
 def test_neighbours_of_one_role_become_one_message() -> None:
     blocks = {
         "role": "user",
-        "content": [{"type": "text", "text": "b", "citations": None}, {"type": "text", "text": "c"}],
+        "content": [
+            {"type": "text", "text": "b", "citations": [{"type": "char_location"}]},
+            {"type": "text", "text": "c"},
+        ],
     }
     assert said({"role": "user", "content": "a"}, blocks) == [{"role": "user", "content": "a\nb\nc"}]
 
@@ -207,7 +210,7 @@ BAD = [
     (block(**CALL), "messages[0].content[0].type"),
     (block(**RESULT), "messages[0].content[0].tool_use_id"),
     (block(type="text"), "messages[0].content[0].text"),
-    (block(type="text", text="a", citations=[]), "messages[0].content[0].citations"),
+    (block(type="text", text="a", citations=[5]), "messages[0].content[0].citations[0]"),
     (block(type="text", text="a", cache_control={"type": "forever"}), "messages[0].content[0].cache_control.type"),
     (
         {

@@ -168,7 +168,11 @@ MESSAGES = [
     ({"role": "assistant", "content": "a", "refusal": None}, {"role": "assistant", "content": "a"}),
     ({"role": "assistant", "refusal": "no"}, {"role": "assistant", "content": "no"}),
     (
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "annotations": []},
+        {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "no"}],
+            "annotations": [{"type": "url_citation"}],
+        },
         {"role": "assistant", "content": "no"},
     ),
     (

@@ -164,7 +164,14 @@ MESSAGES = [
             "id": "msg_1",
             "status": "completed",
             "role": "assistant",
-            "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [{"token": "a"}]}],
+            "content": [
+                {
+                    "type": "output_text",
+                    "text": "a",
+                    "annotations": [{"type": "url_citation"}],
+                    "logprobs": [{"token": "a"}],
+                }
+            ],
         },
         "assistant",
         "a",

@@ -158,7 +158,7 @@ def test_what_has_no_place_is_told() -> None:
     body, changed = translate(edited("anthropic", content=[search, cited]), "anthropic", "openai-chat")
     assert changed == {"reply.server_tool_use", "reply.citations"} and body["choices"][0]["message"]["content"] == "x"
     grounded = edited("gemini", groundingMetadata={"webSearchQueries": ["x"]})
-    assert translate(grounded, "gemini", "anthropic")[1] == {"reply.groundingMetadata"}
+    assert translate(grounded, "gemini", "anthropic")[1] == {"reply.groundingMetadata.webSearchQueries"}
 
 
 @pytest.mark.parametrize("source", DIALECTS)

@@ -17,6 +17,7 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import seals
 from emberline.gateway.dialects.changes import Changes
 from emberline.gateway.dialects.deltas import (
+    Cited,
     Counted,
     Delta,
     Ended,
@@ -30,7 +31,7 @@ from emberline.gateway.dialects.deltas import (
     ToolPiece,
 )
 from emberline.gateway.dialects.gemini.content import found_seal
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.inner import Citation, Spoken
 from emberline.gateway.dialects.translate import GRAMMARS, Asked, StreamTranslator, translate_reply
 from emberline.gateway.errors import Broken, UpstreamFailed
 
@@ -125,7 +126,7 @@ def test_any_cut_of_the_bytes_gives_the_same(pair: tuple[Spoken, Spoken], draw: 
 
 pieces = st.one_of(
     st.builds(TextPiece, st.text(min_size=1, max_size=5)),
-    st.sampled_from(["think", "call", "refuse", "seal"]),
+    st.sampled_from(["think", "call", "refuse", "seal", "cite"]),
 )
 
 
@@ -145,6 +146,9 @@ def test_writers_keep_their_order(pieces: list[Any], reason: Any) -> None:
                 said.append(RefusalPiece("no"))
             case "seal":
                 said.append(Sealed("s", "gemini"))
+            case "cite":
+                begin = sum(len(before.text) for before in said if isinstance(before, TextPiece))
+                said += [TextPiece("c"), Cited(Citation("https://x", start=begin, end=begin + 1))]
             case "call":
                 said += [ToolOpened(slot, f"c{slot}", "f"), ToolPiece(slot, '{"a":'), ToolPiece(slot, "1}")]
                 slot += 1

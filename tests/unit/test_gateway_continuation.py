@@ -16,6 +16,7 @@ from emberline.gateway.call import Call, Reply, Step
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.deltas import (
+    Cited,
     Counted,
     Delta,
     Ended,
@@ -28,7 +29,7 @@ from emberline.gateway.dialects.deltas import (
     ToolPiece,
 )
 from emberline.gateway.dialects.events import EventSplitter
-from emberline.gateway.dialects.inner import Spoken
+from emberline.gateway.dialects.inner import Citation, Spoken
 from emberline.gateway.dialects.prefill import Prefill, marked
 from emberline.gateway.dialects.translate import GRAMMARS
 from emberline.gateway.errors import Broken
@@ -325,6 +326,16 @@ def test_thoughts_are_neither_told_on_nor_told_again(dialect: Spoken) -> None:
     found = read(dialect, data)
     assert asked == ["a "] and text_of(found) == "a b"
     assert "".join(delta.text for delta in found if isinstance(delta, ThinkingPiece)) == "hm"
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_who_goes_on_cites_is_left_out(dialect: Spoken) -> None:
+    """Its places are counted from where it began."""
+    first = events(dialect, [Opened("one", "m"), TextPiece("a ")])
+    second = answer("two", TextPiece("b"), Cited(Citation("https://x", start=0, end=1)))
+    assert b"https://x" in b"".join(events(dialect, second))
+    data, _, _ = spliced(dialect, Leg(first, Broken("cut")), Leg(events(dialect, second)))
+    assert text_of(read(dialect, data)) == "a b" and b"https://x" not in data
 
 
 @pytest.mark.parametrize("dialect", ["openai-chat", "anthropic", "openai-responses"])  # Gemini's calls come whole

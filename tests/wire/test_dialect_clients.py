@@ -14,6 +14,7 @@ import httpx2
 import openai
 import pytest
 from anthropic.types import Message, MessageCreateParams, RawMessageStreamEvent
+from citation_cases import CITED, CITING, CITING_STREAMS, PAGE
 from dialect_cases import ANTHROPIC, CHAT, DIALECTS, MODELS, PAIRS, REPLIES, REQUESTS, RESPONSES, STREAMS, data
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, CompletionCreateParams
 from openai.types.responses import Response, ResponseCreateParams, ResponseStreamEvent
@@ -51,9 +52,12 @@ PARAMS: dict[Spoken, TypeAdapter[Any]] = {
 class Translating(httpx2.BaseTransport):
     """A provider of one dialect, behind a client of another."""
 
-    def __init__(self, client: Spoken, provider: Spoken, tail: bytes = b"", refused: int = 0) -> None:
+    def __init__(
+        self, client: Spoken, provider: Spoken, tail: bytes = b"", refused: int = 0, citing: bool = False
+    ) -> None:
         self._client, self._provider = client, provider
         self._tail, self._refused = tail, refused
+        self._replies, self._streams = (CITING, CITING_STREAMS) if citing else (REPLIES, STREAMS)
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         body = request.read()
@@ -64,7 +68,7 @@ class Translating(httpx2.BaseTransport):
             error = json.dumps({"error": {"message": "slow down", "type": "rate_limit_error"}}).encode()
             return httpx2.Response(self._refused, content=translate_error(error, self._refused, self._client))
         if not json.loads(body).get("stream"):
-            plain = json.dumps(REPLIES[self._provider]).encode()
+            plain = json.dumps(self._replies[self._provider]).encode()
             made, _ = translate_reply(plain, self._provider, self._client, asked)
             return httpx2.Response(200, content=made, headers={"content-type": "application/json"})
         assert self._provider == "gemini" or json.loads(sent)["stream"] is True
@@ -73,7 +77,7 @@ class Translating(httpx2.BaseTransport):
         return httpx2.Response(200, content=pieces, headers={"content-type": "text/event-stream"})
 
     def _pieces(self, translator: StreamTranslator) -> Iterator[bytes]:
-        stream = STREAMS[self._provider]
+        stream = self._streams[self._provider]
         if self._tail:  # the provider breaks in the middle
             stream = b"\n\n".join(stream.split(b"\n\n")[:4]) + b"\n\n" + self._tail
         try:
@@ -145,15 +149,52 @@ def test_messages(provider: Spoken) -> None:
         assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (20, 10, 20)
 
 
+@pytest.mark.parametrize("provider", OTHERS["openai-chat"])
+def test_chat_citing(provider: Spoken) -> None:
+    client = openai_client("openai-chat", provider, citing=True)
+    plain = client.chat.completions.create(**without(CHAT, "stream", "stream_options"))
+    with client.chat.completions.stream(**without(CHAT, "stream")) as stream:
+        final = stream.get_final_completion()
+    for reply in (plain, final):
+        message = reply.choices[0].message
+        cited = message.annotations[0].url_citation
+        assert message.content[cited.start_index : cited.end_index] == CITED and cited.url == PAGE["url"]
+
+
+@pytest.mark.parametrize("provider", OTHERS["openai-responses"])
+def test_responses_citing(provider: Spoken) -> None:
+    client = openai_client("openai-responses", provider, citing=True)
+    plain = client.responses.create(**without(RESPONSES, "stream"))
+    with client.responses.stream(**without(RESPONSES, "stream")) as stream:
+        final = stream.get_final_response()
+    for reply in (plain, final):
+        texts = [part for item in reply.output if item.type == "message" for part in item.content]
+        cited = [(part.text[c.start_index : c.end_index], c.url) for part in texts for c in part.annotations]
+        assert cited == [(CITED, PAGE["url"])]
+
+
+@pytest.mark.parametrize("provider", OTHERS["anthropic"])
+def test_messages_citing(provider: Spoken) -> None:
+    client = anthropic_client(provider, citing=True)
+    plain = client.messages.create(**without(ANTHROPIC, "stream"))
+    with client.messages.stream(**without(ANTHROPIC, "stream")) as stream:
+        final = stream.get_final_message()
+    for reply in (plain, final):
+        blocks = [block for block in reply.content if block.type == "text" and block.citations]
+        assert [cited.url for block in blocks for cited in block.citations] == [PAGE["url"]]
+        assert blocks[0].text == CITED if reply is plain else CITED in blocks[0].text
+
+
+@pytest.mark.parametrize(("replies", "streams"), [(REPLIES, STREAMS), (CITING, CITING_STREAMS)], ids=["calls", "cites"])
 @pytest.mark.parametrize(("source", "target"), [pair for pair in PAIRS if pair[1] != "gemini"])
-def test_their_types_take_every_event_and_body(source: Spoken, target: Spoken) -> None:
+def test_their_types_take_every_event_and_body(source: Spoken, target: Spoken, replies: Any, streams: Any) -> None:
     """Their clients forgive what is missing; their types do not."""
     translator = StreamTranslator(source, target)
-    stream = translator.push(STREAMS[source]) + translator.end()
+    stream = translator.push(streams[source]) + translator.end()
     rows = [line[6:] for line in stream.split(b"\n") if line.startswith(b"data: ")]
     for row in rows[:-1] if target == "openai-chat" else rows:
         EVENTS[target].validate_json(row)
-    body, _ = translate_reply(json.dumps(REPLIES[source]).encode(), source, target)
+    body, _ = translate_reply(json.dumps(replies[source]).encode(), source, target)
     BODIES[target].validate_json(body)
     request, _ = translate_request(json.dumps(REQUESTS[source]).encode(), source, target, Recipient(MODELS[target]))
     PARAMS[target].validate_json(request)

@@ -28,7 +28,7 @@ class CacheControl(Wire):
 class TextBlock(Wire, tag="text", tag_field="type"):
     text: str
     cache_control: CacheControl | None = None
-    citations: None = None
+    citations: list[dict[str, Any]] | None = None  # of an answer: in its text, as far as a model reads it
 
 
 class OnlyText(Wire):

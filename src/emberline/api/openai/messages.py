@@ -66,7 +66,7 @@ class AssistantMessage(Wire, tag_field="role", tag="assistant"):
     reasoning_content: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     function_call: CalledFunction | None = None
-    annotations: Annotated[list[None], Meta(max_length=0)] | None = None  # replies of other servers carry an empty list
+    annotations: list[dict[str, Any]] | None = None  # what an answer cited is in its text, as far as a model reads it
     audio: None = None
 
 

@@ -33,7 +33,7 @@ class ResultText(Wire):
 
 class OutputText(Wire, tag_field="type", tag="output_text"):
     text: str
-    annotations: Annotated[list[None], Meta(max_length=0)] | None = None
+    annotations: list[dict[str, Any]] | None = None  # what an answer cited is in its text, as far as a model reads it
     logprobs: list[dict[str, Any]] | None = None
 
 

@@ -6,7 +6,9 @@ import base64
 from dataclasses import replace
 
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.dialects.anthropic import citations as anthropic_citations
 from emberline.gateway.dialects.changes import OPENAI, OPENAI_SHARED, Changes
+from emberline.gateway.dialects.chat import citations as chat_citations
 from emberline.gateway.dialects.chat.content import google_seal
 from emberline.gateway.dialects.inner import (
     Audio,
@@ -36,6 +38,8 @@ def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) 
     kin = asked.dialect in OPENAI and target in OPENAI
     if asked.user is None and not kin and isinstance(asked.extra.get("safety_identifier"), str):
         asked.user = asked.extra.pop("safety_identifier")
+    if target == "openai-responses":
+        _cite(asked)
     changes.leftovers(asked, target)
     if (asked.n or 1) > 1 and target in ("anthropic", "openai-responses"):
         raise InvalidRequest(f"n is {asked.n}: this model's provider gives one answer a request", param="n", hint="1")
@@ -47,6 +51,15 @@ def adapt(asked: Conversation, target: Spoken, to: Recipient, changes: Changes) 
         message.parts, message.extra, message.shape = fit.parts(message.parts), fit.shared(message.extra), "auto"
     asked.messages = [message for message in asked.messages if message.parts]
     asked.tools = [fit.tool(tool) for tool in asked.tools if isinstance(tool, Tool)]
+
+
+def _cite(asked: Conversation) -> None:
+    """What an assistant cited before can be told again: only in Responses, as Anthropic would want its own seals."""
+    for message in asked.messages:
+        if message.role == "assistant" and asked.dialect == "anthropic":
+            anthropic_citations.lift(message.parts)
+        elif message.role == "assistant" and asked.dialect == "openai-chat":
+            chat_citations.lift(message)
 
 
 class _Fit:
@@ -82,6 +95,8 @@ class _Fit:
         match part:
             case Text(text="") if self._target == "anthropic":
                 return None  # it is refused there, and says nothing
+            case Text() if any(cited.quote for cited in part.citations):
+                self._changes.say("messages", f"{self._target} has no such field", within=".citations.cited_text")
             case ToolResult():
                 return self._result(part)
             case Thinking():

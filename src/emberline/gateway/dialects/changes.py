@@ -9,7 +9,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.dialects.anthropic import words as anthropic
 from emberline.gateway.dialects.chat import words as chat
 from emberline.gateway.dialects.gemini import words as gemini
-from emberline.gateway.dialects.inner import Conversation, Json, Opaque, Part, Spoken, Tool, ToolResult
+from emberline.gateway.dialects.inner import Conversation, Json, Opaque, Part, Spoken, Text, Tool, ToolResult
 from emberline.gateway.dialects.responses import words as responses
 from emberline.gateway.dialects.words import Words
 
@@ -29,9 +29,7 @@ OPENAI_SHARED = frozenset(
 OPENAI: tuple[Spoken, ...] = ("openai-chat", "openai-responses")
 
 # Of things given back as they came: ids and states that tell a model nothing.
-_IDLE = frozenset(
-    {"id", "status", "type", "role", "annotations", "logprobs", "caller", "index", "phase", "summary", "content"}
-)
+_IDLE = frozenset({"id", "status", "type", "role", "logprobs", "caller", "index", "phase", "summary", "content"})
 
 _WORDS: Mapping[Spoken, Words] = {
     "openai-chat": chat.WORDS,
@@ -78,15 +76,16 @@ class Changes:
             if value and name not in idle:
                 self.at(f"reply.{name}", "no place in this dialect")
 
-    def bare(self, parts: list[Part]) -> list[Part]:
+    def bare(self, parts: list[Part], target: Spoken) -> list[Part]:
         """The parts of a reply without what only its own dialect knows."""
         made: list[Part] = []
         for part in parts:
             if isinstance(part, Opaque):
                 self.at(f"reply.{part.kind}", "no place in this dialect")
                 continue
-            cited = {"citations", "annotations"} & part.extra.keys()
-            self.reply_left(part.extra, _IDLE - cited)
+            self.reply_left(part.extra, _IDLE)
+            if isinstance(part, Text) and target != "anthropic" and any(cited.quote for cited in part.citations):
+                self.at("reply.citations.cited_text", "no place in this dialect")
             part.extra = {}
             made.append(part)
         return made

@@ -1,6 +1,7 @@
 """A streamed reply, piece by piece: what a Reader makes of a dialect's events, and a Writer of these makes events.
 
-Opened, { TextPiece | ThinkingPiece | Sealed | RefusalPiece | ToolOpened { ToolPiece } } ..., Finished, Counted, Ended
+Opened, { TextPiece | Cited | ThinkingPiece | Sealed | RefusalPiece | ToolOpened { ToolPiece } } ..., Finished, Counted,
+Ended
 
 `choice` is which answer of several; `slot` which call of that answer, from 0 and without gaps. Counted may come at any
 time and more than once: each holds all that is known. Nothing follows Ended.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from emberline.gateway.costs.usage import Usage
-from emberline.gateway.dialects.inner import Json, Reason, Spoken
+from emberline.gateway.dialects.inner import Citation, Json, Reason, Spoken
 
 
 @dataclass(slots=True)
@@ -28,6 +29,14 @@ class TextPiece:
     text: str
     choice: int = 0
     logprobs: list[Json] | None = None  # as OpenAI's chat shows them
+
+
+@dataclass(slots=True)
+class Cited:
+    """It comes after the text that it is about, if not right after it."""
+
+    citation: Citation
+    choice: int = 0
 
 
 @dataclass(slots=True)
@@ -84,7 +93,8 @@ class Ended:
     """The source said that its stream is whole."""
 
 
-Delta = Opened | TextPiece | ThinkingPiece | Sealed | RefusalPiece | ToolOpened | ToolPiece | Finished | Counted | Ended
+Content = TextPiece | Cited | ThinkingPiece | Sealed | RefusalPiece | ToolOpened | ToolPiece
+Delta = Opened | Content | Finished | Counted | Ended
 
 
 class Reader(Protocol):

@@ -8,7 +8,7 @@ can be written in several ways ("text": a bare string, "list", "null", "": not a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from emberline.gateway.costs.usage import Usage
@@ -20,10 +20,27 @@ Reason = Literal["stop", "stop_sequence", "length", "context", "tool_calls", "fi
 Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """A page on the web that a text rests on, from its character `start` to before `end`; where these are the same,
+    nobody said what of it does. In a stream the text is all that an answer said."""
+
+    url: str
+    title: str = ""
+    quote: str = ""  # of the page
+    start: int = 0
+    end: int = 0
+    seal: str = ""  # what Anthropic wants to see again with it
+
+    def moved(self, by: int) -> Citation:
+        return replace(self, start=self.start + by, end=self.end + by)
+
+
 @dataclass(slots=True)
 class Text:
     text: str
     extra: Json = field(default_factory=dict)
+    citations: list[Citation] = field(default_factory=list)  # in `extra` while they only pass through their own dialect
 
 
 @dataclass(slots=True)

@@ -104,7 +104,7 @@ def translate_reply(
     except InvalidRequest as error:
         raise Broken(f"the reply is not one of {source}: {error.message}") from None
     for choice in answer.choices:
-        choice.parts = changes.bare(choice.parts)
+        choice.parts = changes.bare(choice.parts, target)
     return msgspec.json.encode(GRAMMARS[target].render_reply(answer, asked or Asked())), changes.all
 
 

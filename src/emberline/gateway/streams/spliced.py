@@ -106,9 +106,10 @@ class Spliced:
                 self._ended = True
 
     def _fit(self, piece: deltas.Delta, seam: Seam) -> Iterable[deltas.Delta]:
-        """Of a later leg: it does not begin again, nor think aloud once more, and repeats nothing."""
+        """Of a later leg: it does not begin again, nor think aloud once more, and repeats nothing. What it cites is
+        left out: its places are not those of the whole."""
         match piece:
-            case deltas.Opened() | deltas.ThinkingPiece():
+            case deltas.Opened() | deltas.ThinkingPiece() | deltas.Cited():
                 return
             case deltas.Sealed() if piece.family != "gemini":  # whose seals belong to calls
                 return

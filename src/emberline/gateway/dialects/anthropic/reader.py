@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.anthropic.citations import parse
 from emberline.gateway.dialects.calls import Calls
+from emberline.gateway.dialects.citations import known
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish import ANTHROPIC
 from emberline.gateway.dialects.inner import Json
@@ -25,6 +28,7 @@ class _Piece(msgspec.Struct):
     thinking: str | None = None
     partial_json: str | None = None
     signature: str | None = None
+    citation: Any = None
     stop_reason: str | None = None
     stop_sequence: str | None = None
     stop_details: Json | None = None
@@ -63,6 +67,9 @@ class Reader:
     def __init__(self) -> None:
         self._kinds: dict[int, str] = {}  # open blocks
         self._calls = Calls()
+        self._told = 0  # characters
+        self._begins = 0  # after how many of them the block does
+        self._cited: list[Any] = []  # in the block
         self._usage = Usage()
         self._finished = False
 
@@ -97,8 +104,10 @@ class Reader:
         if index in self._kinds or index in self._calls:
             raise Broken("a block of the stream opens twice")
         self._kinds[index] = block.type
+        self._begins, self._cited = self._told, []
         match block:
             case _Block(type="text", text=str(text)) if text:
+                self._told += len(text)
                 yield deltas.TextPiece(text)
             case _Block(type="thinking", thinking=str(text)) if text:
                 yield deltas.ThinkingPiece(text)
@@ -117,6 +126,7 @@ class Reader:
             raise Broken("a piece of the stream belongs to no open block")
         match piece:
             case _Piece(type="text_delta", text=str(text)):
+                self._told += len(text)
                 yield deltas.TextPiece(text)
             case _Piece(type="input_json_delta", partial_json=str(text)):
                 if text and kind == "tool_use":
@@ -125,6 +135,8 @@ class Reader:
                 yield deltas.ThinkingPiece(text)
             case _Piece(type="signature_delta", signature=str(seal)):
                 yield deltas.Sealed(seal, "anthropic")
+            case _Piece(type="citations_delta"):
+                self._cited.append(piece.citation)  # which is of the whole block
             case _Piece(type="text_delta" | "input_json_delta" | "thinking_delta" | "signature_delta"):
                 raise Broken(f"a piece of the stream has nothing in it: {piece.type}")
 
@@ -132,7 +144,9 @@ class Reader:
         kind = self._kinds.pop(index, None)
         if kind is None:
             raise Broken("a block of the stream is closed that is not open")
-        return self._calls.rest(index) if kind == "tool_use" else ()
+        if kind == "tool_use":
+            return self._calls.rest(index)
+        return map(deltas.Cited, known(self._cited, partial(parse, start=self._begins, end=self._told)))
 
     def _finish(self, piece: _Piece) -> Iterator[deltas.Delta]:
         if piece.stop_reason is None or self._finished:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
+from emberline.gateway.dialects.anthropic import citations
 from emberline.gateway.dialects.anthropic.content import parse_blocks, render_part
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.citations import pieces
 from emberline.gateway.dialects.fields import Fields
 from emberline.gateway.dialects.finish import ANTHROPIC, TO_ANTHROPIC
 from emberline.gateway.dialects.inner import Answer, Choice, Image, Json, Opaque, Part, Refusal, Text
@@ -19,6 +21,7 @@ def parse(body: Json, changes: Changes) -> Answer:
     said = Fields(body, "")
     id, model = said.take("id", str, ""), said.take("model", str, "")
     parts, _ = parse_blocks(said.need("content", list), "content")
+    citations.lift(parts)
     reason = ANTHROPIC.get(said.take("stop_reason", str, "end_turn"), "stop")
     details = said.take("stop_details", dict)
     if details and isinstance(details.get("explanation"), str):
@@ -39,7 +42,7 @@ def render(answer: Answer, asked: Asked) -> Json:
         "type": "message",
         "role": "assistant",
         "model": answer.model,
-        "content": [_render(part) for part in choice.parts if not isinstance(part, Opaque | Image)],
+        "content": [block for part in choice.parts for block in _render(part)],
         "stop_reason": stop_reason,
         "stop_sequence": stop_sequence,
         "usage": counts.anthropic(answer.usage or Usage()),
@@ -59,7 +62,13 @@ def _refuses(parts: list[Part]) -> bool:
     return any(isinstance(part, Refusal) for part in parts)
 
 
-def _render(part: Part) -> Json:
-    if isinstance(part, Refusal):
-        part = Text(part.text)
-    return render_part(part) | ({"citations": None} if isinstance(part, Text) else {})
+def _render(part: Part) -> list[Json]:
+    match part:
+        case Opaque() | Image():
+            return []
+        case Refusal():
+            return _render(Text(part.text))
+        case Text():
+            rows = [(text, [citations.render(citation) for citation in cited]) for text, cited in pieces(part)]
+            return [{"type": "text", "text": text, "citations": cited or None} for text, cited in rows]
+    return [render_part(part)]

@@ -8,10 +8,11 @@ from __future__ import annotations
 from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas, seals
+from emberline.gateway.dialects.anthropic.citations import render
 from emberline.gateway.dialects.anthropic.content import tool_id
 from emberline.gateway.dialects.anthropic.reply import rendered_stop
 from emberline.gateway.dialects.asked import Asked
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.inner import Citation, Json
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.errors import Broken
 
@@ -30,6 +31,7 @@ class Writer:
         self._kind = ""  # of the open one; "": none is
         self._slot = -1  # of the open call
         self._signed = False  # the open thinking
+        self._cited: set[bytes] = set()  # by the open text
         self._refused = False
         self._finished: deltas.Finished | None = None
         self._usage = Usage()
@@ -53,6 +55,8 @@ class Writer:
                 return self._open("tool_use", {"type": "tool_use", **call})
             case deltas.Sealed():
                 return self._seal(delta)
+            case deltas.Cited():
+                return self._cite(delta.citation)
             case deltas.Opened():
                 assert self._opened is None, "a stream begins once"
                 self._asked.name(delta)
@@ -71,7 +75,7 @@ class Writer:
 
     def _grow(self, kind: str, piece: bytes, text: str) -> bytes:
         before = b""
-        if self._kind != kind or (kind == "thinking" and self._signed):
+        if self._kind != kind or self._signed or self._cited:
             before = self._open(kind, _OPENINGS[kind])
         return before + _DELTA % (self._index, piece, sse.dumps(text))
 
@@ -86,6 +90,14 @@ class Writer:
         self._signed = True
         signature = seals.shown(sealed.seal, sealed.family, "anthropic")
         return before + _DELTA % (self._index, b'"signature_delta","signature":', sse.dumps(signature))
+
+    def _cite(self, citation: Citation) -> bytes:
+        """The open text rests on it, and what comes then does not. There is no way to tell it of a closed one."""
+        said = sse.dumps(render(citation))
+        if self._kind != "text" or said in self._cited:
+            return b""
+        self._cited.add(said)
+        return _DELTA % (self._index, b'"citations_delta","citation":', said)
 
     def _start(self) -> bytes:
         if self._begun:
@@ -107,7 +119,7 @@ class Writer:
     def _open(self, kind: str, block: Json) -> bytes:
         before = self._start() + self._close()
         self._index += 1
-        self._kind, self._signed = kind, False
+        self._kind, self._signed, self._cited = kind, False, set()
         event = {"type": "content_block_start", "index": self._index, "content_block": block}
         return before + sse.event("content_block_start", event)
 

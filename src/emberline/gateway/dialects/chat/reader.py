@@ -9,7 +9,9 @@ import msgspec
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
+from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import thought_of
+from emberline.gateway.dialects.citations import known
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.finish import CHAT
 from emberline.gateway.dialects.inner import Json
@@ -34,6 +36,7 @@ class _Piece(msgspec.Struct):
     reasoning: str | None = None
     refusal: str | None = None
     tool_calls: list[_Call] | None = None
+    annotations: Any = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -111,6 +114,8 @@ class Reader:
             yield deltas.RefusalPiece(piece.refusal, at)
         for call in piece.tool_calls or ():
             yield from self._call(at, call)
+        if piece.annotations and at not in self._finished:
+            yield from (deltas.Cited(citation, at) for citation in known(piece.annotations, citations.parse))
 
     def _call(self, choice: int, call: _Call) -> Iterator[deltas.Delta]:
         slots = self._calls.setdefault(choice, [])

@@ -8,6 +8,7 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import google_extra, parse_assistant, render_call, thought_of
 from emberline.gateway.dialects.fields import Fields, each
 from emberline.gateway.dialects.finish import CHAT, TO_CHAT, settled
@@ -27,6 +28,7 @@ def parse(body: Json, changes: Changes) -> Answer:
 def _parse_choice(raw: object, path: str, changes: Changes) -> Choice:
     said = Fields(raw, path)
     message = parse_assistant(Fields(said.need("message", dict), f"{path}.message"))
+    citations.lift(message)
     for at, part in enumerate(message.parts):
         if isinstance(part, Opaque) and (thought := thought_of(part.raw)):
             message.parts[at] = Thinking(thought, "openai-chat")
@@ -75,4 +77,6 @@ def _message(parts: list[Part]) -> Json:
         made["reasoning_content"] = thoughts
     if calls:
         made["tool_calls"] = calls
+    if annotations := citations.render_all(parts):
+        made["annotations"] = annotations
     return made

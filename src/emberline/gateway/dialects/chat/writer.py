@@ -11,6 +11,7 @@ from emberline.api import sse
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
+from emberline.gateway.dialects.chat import citations
 from emberline.gateway.dialects.chat.content import google_extra
 from emberline.gateway.dialects.finish import TO_CHAT
 from emberline.gateway.dialects.inner import Json
@@ -28,6 +29,7 @@ class Writer:
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._begun: set[int] = set()
         self._seals: dict[int, str] = {}  # choice -> what Gemini signed the next call with
+        self._cited: dict[int, list[Json]] = {}  # choice -> what is told at its end, at once: clients join no lists
         self._usage: Usage | None = None
 
     def push(self, delta: deltas.Delta) -> bytes:
@@ -48,6 +50,12 @@ class Writer:
                 if delta.family == "gemini":
                     self._seals[delta.choice] = delta.seal
                 return b""
+            case deltas.Cited():
+                self._cited.setdefault(delta.choice, []).append(citations.render(delta.citation))
+                return b""
+            case deltas.Finished() if delta.choice in self._cited:
+                last = self._said({"annotations": self._cited[delta.choice]})
+                return self._chunk(delta.choice, last) + self._chunk(delta.choice, self._rare(delta))
             case deltas.Ended():
                 return self._end()
             case _:

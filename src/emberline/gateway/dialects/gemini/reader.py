@@ -11,9 +11,10 @@ import msgspec
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas
 from emberline.gateway.dialects.events import EventDecoder
+from emberline.gateway.dialects.gemini.citations import Grounding
 from emberline.gateway.dialects.gemini.content import MADE
 from emberline.gateway.dialects.gemini.reply import blocked, logprobs_of, reason_of
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.inner import Json, Text
 from emberline.gateway.dialects.problems import raised
 
 
@@ -39,6 +40,8 @@ class _Candidate(msgspec.Struct, rename="camel"):
     finish_reason: str | None = None
     index: int | None = None
     logprobs_result: Json | None = None
+    grounding_metadata: Any = None
+    citation_metadata: Any = None
 
 
 class _Event(msgspec.Struct, rename="camel"):
@@ -59,6 +62,8 @@ class Reader:
         self._opened = False
         self._calls: dict[int, int] = {}  # choice -> how many
         self._finished: set[int] = set()
+        self._texts: dict[int, list[str]] = {}  # choice -> what it said
+        self._groundings: dict[int, Grounding] = {}
         self._usage: Usage | None = None
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
@@ -94,14 +99,25 @@ class Reader:
                 if part.thought_signature:
                     yield deltas.Sealed(part.thought_signature, "gemini", choice=choice)
             elif part.text:
+                self._texts.setdefault(choice, []).append(part.text)
                 yield deltas.TextPiece(part.text, choice, logprobs)
                 logprobs = None
+        if row.grounding_metadata or row.citation_metadata:
+            grounding = self._groundings.setdefault(choice, Grounding())
+            grounding.add(row.grounding_metadata, row.citation_metadata)
         if row.finish_reason and choice not in self._finished:
             self._finished.add(choice)
             reason = reason_of(row.finish_reason)
             if reason == "stop" and self._calls.get(choice):
                 reason = "tool_calls"  # it has no other word
+            yield from self._cited(choice)
             yield deltas.Finished(reason, choice=choice)
+
+    def _cited(self, choice: int) -> Iterator[deltas.Delta]:
+        """All of them at the end, when the text is whole that their places are counted in."""
+        if choice in self._groundings:
+            text = Text("".join(self._texts.get(choice, ())))
+            yield from (deltas.Cited(each, choice) for each in self._groundings[choice].citations([text]))
 
     def _call(self, call: _Call, seal: str | None, choice: int) -> Iterator[deltas.Delta]:
         slot = self._calls.get(choice, 0)

@@ -8,8 +8,11 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.changes import Changes
+from emberline.gateway.dialects.citations import spread
 from emberline.gateway.dialects.fields import Fields
 from emberline.gateway.dialects.finish import GEMINI, TO_GEMINI, settled
+from emberline.gateway.dialects.gemini.citations import Grounding
+from emberline.gateway.dialects.gemini.citations import render as render_citations
 from emberline.gateway.dialects.gemini.content import ContentsParser, render_parts
 from emberline.gateway.dialects.inner import (
     Answer,
@@ -66,7 +69,10 @@ def _parse_choice(raw: object, path: str, id: str, changes: Changes) -> Choice:
         parts.append(part)
     reason = reason_of(said.take("finishReason", str, "STOP"))
     logprobs = logprobs_of(said.take("logprobsResult", dict))
-    changes.reply_left(said.left, _IDLE)
+    grounding = Grounding()
+    grounding.add(said.raw("groundingMetadata"), said.raw("citationMetadata"))
+    spread(content.parts, grounding.citations(content.parts))
+    changes.reply_left(said.left | grounding.left(), _IDLE)
     return Choice(parts, settled(reason, parts), logprobs=logprobs)
 
 
@@ -77,10 +83,13 @@ def render(answer: Answer, asked: Asked) -> Json:
         refuses = any(isinstance(part, Refusal) for part in choice.parts)
         parts: list[Part] = [Text(part.text) if isinstance(part, Refusal) else part for part in choice.parts]
         parts = [part for part in parts if not isinstance(part, Opaque) and not getattr(part, "redacted", False)]
-        row: Json = {"content": {"parts": render_parts(parts, {}), "role": "model"}}
+        said = render_parts(parts, {})
+        row: Json = {"content": {"parts": said, "role": "model"}}
         row |= {"finishReason": "SAFETY" if refuses else TO_GEMINI[choice.reason or "stop"], "index": at}
         if choice.logprobs:
             row["logprobsResult"] = logprobs_result(choice.logprobs)
+        places = [place for place, part in enumerate(said) if "text" in part and not part.get("thought")]
+        row |= render_citations(zip(places, [part for part in parts if isinstance(part, Text)], strict=True))
         rows.append(row)
     body: Json = {"candidates": rows, "modelVersion": answer.model, "responseId": answer.id}
     if answer.usage is not None:

@@ -11,15 +11,18 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import counts, deltas
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.finish import TO_GEMINI
+from emberline.gateway.dialects.gemini.citations import render as render_citations
 from emberline.gateway.dialects.gemini.content import render_parts, shown_seal
 from emberline.gateway.dialects.gemini.reply import logprobs_result
-from emberline.gateway.dialects.inner import Json, Part, Thinking, ToolCall
+from emberline.gateway.dialects.inner import Citation, Json, Part, Text, Thinking, ToolCall
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.errors import Broken
 
 _TEXT = b'data: {"candidates":[{"content":{"parts":[{"text":%b%b}],"role":"model"},"index":%d}]%b'
 
-_Rare: TypeAlias = deltas.TextPiece | deltas.RefusalPiece | deltas.Sealed | deltas.ToolOpened | deltas.Finished
+_Rare: TypeAlias = (
+    deltas.TextPiece | deltas.Cited | deltas.RefusalPiece | deltas.Sealed | deltas.ToolOpened | deltas.Finished
+)
 
 
 @dataclass(slots=True)
@@ -27,6 +30,8 @@ class _Candidate:
     calls: dict[int, tuple[deltas.ToolOpened, list[str]]] = field(default_factory=dict)  # that wait, with their pieces
     seals: dict[int, str] = field(default_factory=dict)  # of calls
     seal: str = ""  # of the next one
+    text: list[str] = field(default_factory=list)
+    cited: list[Citation] = field(default_factory=list)  # told at the end
     refused: bool = False
     finished: deltas.Finished | None = None
 
@@ -41,6 +46,7 @@ class Writer:
     def push(self, delta: deltas.Delta) -> bytes:
         match delta:
             case deltas.TextPiece(logprobs=None):
+                self._of(delta.choice).text.append(delta.text)
                 return self._flush(delta.choice) + _TEXT % (sse.dumps(delta.text), b"", delta.choice, self._tail)
             case deltas.ThinkingPiece():
                 text = sse.dumps(delta.text)
@@ -68,11 +74,14 @@ class Writer:
     def _rare(self, delta: _Rare, candidate: _Candidate) -> bytes:
         match delta:
             case deltas.TextPiece():
+                candidate.text.append(delta.text)
                 more = {"logprobsResult": logprobs_result(delta.logprobs or [])}
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}], more)
             case deltas.RefusalPiece():
                 candidate.refused = True
                 return self._flush(delta.choice) + self._event(delta.choice, [{"text": delta.text}])
+            case deltas.Cited():
+                candidate.cited.append(delta.citation)
             case deltas.Sealed(family="gemini"):
                 candidate.seal = delta.seal
             case deltas.Sealed(redacted=False):
@@ -115,6 +124,7 @@ class Writer:
             assert candidate.finished is not None and not candidate.calls, "a stream finishes before it ends"
             reason = "SAFETY" if candidate.refused else TO_GEMINI[candidate.finished.reason]
             content = {"parts": [{"text": ""}], "role": "model"}
-            rows.append({"content": content, "finishReason": reason, "index": choice})
+            cited = render_citations([(0, Text("".join(candidate.text), citations=candidate.cited))])
+            rows.append({"content": content, "finishReason": reason, "index": choice, **cited})
         usage = {} if self._usage is None else {"usageMetadata": counts.gemini(self._usage)}
         return b"data: " + sse.dumps({"candidates": rows} | usage)[:-1] + self._tail

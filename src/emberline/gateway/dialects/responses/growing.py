@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from emberline.api import sse
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.inner import Citation, Json
+from emberline.gateway.dialects.responses.citations import render
 from emberline.gateway.dialects.responses.reply import text_part
 
 _HEAD = b'event: response.%b.delta\ndata: {"type":"response.%b.delta","item_id":%b,"output_index":%d%b,"delta":'
@@ -75,14 +76,20 @@ class Said(Growing):
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
         self._logprobs: list[Json] = []
+        self._annotations: list[Json] = []
         self._begun = False
 
     def piece(self, text: bytes, logprobs: list[Json] | None, number: int) -> bytes:
         self._logprobs += logprobs or ()
         return b'%b%b,"logprobs":%b,"sequence_number":%d}\n\n' % (self._head, text, sse.dumps(logprobs or []), number)
 
+    def cite(self, citation: Citation) -> Json:
+        self._annotations.append(render(citation))
+        at = {"annotation_index": len(self._annotations) - 1, "annotation": self._annotations[-1]}
+        return {"type": "response.output_text.annotation.added", **self.place, **self.part_place, **at}
+
     def part(self) -> Json:
-        return text_part(self.text, list(self._logprobs))
+        return text_part(self.text, list(self._logprobs), list(self._annotations))
 
     def show(self) -> Json:
         content = [self.part()] if self._begun else []

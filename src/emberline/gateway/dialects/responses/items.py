@@ -20,6 +20,7 @@ from emberline.gateway.dialects.inner import (
     ToolResult,
 )
 from emberline.gateway.dialects.media import data_url, split_data_url
+from emberline.gateway.dialects.responses.citations import render
 
 
 def parse_item(raw: object, path: str) -> Message:
@@ -139,7 +140,7 @@ def _render_reasoning(part: Thinking) -> Json:
 
 def _render_content(parts: list[Part], shape: str, usual: str) -> str | list[Json]:
     match parts:
-        case [Text(text=text, extra=extra)] if shape != "list" and not extra:
+        case [Text(text=text, extra=extra, citations=[])] if shape != "list" and not extra:
             return text
         case [] if shape == "auto":
             return ""
@@ -149,7 +150,8 @@ def _render_content(parts: list[Part], shape: str, usual: str) -> str | list[Jso
 def _render_part(part: Part, usual: str) -> Json:
     match part:
         case Text():
-            return {"type": usual, "text": part.text, **part.extra}
+            cited = {"annotations": [render(citation) for citation in part.citations]} if part.citations else {}
+            return {"type": usual, "text": part.text, **cited, **part.extra}
         case Refusal():
             return {"type": "refusal", "refusal": part.text, **part.extra}
         case Image():

@@ -13,6 +13,7 @@ from emberline.gateway.dialects.calls import Calls
 from emberline.gateway.dialects.events import EventDecoder
 from emberline.gateway.dialects.inner import Json
 from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.responses.citations import parse
 from emberline.gateway.dialects.responses.reply import reason_of
 from emberline.gateway.errors import Broken
 
@@ -42,6 +43,7 @@ class _Event(msgspec.Struct):
     summary_index: int = -1
     delta: Any = None
     logprobs: list[Json] | None = None
+    annotation: Any = None
     item: _Item | None = None
     response: _Response | None = None
     # of an error
@@ -57,12 +59,16 @@ class Reader:
     def __init__(self) -> None:
         self._calls = Calls()
         self._thought: tuple[int, int, int] | None = None  # which part of which item thinks
+        self._begins: dict[tuple[int, int], int] = {}  # each part of a text: after how many characters
+        self._told = 0
 
     def read(self, event: bytes) -> Iterator[deltas.Delta]:
         if event == b"[DONE]":
             return  # some send it here too
         said = _EVENTS.decode(event)
         if said.type == "response.output_text.delta" and isinstance(said.delta, str):  # nearly all are
+            self._begins.setdefault((said.output_index, said.content_index), self._told)
+            self._told += len(said.delta)
             yield deltas.TextPiece(said.delta, logprobs=said.logprobs or None)
             return
         match said:
@@ -72,6 +78,10 @@ class Reader:
                 yield from self._think(said)
             case _Event(type="response.refusal.delta", delta=str(text)):
                 yield deltas.RefusalPiece(text)
+            case _Event(type="response.output_text.annotation.added"):
+                if (citation := parse(said.annotation)) is not None:
+                    place = (said.output_index, said.content_index)
+                    yield deltas.Cited(citation.moved(self._begins.get(place, self._told)))
             case _Event(type="response.output_item.added", item=_Item() as item):
                 yield from self._added(said.output_index, item)
             case _Event(type="response.output_item.done", item=_Item() as item):

@@ -21,6 +21,7 @@ from emberline.gateway.dialects.inner import (
     ToolCall,
 )
 from emberline.gateway.dialects.problems import raised
+from emberline.gateway.dialects.responses import citations
 from emberline.gateway.dialects.responses.items import parse_item
 from emberline.gateway.errors import Broken
 
@@ -40,6 +41,7 @@ def parse(body: Json, changes: Changes) -> Answer:
             if isinstance(part, Text):
                 logprobs += part.extra.get("logprobs") or []
             parts.append(part)
+    citations.lift(parts)
     reason = reason_of(said.left.get("status"), said.take("incomplete_details", dict))
     choice = Choice(parts, settled(reason, parts), logprobs=logprobs or None)
     created = int(said.take("created_at", float, 0))
@@ -97,7 +99,7 @@ def _has_place(part: Part) -> bool:
 def _item(part: Part, id: str, choice: Choice) -> Json:
     match part:
         case Text():
-            content = text_part(part.text, choice.logprobs)
+            content = text_part(part.text, choice.logprobs, list(map(citations.render, part.citations)))
             return {"id": id, "type": "message", "status": "completed", "role": "assistant", "content": [content]}
         case Refusal():
             content = {"type": "refusal", "refusal": part.text}
@@ -112,5 +114,5 @@ def _item(part: Part, id: str, choice: Choice) -> Json:
     raise AssertionError(f"{type(part).__name__} has no place in a response")
 
 
-def text_part(text: str, logprobs: list[Json] | None) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
+def text_part(text: str, logprobs: list[Json] | None, annotations: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": annotations, "logprobs": logprobs or []}

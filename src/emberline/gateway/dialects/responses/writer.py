@@ -9,7 +9,7 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.dialects import deltas, seals
 from emberline.gateway.dialects.asked import Asked
 from emberline.gateway.dialects.finish import TO_RESPONSES
-from emberline.gateway.dialects.inner import Json
+from emberline.gateway.dialects.inner import Citation, Json
 from emberline.gateway.dialects.problems import error_body
 from emberline.gateway.dialects.responses.growing import Call, Growing, Refused, Said, Thought
 from emberline.gateway.dialects.responses.reply import item_id, response
@@ -42,6 +42,8 @@ class Writer:
                 return self._grow(Refused, delta.text)
             case deltas.ToolOpened():
                 return self._begin(Call(*self._place(), delta.slot, delta.id, delta.name))
+            case deltas.Cited():
+                return self._cite(delta.citation)
             case deltas.Sealed():
                 return b"" if delta.redacted else self._seal(delta)
             case deltas.Opened():
@@ -92,6 +94,15 @@ class Writer:
         assert isinstance(self._open, Thought)
         self._open.sealed = seals.shown(sealed.seal, sealed.family, "openai-responses")
         return before
+
+    def _cite(self, citation: Citation) -> bytes:
+        """Of the text that it begins in, which may be closed: then the whole response tells it."""
+        texts = [item for item in self._items if type(item) is Said]
+        for item in texts:
+            if citation.start < len(item.text) or item is texts[-1]:
+                return self._events([item.cite(citation)])
+            citation = citation.moved(-len(item.text))
+        return b""
 
     def _place(self) -> tuple[str, int]:
         assert self._opened is not None, "a stream is opened before its first piece"

@@ -1,0 +1,50 @@
+"""The citations of OpenAI's chat: annotations of a message, whose places are characters of its one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from emberline.gateway.dialects.citations import lifted, spread, text_of
+from emberline.gateway.dialects.inner import Citation, Json, Message, Part, Text
+
+
+def parse(raw: object) -> Citation | None:
+    match raw:
+        case {"type": "url_citation", "url_citation": dict(said)}:
+            return page(said)
+    return None
+
+
+def page(said: Mapping[Any, Any]) -> Citation | None:
+    """What both of OpenAI's dialects say of one; `content` is OpenRouter's."""
+    url, start, end = said.get("url"), said.get("start_index"), said.get("end_index")
+    if not isinstance(url, str):
+        return None
+    if not (isinstance(start, int) and isinstance(end, int) and 0 <= start <= end):
+        start = end = 0
+    return Citation(url, text_of(said, "title"), text_of(said, "content"), start, end)
+
+
+def lift(message: Message) -> None:
+    spread(message.parts, lifted(message.extra, "annotations", parse))
+
+
+def told(citation: Citation) -> Json:
+    place = {"start_index": citation.start, "end_index": citation.end}
+    return {**place, "url": citation.url, "title": citation.title}
+
+
+def render(citation: Citation) -> Json:
+    return {"type": "url_citation", "url_citation": told(citation)}
+
+
+def render_all(parts: Iterable[Part]) -> list[Json]:
+    """Those of all texts, as of one."""
+    made: list[Json] = []
+    begin = 0
+    for part in parts:
+        if isinstance(part, Text):
+            made += [render(citation.moved(begin)) for citation in part.citations]
+            begin += len(part.text)
+    return made

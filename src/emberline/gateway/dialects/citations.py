@@ -1,0 +1,56 @@
+"""Citations on their way: out of what a dialect said, and to the texts they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from emberline.gateway.dialects.inner import Citation, Json, Part, Text
+
+
+def known(rows: object, parse: Callable[[object], Citation | None]) -> list[Citation]:
+    """Those of a list that name a page. They are no reason to break a reply: what is odd is not known."""
+    return [made for row in rows if (made := parse(row)) is not None] if isinstance(rows, list) else []
+
+
+def lifted(extra: Json, name: str, parse: Callable[[object], Citation | None]) -> list[Citation]:
+    """The same, out of what only its own dialect knows, where the others stay."""
+    made = known(extra.get(name), parse)
+    if made:
+        extra[name] = [row for row in extra[name] if parse(row) is None]
+    return made
+
+
+def text_of(said: Mapping[Any, Any], name: str) -> str:
+    value = said.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def spread(parts: Iterable[Part], citations: list[Citation]) -> None:
+    """Citations of an answer's whole text, handed out to the texts that it is made of."""
+    texts = [part for part in parts if isinstance(part, Text)]
+    last = sum(len(text.text) for text in texts) - 1
+    begin = 0
+    for text in texts:
+        end = begin + len(text.text)
+        for citation in citations:
+            start = min(citation.start, last)
+            if start < end and begin < max(citation.end, start + 1):
+                start, stop = max(start - begin, 0), min(citation.end, end) - begin
+                text.citations.append(replace(citation, start=start, end=stop))
+        begin = end
+
+
+def pieces(text: Text) -> list[tuple[str, list[Citation]]]:
+    """The text cut where citations begin and end, each piece with those it rests on. None is blank, unless all is."""
+    said, cuts = text.text, [0]
+    for edge in sorted({len(said), *(at for cited in text.citations for at in (cited.start, cited.end))}):
+        if said[cuts[-1] : edge].strip():
+            cuts.append(edge)
+    cuts[max(1, len(cuts) - 1) :] = [len(said)]
+    return [
+        (said[a:b], [c for c in text.citations if c.start < b and a < max(c.end, c.start + 1)])
+        for a, b in pairwise(cuts)
+    ]

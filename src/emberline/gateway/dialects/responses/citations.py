@@ -1,0 +1,26 @@
+"""The citations of Responses: annotations of a text, whose places are its characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from emberline.gateway.dialects.chat.citations import page, told
+from emberline.gateway.dialects.citations import lifted, spread
+from emberline.gateway.dialects.inner import Citation, Json, Part, Text
+
+
+def parse(raw: object) -> Citation | None:
+    match raw:
+        case {"type": "url_citation", **said}:
+            return page(said)
+    return None
+
+
+def lift(parts: Iterable[Part]) -> None:
+    for part in parts:
+        if isinstance(part, Text):
+            spread([part], lifted(part.extra, "annotations", parse))
+
+
+def render(citation: Citation) -> Json:
+    return {"type": "url_citation", **told(citation)}
