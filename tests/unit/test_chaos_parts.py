@@ -5,15 +5,18 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
 
 from emberline.chaos.answer import Answer
 from emberline.chaos.case import Case
-from emberline.chaos.client import Client, Verdict, judged
+from emberline.chaos.client import Client, Ending, Verdict, judged
 from emberline.chaos.faults import FAULTS, _damage
+from emberline.chaos.ledger import Ledger
 from emberline.chaos.place import Place
 from emberline.chaos.sight import Sights, Stage
 from emberline.chaos.turns import Turn, Turns, drawn
@@ -259,3 +262,18 @@ def test_files_of_any_size_are_damaged(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", "no-such-model"]) == 1
     assert "no model 'no-such-model'" in capsys.readouterr().err
+
+
+def test_one_that_is_stopped_tells_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(scene: object, ledger: Ledger, *_: object) -> None:
+        ending = Ending(Verdict.ANSWERED, "", 0.0, 1.5)
+        ledger.struck("kill router", "queued", ending, moved=0, noticed=0, excused=False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("emberline.chaos.play.play", play)
+    monkeypatch.setattr("emberline.chaos.scene.Scene", lambda settings, home: None)
+    monkeypatch.setattr("emberline.hub.source.resolve", lambda model: tmp_path)
+    assert main(["chaos", "m", "--logs", str(tmp_path), "--json", str(tmp_path / "told.json")]) == 128 + signal.SIGTERM
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["all"] == {"count": 1, "answered": 1} and told["slowest_request_seconds"] == 1.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,13 +36,13 @@ class Play:
     cases: Cases
     dice: random.Random
     say: Callable[[str], None]
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: Ledger
     _going: asyncio.Event = field(default_factory=asyncio.Event)
     _choosing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _last: tuple[str, str] = ("nothing", "")
     _moves: int = 0  # until the last fault
 
-    async def run(self, count: int) -> Ledger:
+    async def run(self, count: int) -> None:
         scene = self.scene
         if missing := await scene.full_strength():
             raise EmberlineError(f"the cluster did not start: {missing}", hint=f"its logs are in {scene.home}")
@@ -56,7 +55,6 @@ class Play:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-        return self.ledger
 
     async def _strike(self, count: int) -> None:
         turns = Turns(self.scene.workers, self.dice)
@@ -233,12 +231,10 @@ def _session(home: Place, scene: Scene, dice: random.Random) -> str:
             return session
 
 
-async def play(scene: Scene, count: int, seed: int, say: Callable[[str], None]) -> tuple[Ledger, float]:
-    began = time.monotonic()
+async def play(scene: Scene, ledger: Ledger, count: int, seed: int, say: Callable[[str], None]) -> None:
     dice = random.Random(seed)
     try:
         await scene.start()
-        ledger = await Play(scene, Cases(scene.reference.url, SERVED, dice), dice, say).run(count)
-        return ledger, time.monotonic() - began
+        await Play(scene, Cases(scene.reference.url, SERVED, dice), dice, say, ledger).run(count)
     finally:
         await scene.stop()

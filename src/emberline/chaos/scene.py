@@ -257,9 +257,9 @@ class Scene:
         """Whether there was no router, or one that does not know all workers yet, at some time since then."""
         return any(len(absence) == 1 or absence[1] >= since for absence in self.router.absences)
 
-    async def full_strength(self, seconds: float = RESTART) -> str:
+    async def full_strength(self) -> str:
         """Waits for it. What is missing in the end."""
-        return await until_nothing(self.missing, seconds)
+        return await until_nothing(self.missing, RESTART)
 
     async def held(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""

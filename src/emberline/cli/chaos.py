@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import signal
 import sys
@@ -40,18 +41,26 @@ def run(args: argparse.Namespace) -> int:
     home = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     home.mkdir(parents=True, exist_ok=True)
 
-    async def whole() -> tuple[Ledger, float]:
+    ledger, began, told = Ledger(), time.monotonic(), 0
+
+    async def whole() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # as Ctrl-C: nothing is left behind
+
+        def stop(number: int) -> None:
+            nonlocal told
+            told = number
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):  # nothing is left behind, and what was seen is told
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         settings = Settings(args.model, args.prefill, args.decode, kv_memory=args.kv_memory, links=args.links)
-        return await play(Scene(settings, home), args.faults, args.seed, _say)
+        await play(Scene(settings, home), ledger, args.faults, args.seed, _say)
 
     _say(f"logs in {home}")
-    try:
-        ledger, seconds = asyncio.run(whole())
-    except asyncio.CancelledError:
-        return 143
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(whole())
+    seconds = time.monotonic() - began
     print(ledger.table())
     total = ledger.total
     _say(f"{total['count']} faults in {seconds:.0f} s, {ledger.checks} looks for leaks")
@@ -64,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 "software": machine.software(), "model": args.model, "seed": args.seed}  # fmt: skip
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**head, "seconds": round(seconds), **ledger.as_dict()}, indent=1) + "\n")
-    return 1 if ledger.bad else 0
+    return 1 if ledger.bad else 128 + told if told else 0
 
 
 def _say(what: str) -> None:
