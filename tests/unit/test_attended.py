@@ -23,9 +23,11 @@ async def at_once() -> Message:
     return {"type": "http.disconnect"}
 
 
-def run(receive: Callable[[], Awaitable[Message]], work: Callable[[Attended], Awaitable[None]]) -> None:
+def run(
+    receive: Callable[[], Awaitable[Message]], work: Callable[[Attended], Awaitable[None]], seconds: float = 3600
+) -> None:
     async def main() -> None:
-        with Attended(receive) as attended:
+        with Attended(receive, seconds) as attended:
             await work(attended)
         await asyncio.sleep(2 * MOMENT)  # nothing rings any more
 
@@ -43,7 +45,6 @@ async def _late(attended: Attended) -> None:
 
 
 async def _late_after_a_moment(attended: Attended) -> None:
-    attended.within(3600)
     await asyncio.sleep(2 * MOMENT)  # the body came slowly
     attended.watch()
     await asyncio.sleep(2 * MOMENT)
@@ -52,7 +53,6 @@ async def _late_after_a_moment(attended: Attended) -> None:
 
 
 async def _slow_body(attended: Attended) -> None:
-    attended.within(3600)
     await asyncio.sleep(2 * MOMENT)
     attended.watch()
     await asyncio.sleep(3600)
@@ -68,6 +68,11 @@ def test_a_client_that_leaves(work: Callable[[Attended], Awaitable[None]]) -> No
 def test_a_time_that_is_over(work: Callable[[Attended], Awaitable[None]]) -> None:
     with pytest.raises(TimeoutError):
         run(never, work)
+
+
+def test_a_body_that_does_not_come() -> None:
+    with pytest.raises(TimeoutError):
+        run(never, lambda attended: asyncio.sleep(3600), seconds=2 * MOMENT)
 
 
 def test_before_the_body_is_read_and_at_the_end_nobody_watches() -> None:

@@ -282,3 +282,16 @@ def test_master_keys_from_the_environment(world: World) -> None:
     document = world.run(vault.document(PLACE, "sk", 0))
     world.run(world.store.commit(Change(AUDIT, put=[replace(document)])))
     assert world.run(vault.reveal("acme", "openai")) == "sk"
+
+
+def test_who_holds_a_key_is_known_by_its_id_as_it_is_now(world: World) -> None:
+    secret, fixed = new_secret("virtual"), Identity("configured-0", "c", "token")
+    key, keys = made(secret, allowed_models=("a",), expires=1_000_060_000), world.keys(fixed={"x" * 16: fixed})
+    world.put(key)
+    assert world.run(keys.holder(key.id)) == world.run(keys.identify(secret)) == key.identity
+    assert world.run(keys.holder("configured-0")) is fixed and world.run(keys.holder("f" * 16)) is None
+    world.put(made(secret, allowed_models=("b",), expires=1_000_060_000))
+    world.clock.advance(1)
+    assert world.run(keys.holder(key.id)).allowed_models == ("b",)
+    world.wall.advance(60)
+    assert world.run(keys.holder(key.id)) is None

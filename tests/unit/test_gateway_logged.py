@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from gateway_calls import call
 
+from emberline.gateway.admin.logs import view
 from emberline.gateway.call import Reply
+from emberline.gateway.costs.bill import bill
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.costs.prices import Prices
 from emberline.gateway.keys.identity import Identity
 from emberline.gateway.layers.logged import record
+from emberline.gateway.store.rollup import COUNTERS, tally
+from emberline.gateway.streams.meter import RawMeter, check_whole
 
 
 def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
@@ -15,3 +21,23 @@ def test_a_request_cannot_say_otherwise_what_its_key_or_gateway_says() -> None:
     asked = call(headers=said, identity=who, settings={"metadata": {"stage": "live"}})
     asked.id = "0" * 32
     assert record(asked, Reply(200, {}, b""), 1.0).metadata == {"team": "core", "stage": "live", "age": 7}
+
+
+def test_a_turn_can_be_searched_for() -> None:
+    asked = call(headers={"cf-aig-turn-id": "t7", "cf-aig-session-id": "s1"})
+    asked.id = "0" * 32
+    made = record(asked, Reply(200, {}, b""), 1.0)
+    assert made.metadata == {"turn_id": "t7"} and made.session_id == "s1"
+
+
+def test_what_tells_no_usage_has_no_cost() -> None:
+    asked, prices = call(dialect="raw"), Prices(CatalogueFiles())
+    asked.id = "0" * 32
+    assert prices.price(asked.settings, asked.provider, asked.model) is not None
+    for usage in (check_whole("raw", b'{"ok": true}')[0], RawMeter().usage(b"{}")[0]):
+        reply = Reply(200, {}, b"", usage=usage, provider=asked.provider, ended="complete")
+        bill(asked, reply, prices)
+        made = record(asked, reply, 1.0)
+        assert made.micros is None and view(made)["cost"] is None
+        for counts in tally([made]).values():
+            assert (counts[COUNTERS.index("unpriced")], counts[COUNTERS.index("micros")]) == (1, 0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import pytest
 from gateway_records import NOON, made
 
 from emberline.gateway.errors import StoreFailed
+from emberline.gateway.logs import logwriter
 from emberline.gateway.logs.logwriter import LogWriter
 from emberline.gateway.logs.record import Payload, Record
 
@@ -18,6 +20,7 @@ class ScriptedStore:
     def __init__(self) -> None:
         self.batches: list[list[tuple[Record, Payload | None]]] = []
         self.is_down = False
+        self.says: Exception = StoreFailed("down")  # when asked whether it answers
         self.asked = asyncio.Event()
         self.meanwhile: Callable[[], None] = lambda: None  # happens while the first batch is written
 
@@ -33,7 +36,7 @@ class ScriptedStore:
 
     async def version(self) -> int:
         if self.is_down:
-            raise StoreFailed("down")
+            raise self.says
         return 0
 
     @property
@@ -135,3 +138,19 @@ def test_one_bad_record_does_not_hold_up_the_others() -> None:
         assert (writer.written, writer.dropped) == (2, 1)
 
     asyncio.run(do())
+
+
+def test_a_store_that_fails_in_a_strange_way_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logwriter, "FIRST_PAUSE", 0.0)
+
+    async def do() -> None:
+        store = ScriptedStore()
+        store.is_down, store.says = True, IndexError("no such row")
+        async with LogWriter(store, linger=0.0) as writer:  # type: ignore[arg-type]
+            writer.put(made())
+            while writer.failures < 5:
+                await asyncio.sleep(0.001)
+            store.is_down = False
+        assert (writer.written, writer.dropped) == (1, 0)
+
+    asyncio.run(asyncio.wait_for(do(), 10))

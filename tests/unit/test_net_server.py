@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from emberline.net import visitor
+from emberline.net import visitor, websocket
 from emberline.net.host import App, Receive, Send
 from emberline.net.server import Server
 from emberline.net.turn import CutOff
 
 GET = b"GET /a%20b?c=%20d HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
 CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
 
 
@@ -254,6 +258,49 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
         while not got.endswith(b"\r\n0\r\n\r\n"):
             got = got[-100:] + await one.reader.read(1 << 20)
         assert b"\r\n%x\r\n%d\r\n0\r\n" % (8, many * len(piece)) in got
+
+    run(app, work)
+
+
+async def _all_left(server: Server) -> None:
+    async with asyncio.timeout(10):
+        while server.host.guests:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("asked", [GET, GET.replace(b"Host: x", b"Connection: close")])
+def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
+    monkeypatch.setattr(visitor, "KEEP", 0.05)
+    monkeypatch.setattr(visitor, "LINGER", 0.05)
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await answer(send, b"x" * (32 << 20))  # more than systems keep for one who does not read
+
+    async def work(client: Any, server: Server) -> None:
+        one = await client()
+        one.writer.transport.pause_reading()
+        one.say(asked)
+        while not server.host.guests:
+            await asyncio.sleep(0.01)
+        await _all_left(server)
+
+    run(app, work)
+
+
+def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "GOODBYE", 0.05)
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.send", "bytes": b"x" * (32 << 20)})
+
+    async def work(client: Any, server: Server) -> None:
+        server.host.largest_message = 1 << 20
+        one = await client()
+        one.say(UPGRADE)
+        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        one.writer.transport.pause_reading()
+        await _all_left(server)
 
     run(app, work)
 

@@ -12,12 +12,14 @@ from gateway_records import NOON, made
 from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock, SystemClock
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.errors import StoreBusy, StoreFailed
 from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
 from emberline.gateway.logs.logwriter import LogWriter
+from emberline.gateway.store import postgres as postgres_store
 from emberline.gateway.store.base import Audit, Change, Document
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.opening import open_store
+from emberline.gateway.store.postgres import PostgresStore
 from emberline.gateway.store.watch import Watch
 
 
@@ -60,3 +62,39 @@ def test_a_store_that_goes_and_comes_back(postgres: Postgres) -> None:
         await store.close()
 
     asyncio.run(asyncio.wait_for(do(), 60))
+
+
+def test_a_connection_in_the_moment_of_its_loss(postgres: Postgres) -> None:
+    """The server's goodbye has come, and the end of its connection has not: asyncpg takes that for its own mistake."""
+
+    class Lost:
+        def acquire(self, timeout: float) -> None:
+            raise asyncpg.InternalClientError("cannot switch to state 11; another operation (2) is in progress")
+
+    async def do() -> None:
+        store = await PostgresStore.open(postgres.url("postgres"))
+        pool, store._pool = store._pool, Lost()  # type: ignore[assignment]
+        for ask in (store.version(), store.commit(Change(Audit(0, "acme", "t", "t", "t")))):
+            with pytest.raises(StoreBusy):
+                await ask
+        store._pool = pool
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(do(), 30))
+
+
+def test_nobody_waits_for_ever_for_a_connection(postgres: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_store, "LONGEST", 0.1)
+
+    async def do() -> None:
+        store = await PostgresStore.open(postgres.url("postgres"))
+        taken = [await store._pool.acquire() for _ in range(store._pool.get_max_size())]
+        for ask in (store.version, store.days):
+            with pytest.raises(StoreFailed):
+                await ask()
+        for each in taken:
+            await store._pool.release(each)
+        assert await store.version() == 0
+        await store.close()
+
+    asyncio.run(asyncio.wait_for(do(), 30))

@@ -234,6 +234,48 @@ def test_what_was_settled_while_redis_was_gone_is_sent_when_it_is_back() -> None
         server.process.wait()
 
 
+@pytest.mark.parametrize("degraded", ["local", "closed"])
+def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: Degraded) -> None:
+    async def go() -> None:
+        async with linked(server.url) as link:
+            limiter = RedisLimiter(link, degraded=degraded, prefix=f"refused-{degraded}")
+            claims = [Rule(name="r", limit=100, amount="tokens", per="day").claim({}, 10)]
+            made = await limiter.reserve(claims, 0, 60)
+            await link.call("REPLICAOF", "127.0.0.1", 1)  # of nobody: from now on it only reads
+            try:
+                limiter.settle(made, {"tokens": 7}, 0)
+                await until(lambda: limiter.stats.owed == 1)
+                if degraded == "local":
+                    assert (await limiter.reserve(claims, 0, 60)).local
+                else:
+                    with pytest.raises(StoreFailed):
+                        await limiter.reserve(claims, 0, 60)
+            finally:
+                await link.call("REPLICAOF", "NO", "ONE")
+            limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0}, 0)
+            await limiter.close()
+            assert (limiter.stats.degraded, limiter.stats.owed, limiter.stats.lost) == (1, 0, 0)
+            assert (await limiter.reserve(claims, 0, 60)).grants[0].remaining == 100 - 7 - 10
+
+    uvloop.run(go())
+
+
+def test_a_settlement_that_is_never_taken_is_given_up(server: RedisServer) -> None:
+    async def go() -> None:
+        async with linked(server.url) as link:
+            limiter = RedisLimiter(link, prefix="spoiled")
+            one, other = ([Rule(name=name, limit=9).claim({}, 1)] for name in ("one", "other"))
+            made = await limiter.reserve(one, 0, 60)
+            await link.call("SET", limiter._keys(one)[1], "of somebody else")
+            limiter.settle(made, {"requests": 1}, 0)
+            await until(lambda: limiter.stats.owed == 1)
+            limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1}, 0)
+            await until(lambda: limiter.stats.lost == 1)
+            assert limiter.stats.owed == 0
+
+    uvloop.run(go())
+
+
 def test_the_link_speaks_redis(server: RedisServer) -> None:
     async def go() -> None:
         async with linked(f"{server.url}/3") as link:

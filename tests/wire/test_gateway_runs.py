@@ -12,6 +12,8 @@ import pytest
 from gateways import Gateways
 from routers import until
 
+from emberline.gateway.run import queue
+
 TEXT = "".join(f"word{i} " for i in range(8))
 RUN = "/client/v4/accounts/default/ai/run"
 KEY = {"authorization": "Bearer a-key-of-the-tests"}
@@ -190,6 +192,27 @@ def test_strangers_see_nothing(gateway: Gateways) -> None:
     status, _, said = gateway.post(f"{RUN}/m", {"request_id": id})
     assert status == 404 and json.loads(said)["success"] is False
     fetched(gateway, id)
+
+
+@pytest.mark.parametrize("narrowed", [{"disabled": True}, {"allowed_models": ["other"]}])
+def test_what_a_key_may_no_longer_is_not_done_for_it(
+    gateway: Gateways, monkeypatch: pytest.MonkeyPatch, narrowed: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(queue, "PAUSES", (0.05,))
+    fake = gateway.fakes["fake"]
+    fake.script, fake.fault = ["", ""], "429"  # two are answered, the others wait for room
+    status, _, made = gateway.post("/admin/accounts/default/keys", {"name": "k", "kind": "virtual"}, KEY)
+    assert status == 201
+    key = json.loads(made)
+    own = {"authorization": f"Bearer {key['secret']}"}
+    given = {"requests": [{"prompt": str(i)} for i in range(7)]}
+    status, _, said = gateway.post(f"{RUN}/m?queueRequest=true", given, own)
+    assert status == 200, said
+    until(lambda: fake.count > 4, 10)
+    assert gateway.post(f"/admin/accounts/default/keys/{key['id']}", narrowed, KEY, "PATCH")[0] == 200
+    rows = fetched(gateway, json.loads(said)["result"]["request_id"])["responses"]
+    assert [row["success"] for row in rows].count(True) == 2
+    assert [row["error"]["code"] for row in rows if not row["success"]] == [10000] * 5
 
 
 def test_a_batch_survives_a_restart(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_many_at_once(gateway: Gateways, socket: Connection) -> None:
     heard: list[dict[str, Any]] = []
     while sum(each["type"] == "universal.done" for each in heard) < 8:
         heard.append(hears(socket))
+        assert heard[-1]["type"] != "universal.error", heard[-1]
     order = [each["metadata"]["eventId"] for each in heard]
     for i in range(8):
         own = [each["type"] for each in heard if each["metadata"]["eventId"] == f"event-{i}"]

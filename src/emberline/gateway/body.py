@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -26,16 +26,19 @@ class Peek(msgspec.Struct):
     @property
     def max_output(self) -> int | None:
         """Tokens of one answer."""
-        said = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
-        return next(filter(_counts, (*said, self._generation("maxOutputTokens"))), None)
+        for said in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if _counts(said):
+                return said
+        return self._generation("maxOutputTokens")
 
     @property
     def answers(self) -> int:
         """How many are wanted."""
-        return next(filter(_counts, (self.n, self._generation("candidateCount"))), 1)
+        return self.n if _counts(self.n) else self._generation("candidateCount") or 1
 
-    def _generation(self, name: str) -> Any:
-        return self.generation.get(name) if isinstance(self.generation, dict) else None
+    def _generation(self, name: str) -> int | None:
+        said = self.generation.get(name) if isinstance(self.generation, dict) else None
+        return said if _counts(said) else None
 
     @property
     def counts(self) -> bool:
@@ -43,8 +46,8 @@ class Peek(msgspec.Struct):
         return isinstance(self.stream_options, dict) and self.stream_options.get("include_usage") is True
 
 
-def _counts(said: Any) -> bool:
-    return isinstance(said, int) and not isinstance(said, bool) and said > 0
+def _counts(said: Any) -> TypeGuard[int]:
+    return type(said) is int and said > 0  # True is none
 
 
 _PEEK = msgspec.json.Decoder(Peek)

@@ -108,7 +108,8 @@ Ending: TypeAlias = "Callable[[Reply], Awaitable[None]]"
 
 
 class Reply(msgspec.Struct):
-    """Whoever has one closes it: then, and once, those that wait for its end are called, the innermost first."""
+    """Whoever has one closes it: then, and once, those that wait for its end are called, the innermost first, and all
+    of them, also if one fails or whoever closes it is stopped meanwhile."""
 
     status: int
     headers: dict[str, str]
@@ -128,13 +129,22 @@ class Reply(msgspec.Struct):
     endings: list[Ending] = []
 
     async def close(self) -> None:
-        if not isinstance(self.body, bytes):
-            await self.body.aclose()
-        elif not self.ended:
-            self.ended = "complete" if self.status < 400 else "error"
+        failed: BaseException | None = None
+        try:
+            if not isinstance(self.body, bytes):
+                await self.body.aclose()
+            elif not self.ended:
+                self.ended = "complete" if self.status < 400 else "error"
+        except BaseException as e:
+            failed = e
         endings, self.endings = self.endings, []
         for ending in endings:
-            await ending(self)
+            try:
+                await ending(self)
+            except BaseException as e:
+                failed = failed or e
+        if failed is not None:
+            raise failed
 
 
 Handler: TypeAlias = Callable[[Call], Awaitable[Reply]]

@@ -10,6 +10,7 @@ EmberlineError
 │   └── LimitExceeded       429  rate_limit_exceeded, budget_exceeded
 ├── Conflict                409  conflict                it is there already, or was changed by someone else meanwhile
 ├── StoreFailed             503  store_failed            the gateway's own memory does not answer
+│   └── StoreBusy                                        not now, whatever it is asked: locked, full, out of reach
 └── UpstreamFailed          502  upstream_failed         what a provider did: those of net/errors.py, and
     ├── Resting             503  upstream_resting        it failed too often, and is left alone
     ├── KeyMissing          401  provider_key_missing    there is nothing to ask it with
@@ -92,6 +93,10 @@ class Conflict(EmberlineError):
 class StoreFailed(EmberlineError):
     status = 503
     code = "store_failed"
+
+
+class StoreBusy(StoreFailed):
+    pass
 
 
 class Resting(UpstreamFailed):

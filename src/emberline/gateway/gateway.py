@@ -53,6 +53,10 @@ class Doorkeeper(Protocol):
         """None: it is not one of ours."""
         ...
 
+    async def holder(self, id: str) -> Identity | None:
+        """Of the key with this id. None: it holds no longer."""
+        ...
+
 
 class Gateway:
     def __init__(
@@ -76,14 +80,15 @@ class Gateway:
         self._ids = Ids()
         self._targets: dict[str, Target] = {}  # of paths that were asked for before
 
-    async def answer(self, request: Request, identity: Identity | None = None) -> Reply:
-        """`identity`: who asks, where it is known already, and no key comes with the request."""
+    async def answer(self, request: Request, key_id: str | None = None) -> Reply:
+        """`key_id`: of whoever asked for it before, where no key comes with the request; "": nobody whom we know."""
         dialect: Dialect = "raw"
         try:
             target = self._targets.get(request.path) or self._target(request.path)
             dialect = target.dialect
             call = await self.opened(target, request)
-            call.identity = identity or call.identity
+            if key_id:
+                call.identity = await self._holder(key_id)
             dialect = call.dialect
             reply = await self._handler(call)
             reply.patience = call.deadline - self._clock.now()
@@ -156,6 +161,12 @@ class Gateway:
 
     async def who(self, headers: dict[str, str]) -> Identity:
         return (await self._entered(Target("plain"), headers))[0]
+
+    async def _holder(self, key_id: str) -> Identity:
+        """What a key may do is what it may do now."""
+        if (found := await self._doorkeeper.holder(key_id)) is None:
+            raise Unauthorized("the key that this was asked for with holds no longer", hint="ask again with another")
+        return found
 
     async def _entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, dict[str, str]]:
         """Who it is, and the headers without what told us so: our keys are not shown to providers, not even those that

@@ -109,8 +109,11 @@ class RedisLink:
     """At redis[s]://[USER:PASSWORD@]HOST[:PORT][/DATABASE][?patience=MILLISECONDS]."""
 
     def __init__(self, url: str, clock: Clock, *, patience: float = 0.05) -> None:
-        self._parts = urlsplit(url)
-        self._host = self._parts.hostname or ""
+        try:
+            self._parts = urlsplit(url)
+            self._host, self._port = self._parts.hostname or "", self._parts.port or 6379
+        except ValueError as e:
+            raise InvalidRequest(f"the address of Redis is none: {e}") from e
         if self._parts.scheme not in ("redis", "rediss") or not self._host:
             raise InvalidRequest("the address of Redis must be redis:// or rediss:// (TLS) and name a host")
         self._clock, self.patience = clock, _patience(self._parts.query) or patience
@@ -191,7 +194,7 @@ class RedisLink:
                 self._wire, pause = wire, 0.05
                 self.stats.connects += 1
                 await self._listen(wire)
-            except (OSError, TimeoutError, LinkDown, RedisSaid):
+            except (OSError, ValueError, TimeoutError, LinkDown, RedisSaid):  # ValueError: of a name that is none
                 pass
             finally:
                 self._wire = None
@@ -203,7 +206,7 @@ class RedisLink:
         parts, tls = self._parts, self._parts.scheme == "rediss"
         async with asyncio.timeout(CONNECTING):
             await asyncio.get_running_loop().create_connection(
-                lambda: wire, self._host, parts.port or 6379, ssl=ssl.create_default_context() if tls else None
+                lambda: wire, self._host, self._port, ssl=ssl.create_default_context() if tls else None
             )
             if parts.password:
                 user = (unquote(parts.username),) if parts.username else ()

@@ -17,6 +17,7 @@ from emberline.net.turn import Turn
 
 KEEP = 5.0  # seconds between two requests
 HEAD = 20.0  # seconds for a head to come
+LINGER = 20.0  # seconds for the last words to be taken
 LARGEST_HEAD = 1 << 16  # bytes, but for what comes with its end
 MOST_HEADERS = 200
 REFUSALS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
@@ -83,10 +84,12 @@ class Visitor(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """When all that was written is sent."""
+        """When all that was written is sent; who does not take it is not waited for much longer."""
         self._deaf = True
         if self._transport is not None:
             self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._wait(LINGER)
 
     def cut(self) -> None:
         """As close, but one who does not take what is written is not waited for."""
@@ -188,11 +191,12 @@ class Visitor(asyncio.Protocol):
         assert parser is not None
         self._heading = False
         self._due = math.inf
-        if parser.should_upgrade() and self._wants_socket():
+        upgrades = parser.should_upgrade()
+        if upgrades and self._wants_socket():
             return
         version = parser.get_http_version()
-        keep = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
-        awaited = b"100-continue" in [value.lower() for name, value in self._headers if name == b"expect"]
+        keep = version == "1.1" and parser.should_keep_alive() and not upgrades
+        awaited = dict(self._headers).get(b"expect", b"").lower() == b"100-continue"
         turn = Turn(self, self._host, self._scope("http", parser.get_method().decode("ascii"), version), keep, awaited)
         self._reading = turn
         if self._turn is None:
@@ -278,7 +282,7 @@ class Visitor(asyncio.Protocol):
     def _rings(self) -> None:
         self._alarm = None
         if self.loop.time() >= self._due:
-            self.close()
+            self.abort() if self._deaf else self.close()
         elif self._due < math.inf:
             self._ring_at(self._due)
 

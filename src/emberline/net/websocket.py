@@ -238,5 +238,8 @@ class WebSocket(asyncio.Protocol):
             self._transport.write(data)
 
     def _close(self) -> None:
+        """When all that was written is sent, or was not taken for as long again."""
         if self._transport is not None:
             self._transport.close()
+            if self._transport.get_write_buffer_size():
+                self._timer = self._loop.call_later(GOODBYE, self.abort)

@@ -38,9 +38,9 @@ class Exchange:
         return self.headers.get(name.encode(), b"").decode("latin-1")
 
     async def body(self, limit: int) -> bytes:
-        declared = self.header("content-length")
+        declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLarge(f"the body has {declared} bytes; at most {limit} are taken")
+            raise BodyTooLarge(f"the body has {int(declared)} bytes; at most {limit} are taken")
         parts: list[bytes] = []
         size = 0
         while True:
@@ -65,16 +65,9 @@ class Exchange:
         ours = {"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})}
         await self.start(200, "text/event-stream; charset=utf-8", ours)
 
-    async def send_events(self, events: list[bytes], *, last: bool = False) -> None:
-        """Each call is one write to the client: nothing waits for more."""
-        if events or last:
-            await self._send(
-                {
-                    "type": "http.response.body",
-                    "body": events[0] if len(events) == 1 else b"".join(events),
-                    "more_body": not last,
-                }
-            )
+    def send(self, data: bytes = b"", *, last: bool = False) -> Awaitable[None]:
+        """One more piece of the reply, and one write to the client: nothing waits for more."""
+        return self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work`, and stops it at once when the client goes away. The body must have been read."""

@@ -20,9 +20,11 @@ class Prices(Protocol):
 
 def bill(call: Call, reply: Reply, prices: Prices) -> None:
     """What is not known stays unknown."""
-    names = (call.model, reply.model)
-    found = (prices.price(call.settings, reply.provider, name) for name in names if name)
-    micros = charged(call, reply.usage, next((price for price in found if price is not None), None))
+    price = None
+    for name in (call.model, reply.model):
+        if name and (price := prices.price(call.settings, reply.provider, name)) is not None:
+            break
+    micros = charged(call, reply.usage, price)
     reply.micros = reply.micros if micros is None else micros
 
 

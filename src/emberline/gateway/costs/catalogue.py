@@ -113,8 +113,15 @@ class CatalogueFiles:
         return True
 
     def _stamp(self) -> list[tuple[int, int]]:
-        stats = [file.stat() if file.exists() else None for file in (OURS, *self._files)]
-        return [(stat.st_mtime_ns, stat.st_size) if stat else (0, 0) for stat in stats]
+        return [_stamp(file) for file in (OURS, *self._files)]
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:  # it is not there, or is just being replaced
+        return 0, 0
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _provider(provider: str, rows: object) -> Iterable[Model]:

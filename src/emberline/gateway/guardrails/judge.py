@@ -43,13 +43,14 @@ class Judges:
         if len(parts) > MOST:
             log.warning("judge %s: a text of %d characters is too long", judge.name, len(text))
             return None
+        asked = [asyncio.ensure_future(self._asked(judge, part, call, beside)) for part in parts]
         try:
             async with asyncio.timeout(judge.seconds):
-                found = await asyncio.gather(*(self._asked(judge, part, call, beside) for part in parts))
+                await asyncio.gather(*asked, return_exceptions=True)  # all of them: each is on the bill
+            return frozenset[str]().union(*(each.result() for each in asked))
         except (EmberlineError, TimeoutError) as e:
             log.warning("judge %s: %s", judge.name, e or "it took too long")
             return None
-        return frozenset().union(*found)
 
     async def _asked(self, judge: Judge, text: str, call: Call, beside: Beside) -> frozenset[str]:
         reply = await self._ask(self._put(judge, text, call))

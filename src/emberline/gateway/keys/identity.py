@@ -37,6 +37,8 @@ class Identity:
 
 def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
     """A pattern of models names the model alone, or provider/model."""
+    if providers is ANY is models:  # as most
+        return True
     return _any(provider, providers) and (_any(model, models) or _any(f"{provider}/{model}", models))
 
 

@@ -118,15 +118,23 @@ class Keys:
             return self._fixed[hash]
         if len(token) != _LENGTH or not is_ours(token):
             return None
-        found = await self._known.get(hash, lambda: self._load(hash))
+        return self._holding(await self._known.get(hash, lambda: self._load(hash)))
+
+    async def holder(self, id: str) -> Identity | None:
+        """Of the key with this id, which was shown before. None: it holds no longer."""
+        fixed = next((each for each in self._fixed.values() if each.key_id == id), None)
+        return fixed or self._holding(await self._known.get(id, lambda: self._load(id)))
+
+    def _holding(self, found: tuple[Key, Identity] | None) -> Identity | None:
         if found is None or not found[0].holds(round(self._wall.now() * 1e3)):
             return None
         return found[1]
 
     async def _load(self, hash: str) -> tuple[Key, Identity] | None:
+        """By all of its hash, or only by its id."""
         documents = await self._store.documents("key", "", prefix=id_of(hash), limit=2)
         for document in documents:
             key = msgspec.json.decode(document.body, type=Key)
-            if hmac.compare_digest(key.hash, hash):
+            if hmac.compare_digest(key.hash[: len(hash)], hash):
                 return key, key.identity
         return None

@@ -128,9 +128,9 @@ class _Errand:
                 raise
             self._error = e
             return False
-        if self._answer is not None:  # another model is asked after one that answered: only the last one is sent
-            await self._beside.drop(self._answer)
-        self._answer = reply
+        before, self._answer = self._answer, reply
+        if before is not None:  # another model is asked after one that answered: only the last one is sent
+            await self._beside.drop(before)
         return True
 
 

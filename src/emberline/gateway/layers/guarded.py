@@ -61,8 +61,12 @@ class Watch:
             reply.provider, reply.model, reply.micros = call.provider, call.model, 0
         else:
             reply = self._reply = await inner(call)
-            if reply.status < 400:
-                await self._looked(reply)
+            try:
+                if reply.status < 400:
+                    await self._looked(reply)
+            except BaseException:  # the client left while it was judged
+                await reply.close()
+                raise
         reply.endings.append(self._beside.add)
         return reply
 

@@ -49,8 +49,10 @@ class _Race:
                 self._start(at_step(self.call, step, 1, True).moved(steps=(step,)))
                 winner = await self._first()
             winner = winner or first.result()  # raises what went wrong with the first
-        finally:
             beside = await self._stopped(winner)
+        except BaseException:  # also if the client left when there was a winner
+            await self._stopped(None)
+            raise
         winner.endings.append(beside.add)
         return winner
 

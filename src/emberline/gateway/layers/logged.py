@@ -105,10 +105,13 @@ class Tapped:
 
 
 def found(call: Call, reply: Reply) -> dict[str, str]:
-    """What guardrails found and who went on with a broken stream, so that the log can be searched for it."""
-    if not (call.findings or reply.continued):
+    """Which turn it was, what guardrails found and who went on with a broken stream, so that the log can be searched
+    for it."""
+    turn = call.options.turn_id
+    if not (call.findings or reply.continued or turn):
         return {}
-    noted = {"guardrails": ", ".join(dict.fromkeys(map(str, call.findings))), "continued": reply.continued}
+    told = ", ".join(dict.fromkeys(map(str, call.findings)))
+    noted = {"guardrails": told, "continued": reply.continued, "turn_id": turn or ""}
     return {name: value for name, value in noted.items() if value}
 
 

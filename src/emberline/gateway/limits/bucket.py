@@ -25,6 +25,7 @@ class Held(msgspec.Struct, frozen=True):
 class Bucket:
     window: Window
     slot: int = 0  # the current one
+    turns: int = 0  # when the next one begins
     total: int = 0  # of the slots that count
     used: dict[int, int] = field(default_factory=dict)  # slot -> amount, the oldest first
     held: dict[str, Held] = field(default_factory=dict)  # reservation -> what of `used` is not settled
@@ -34,10 +35,11 @@ class Bucket:
         """Time passes. A clock that is put back does not bring old slots back."""
         while self.expiring and self.expiring[0][0] <= now:
             self.settle(heapq.heappop(self.expiring)[1], None, 0)
-        if (slot := self.window.slot(now)) <= self.slot:
+        if now < self.turns:
             return
-        self.slot = slot
-        while self.used and (oldest := next(iter(self.used))) <= slot - self.window.live:
+        self.slot, live = self.window.slot(now), self.window.live
+        self.turns = self.window.ends(self.slot + 1 - live)
+        while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
 
     def grant(self, limit: int, amount: int) -> int | None:

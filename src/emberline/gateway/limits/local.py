@@ -26,7 +26,8 @@ class LocalLimiter:
         expires = ms + round(hold * 1000)
         rolled, refused = [], []
         for claim in claims:
-            bucket = self._bucket(claim, ms)
+            bucket = self._bucket(claim)
+            bucket.roll(ms)
             amount = bucket.grant(claim.rule.limit, claim.amount)
             if amount is None:
                 refused.append(_refused(claim, bucket, ms))
@@ -39,9 +40,9 @@ class LocalLimiter:
     def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
         assert not reservation.settled
         reservation.settled = True
-        ms = round(now * 1000)
         for grant in reservation.grants:
-            self._bucket(grant.claim, ms).settle(reservation.name, grant.slot, actual.get(grant.claim.rule.amount, 0))
+            used = actual.get(grant.claim.rule.amount, 0)
+            self._bucket(grant.claim).settle(reservation.name, grant.slot, used)
 
     async def spent(self, claims: Sequence[Claim], now: float) -> list[Spent]:
         return [self._spent(claim, round(now * 1000)) for claim in claims]
@@ -53,12 +54,11 @@ class LocalLimiter:
     def buckets(self) -> int:
         return len(self._buckets)
 
-    def _bucket(self, claim: Claim, now: int) -> Bucket:
+    def _bucket(self, claim: Claim) -> Bucket:
         key = (claim.gateway, claim.bucket)
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = Bucket(claim.window)
-        bucket.roll(now)
         return bucket
 
     def _spent(self, claim: Claim, now: int) -> Spent:

@@ -1,8 +1,9 @@
 """RedisLimiter: one count for all replicas. A reservation is one call of a Lua script, which Redis runs as one step and
 by its own clock; a settlement is another, which nobody waits for.
 
-Without Redis the gateway goes on, as configured: `local` counts in this process alone (with r replicas up to r times a
-limit may pass, from zero), `closed` refuses. What could not be settled is sent again when Redis is back.
+Without Redis, or with one that takes nothing (its disk or memory is full, it has become a replica), the gateway goes
+on, as configured: `local` counts in this process alone (with r replicas up to r times a limit may pass, from zero),
+`closed` refuses. What could not be settled is sent again when Redis is back.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LAST = 1.0  # seconds for the settlements under way when the gateway ends
 @dataclass(slots=True)
 class LimiterStats:
     reserved: int = 0  # by Redis
-    degraded: int = 0  # Redis could not be asked
+    degraded: int = 0  # Redis could not be asked, or refused
     owed: int = 0  # settlements that wait for it
     lost: int = 0  # settlements given up: their reservations come back whole
 
@@ -53,7 +54,7 @@ class RedisLimiter:
             values += [claim.rule.limit, claim.amount, *_window(claim)]
         try:
             said = await self._link.run(self._reserve, self._keys(claims), values)
-        except LinkDown as e:
+        except (LinkDown, RedisSaid) as e:
             return await self._without(e, claims, now, hold)
         self.stats.reserved += 1
         self._pay()
@@ -75,7 +76,7 @@ class RedisLimiter:
         values: list[str | int] = [number for claim in claims for number in _window(claim)]
         try:
             said = await self._link.run(self._spent, self._keys(claims), values)
-        except LinkDown as e:
+        except (LinkDown, RedisSaid) as e:
             raise StoreFailed(f"what was spent is not known: {e.message}", hint="Redis is asked again next time") from e
         return [Spent(*said[2 * i : 2 * i + 2]) for i in range(len(claims))]
 
@@ -86,7 +87,9 @@ class RedisLimiter:
                 while self._sent:  # an answer may make us send once more
                     await asyncio.wait(self._sent)
 
-    async def _without(self, why: LinkDown, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+    async def _without(
+        self, why: LinkDown | RedisSaid, claims: Sequence[Claim], now: float, hold: float
+    ) -> Reservation:
         self.stats.degraded += 1
         if self._degraded == "closed":
             raise StoreFailed(
@@ -99,8 +102,8 @@ class RedisLimiter:
         buckets = [f"{self._prefix}:{{{claim.gateway}}}:{claim.bucket}" for claim in claims]
         return [key for bucket in buckets for key in (f"{bucket}:used", f"{bucket}:held")]
 
-    def _send(self, words: list[str | int], *, text: bool = False) -> None:
-        """`text`: with the script itself, for a Redis that does not know its hash."""
+    def _send(self, words: list[str | int], *, text: bool = False, again: bool = False) -> None:
+        """`text`: with the script itself, for a Redis that does not know its hash. `again`: it was owed."""
         script = ("EVAL", self._settle.text) if text else ("EVALSHA", self._settle.sha)
         try:
             sent = self._link.post(*script, *words)
@@ -108,15 +111,19 @@ class RedisLimiter:
             self._owe(words)
             return
         self._sent.add(sent)
-        sent.add_done_callback(partial(self._answered, words))
+        sent.add_done_callback(partial(self._answered, words, again))
 
-    def _answered(self, words: list[str | int], sent: asyncio.Future[Any]) -> None:
+    def _answered(self, words: list[str | int], again: bool, sent: asyncio.Future[Any]) -> None:
+        """A Redis that refuses (it is full, or only reads) may take it later; if it does not, having just taken a
+        reservation, it never will."""
         self._sent.discard(sent)
         error = None if sent.cancelled() else sent.exception()
-        if isinstance(error, LinkDown):
+        if isinstance(error, RedisSaid) and error.message.startswith("NOSCRIPT"):
+            self._send(words, text=True, again=again)
+        elif isinstance(error, LinkDown) or (error is not None and not again):
             self._owe(words)
-        elif isinstance(error, RedisSaid) and error.message.startswith("NOSCRIPT"):
-            self._send(words, text=True)
+        elif error is not None:
+            self.stats.lost += 1
 
     def _owe(self, words: list[str | int]) -> None:
         if len(self._owed) >= MOST_OWED:
@@ -128,7 +135,7 @@ class RedisLimiter:
     def _pay(self) -> None:
         """Redis answers again: a settlement that did arrive the first time is not counted twice (settle.lua)."""
         for _ in range(min(AT_ONCE, len(self._owed))):
-            self._send(self._owed.popleft())
+            self._send(self._owed.popleft(), again=True)
         self.stats.owed = len(self._owed)
 
 

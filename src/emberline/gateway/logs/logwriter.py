@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from types import TracebackType
 
-from emberline.core.errors import EmberlineError
+from emberline.gateway.errors import StoreBusy
 from emberline.gateway.logs.record import Payload, Record
 from emberline.gateway.store.base import Store
 
@@ -97,36 +97,33 @@ class LogWriter:
             await self._write(self._hand)
             self._hand = []
 
-    async def _write(self, batch: list[Entry]) -> None:
-        """Ends when the batch is written, or is known to be at fault itself."""
+    async def _write(self, batch: list[Entry], most: int = TRIES) -> None:
+        """Ends when all of it is written but what is at fault itself. A store that can write nothing now is asked until
+        it can; `most`: tries at one that fails otherwise."""
         pause, tries = FIRST_PAUSE, 0
-        while not await self._append(batch):
-            tries += 1
-            if tries >= TRIES and await self._answers():
-                await self._write_each(batch)
+        while True:
+            try:
+                await self._store.append(batch)
+                self.written += len(batch)
                 return
+            except Exception as e:  # whatever a store or a strange record can cause: the loop goes on
+                self.failures += 1
+                tries += not isinstance(e, StoreBusy)
+                log.warning("%d records of the log were not written: %s: %s", len(batch), type(e).__name__, e)
+            if tries >= most and await self._answers():
+                break
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE)
-
-    async def _write_each(self, batch: list[Entry]) -> None:
-        for entry in batch:
-            if not await self._append([entry]):
-                self.dropped += 1
-                log.error("record %s cannot be written", entry[0].id)
-
-    async def _append(self, batch: list[Entry]) -> bool:
-        try:
-            await self._store.append(batch)
-        except Exception as e:  # whatever a store or a strange record can cause: the loop goes on
-            self.failures += 1
-            log.warning("%d records of the log were not written: %s: %s", len(batch), type(e).__name__, e)
-            return False
-        self.written += len(batch)
-        return True
+        if len(batch) > 1:
+            for entry in batch:
+                await self._write([entry], most=1)
+        else:
+            self.dropped += 1
+            log.error("record %s cannot be written", batch[0][0].id)
 
     async def _answers(self) -> bool:
         try:
             await self._store.version()
-        except EmberlineError:
+        except Exception:  # as above
             return False
         return True

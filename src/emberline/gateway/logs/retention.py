@@ -11,7 +11,6 @@ from datetime import date, timedelta
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.core.errors import EmberlineError
 from emberline.gateway.logs.record import day_of
 from emberline.gateway.settings import Settings
 from emberline.gateway.store.base import Store
@@ -41,8 +40,8 @@ class Retention:
                 gone, erased = await self.once()
                 if gone or erased:
                     log.info("of the log, %d days were dropped and %d records erased", len(gone), erased)
-            except EmberlineError as e:
-                log.warning("old records of the log were not dropped: %s", e)
+            except Exception as e:  # of a store, a file or what is stored: it is tried again
+                log.warning("old records of the log were not dropped: %s: %s", type(e).__name__, e)
             await asyncio.sleep(EVERY)
 
     async def once(self) -> tuple[list[date], int]:

@@ -23,6 +23,7 @@ from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
 
 OPENED = 101  # the status of a session
+AWAY = 1001  # the code of a socket whose other side is gone
 PROTOCOLS = "sec-websocket-protocol"  # the header in which a call has those that its client offers
 
 
@@ -101,7 +102,11 @@ class Realtime:
         def billed() -> None:
             bill(call, reply, self._prices)
 
-        reply = Joined(OPENED, {}, b"", channel=channel, timeouts=call.settings.timeouts, bill=billed)
+        async def closed(reply: Reply) -> None:
+            await channel.close(AWAY)  # if nobody has, with a better reason
+
+        timeouts = call.settings.timeouts
+        reply = Joined(OPENED, {}, b"", channel=channel, timeouts=timeouts, bill=billed, endings=[closed])
         reply.provider, reply.model, reply.first_byte = call.provider, call.model, self._clock.now() - call.began
         reply.ended = "left"  # until it is known better
         billed()  # where the whole has a price

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from emberline.gateway.keys.identity import Identity
 from emberline.gateway.store.base import Audit, Change, Document, Kind, Store
 
 Json = dict[str, Any]
@@ -24,7 +23,7 @@ class Batch(msgspec.Struct, kw_only=True):
     account: str
     gateway: str
     model: str
-    identity: Json  # who asked
+    key_id: str  # of who asked; "": nobody whom we know
     asked: dict[str, str] = {}  # of the gateway itself, in headers
     count: int
     created: int  # ms, like the others
@@ -35,16 +34,19 @@ class Batch(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def new(
-        account: str, gateway: str, model: str, identity: Identity, asked: Mapping[str, str], count: int, now: int
+        account: str, gateway: str, model: str, key_id: str, asked: Mapping[str, str], count: int, now: int
     ) -> Batch:
         number = (now & (1 << 48) - 1) << 80 | int.from_bytes(os.urandom(10))
-        who = msgspec.to_builtins(identity)
-        id = str(uuid.UUID(int=number))
-        about = {"account": account, "gateway": gateway, "model": model, "identity": who, "asked": dict(asked)}
-        return Batch(id=id, count=count, created=now, **about)
-
-    def asker(self) -> Identity:
-        return msgspec.convert(self.identity, Identity)
+        return Batch(
+            id=str(uuid.UUID(int=number)),
+            account=account,
+            gateway=gateway,
+            model=model,
+            key_id=key_id,
+            asked=dict(asked),
+            count=count,
+            created=now,
+        )
 
     @property
     def brief(self) -> Json:
@@ -100,5 +102,4 @@ def _part(batch: Batch, name: str, rows: list[Json], version: int) -> Document:
 
 
 def _audit(batch: Batch, action: str, now: int) -> Audit:
-    actor = str(batch.identity.get("key_id") or "anonymous")
-    return Audit(now, batch.account, actor, f"batch.{action}", batch.id)
+    return Audit(now, batch.account, batch.key_id or "anonymous", f"batch.{action}", batch.id)

@@ -16,6 +16,7 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound, Overloaded
 from emberline.gateway.call import Reply
+from emberline.gateway.errors import LimitExceeded, StoreFailed
 from emberline.gateway.gateway import Request
 from emberline.gateway.keys.identity import Identity
 from emberline.gateway.run.answer import is_busy, told
@@ -26,7 +27,7 @@ from emberline.gateway.store.base import Document, Store
 log = logging.getLogger("emberline.gateway")
 
 Json = dict[str, Any]
-Ask = Callable[[Request, Identity], Awaitable[Reply]]
+Ask = Callable[[Request, str], Awaitable[Reply]]  # a request, and the id of the key that it is asked with
 MOST_REQUESTS = 10_000  # of a batch
 MOST_WAITING = 100  # batches of an account
 WIDTH = 4  # requests under way
@@ -36,6 +37,7 @@ LOOK = 5.0  # seconds between two looks for batches of other processes
 PATIENCE = 30.0  # seconds that a request lets others go first
 KEPT = 86_400.0  # seconds that answers wait to be fetched, and that a batch has to become them
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before a provider without room is asked again; then always the last
+_PASSES = (LimitExceeded.code, StoreFailed.code)  # as that does
 
 
 class Queue:
@@ -56,11 +58,11 @@ class Queue:
         account: str,
         gateway: str,
         model: str,
-        identity: Identity,
+        key_id: str,
         requests: Any,
         asked: Mapping[str, str] = MappingProxyType({}),
     ) -> Batch:
-        """`asked`: the headers that every one of the requests is sent with."""
+        """`key_id`: what its key may do when a request is sent counts. `asked`: the headers that each is sent with."""
         if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
             raise InvalidRequest("requests must be a list of inputs", param="requests")
         if not 1 <= len(requests) <= MOST_REQUESTS:
@@ -74,7 +76,7 @@ class Queue:
         waiting = [each for each in await self._shelf.open(account) if read(each).status != "done"]
         if len(waiting) >= MOST_WAITING:
             raise Overloaded(f"{len(waiting)} batches are waiting already", retry_after=60)
-        batch = Batch.new(account, gateway, model, identity, asked, len(requests), self._now())
+        batch = Batch.new(account, gateway, model, key_id, asked, len(requests), self._now())
         await self._shelf.add(batch, requests)
         self._woken.set()
         return batch
@@ -82,7 +84,7 @@ class Queue:
     async def look(self, account: str, id: str, identity: Identity) -> Json:
         """How it stands; its answers, if it is done."""
         found = await self._shelf.find(account, id)
-        if found is None or not (identity.admin or found[0].identity.get("key_id") == identity.key_id):
+        if found is None or not (identity.admin or found[0].key_id == identity.key_id):
             raise NotFound(f"there is no batch {id[:80]!r}")
         batch = found[0]
         if batch.status != "done":
@@ -195,9 +197,9 @@ class Queue:
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
         self._mine += 1
         try:
-            reply = await self._ask(Request("POST", path, "", headers, body), batch.asker())
+            reply = await self._ask(Request("POST", path, "", headers, body), batch.key_id)
             try:
-                return told(asked, reply), is_busy(reply) or reply.error == "rate_limit_exceeded"
+                return told(asked, reply), is_busy(reply) or reply.error in _PASSES
             finally:
                 await reply.close()
         finally:

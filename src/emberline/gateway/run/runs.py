@@ -96,7 +96,7 @@ class Runs:
         if wrong:
             raise InvalidRequest(f"{min(wrong)[:80]!r} has no place beside requests", param=min(wrong)[:80])
         requests, wishes = asked.input.get("requests"), asking(request.headers)
-        return (await self._queue.add(asked.account, asked.gateway, asked.model, who, requests, wishes)).brief
+        return (await self._queue.add(asked.account, asked.gateway, asked.model, who.key_id, requests, wishes)).brief
 
     async def _now(self, asked: _Asked, request: Request) -> Reply:
         provider, model = resolve(asked.model, asked.settings)

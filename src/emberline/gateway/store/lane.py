@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from emberline.gateway.errors import StoreFailed
+from emberline.gateway.errors import StoreBusy, StoreFailed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +61,8 @@ class Lane:
         try:
             return do()
         except sqlite3.Error as e:
-            raise StoreFailed(f"SQLite: {e}", hint="is the disk full, or the file in use by another program?") from e
+            kind = StoreBusy if isinstance(e, sqlite3.OperationalError) else StoreFailed
+            raise kind(f"SQLite: {e}", hint="is the disk full, or the file in use by another program?") from e
 
     def _connect(self, path: Path) -> sqlite3.Connection:
         mode = "rwc" if self._writes else "ro"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from emberline.core.clock import Clock, SystemClock
-from emberline.gateway.errors import Conflict, StoreFailed
+from emberline.gateway.errors import Conflict, StoreBusy, StoreFailed
 from emberline.gateway.logs.record import Payload, Record, day_of
 from emberline.gateway.store import sql
 from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
@@ -44,6 +44,8 @@ _FOLDS = 0x456D6265  # of whoever folds the crowds of an account
 _ROLLUPS = ((True, sql.upsert_rollup("$", "all")), (False, sql.upsert_rollup("$", "key")))
 _CROWD, _TAKE_OUT = sql.select_crowd("$", KEPT), sql.take_out("$", shared=True)
 
+_NEVER = ("22", "23", "54")  # of errors, what was given is at fault: data, constraints, what is too large
+
 _UNLABEL = "DELETE FROM labels WHERE key = $1 AND value = $2 AND id = $3"
 
 Batch = Sequence[tuple[Record, Payload | None]]
@@ -57,13 +59,15 @@ class PostgresStore:
         except ImportError as e:
             raise StoreFailed("PostgreSQL needs asyncpg", hint="pip install 'emberline[gateway]'") from e
         settings = {"jit": "off", "lock_timeout": "5000"}
+        # The last is what it says of a connection in the moment of its loss.
+        failures = (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
         try:
             pool = await asyncpg.create_pool(
                 url, min_size=1, max_size=8, timeout=5.0, command_timeout=LONGEST, server_settings=settings
             )
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as e:
+        except (OSError, TimeoutError, *failures) as e:
             raise StoreFailed(f"PostgreSQL: {e}", hint="is the URL right, and the server up?") from e
-        store = cls(pool, clock or SystemClock(), (asyncpg.PostgresError, asyncpg.InterfaceError))
+        store = cls(pool, clock or SystemClock(), failures)
         await store._prepare()
         return store
 
@@ -269,7 +273,8 @@ class PostgresStore:
 
     async def _read(self, text: str, values: Sequence[object]) -> list[Any]:
         try:
-            return list(await self._pool.fetch(text, *values))
+            async with self._pool.acquire(timeout=LONGEST) as db:
+                return list(await db.fetch(text, *values))
         except self._failures as e:
             raise _failed(e) from e
 
@@ -283,7 +288,9 @@ class PostgresStore:
 
 
 def _failed(e: Exception) -> StoreFailed:
-    return StoreFailed(f"PostgreSQL: {e or type(e).__name__}", hint="is the server up, and its disk not full?")
+    refused = isinstance(e, ValueError) or (getattr(e, "sqlstate", None) or "")[:2] in _NEVER
+    kind = StoreFailed if refused else StoreBusy
+    return kind(f"PostgreSQL: {e or type(e).__name__}", hint="is the server up, and its disk not full?")
 
 
 def _partition(parent: str, day: date) -> str:

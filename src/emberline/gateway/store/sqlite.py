@@ -249,7 +249,7 @@ class SQLiteStore:
 
     async def _read(self, path: Path, text: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
         def do(lane: Lane) -> list[tuple[Any, ...]]:
-            if not path.exists():  # a day that is gone
+            if path != self._main and not path.exists():  # a day that is gone
                 lane.release(path)
                 return []
             return lane.connection(path).execute(text, values).fetchall()
@@ -289,10 +289,11 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     db.execute("BEGIN IMMEDIATE")
     try:
         yield db
+        db.execute("COMMIT")
     except BaseException:
-        db.execute("ROLLBACK")
+        if db.in_transaction:  # a full disk has ended it already
+            db.execute("ROLLBACK")
         raise
-    db.execute("COMMIT")
 
 
 def _make(path: Path, steps: Sequence[tuple[str, ...]]) -> None:

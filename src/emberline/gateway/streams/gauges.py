@@ -37,11 +37,10 @@ class Signs:
         if said:
             self.told = [*self.told[:1], said]
 
-    def came(self, *pieces: Any) -> None:
-        for piece in pieces:
-            if piece:
-                self.begun = True
-                self.characters += len(piece) if isinstance(piece, str) else len(msgspec.json.encode(piece))
+    def came(self, piece: Any) -> None:
+        if piece:
+            self.begun = True
+            self.characters += len(piece if isinstance(piece, str) else msgspec.json.encode(piece))
 
 
 def _said(error: Any) -> str:
@@ -104,7 +103,8 @@ def chat(name: bytes, payload: bytes, signs: Signs) -> None:
             if d.content:
                 signs.came(d.content)
             else:
-                signs.came(d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio)
+                for piece in (d.reasoning_content or d.reasoning, d.tool_calls, d.function_call, d.refusal, d.audio):
+                    signs.came(piece)
         signs.finished |= choice.finish_reason is not None
     if event.usage:
         signs.counted(event.usage)
@@ -216,7 +216,8 @@ def messages(name: bytes, payload: bytes, signs: Signs) -> None:
     match event.type:
         case "content_block_delta":
             if event.delta is not None:
-                signs.came(event.delta.text, event.delta.thinking, event.delta.partial_json)
+                for piece in (event.delta.text, event.delta.thinking, event.delta.partial_json):
+                    signs.came(piece)
         case "content_block_start":
             signs.begun |= event.content_block is not None and event.content_block.type not in ("text", "thinking")
         case "message_start" if event.message is not None:

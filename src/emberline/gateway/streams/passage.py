@@ -36,7 +36,7 @@ class Passage:
         """To the first content, or an end that is one."""
         signs = self.meter.signs
         while not signs.begun and not signs.ended:
-            passed = await self._more(until, first=True)
+            passed = await self._more(min(until, self._call.deadline), first=True)
             if signs.failed:
                 raise Broken(f"the stream is an error: {signs.failed}")
             if passed is None:
@@ -52,10 +52,9 @@ class Passage:
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
         quiet = now + (GRACE if meter.signs.ended else timeouts.between_events)
-        until = min(until, self._call.deadline)
         while True:
             try:
-                data = await self._incoming.read(min(quiet, until) - now)
+                data = await self._incoming.read((quiet if quiet < until else until) - now)
             except TimedOut:
                 if until <= quiet:
                     raise TimedOut(
@@ -83,7 +82,8 @@ class Passage:
                 return kept
         while not self._over:
             try:
-                if said := await self._next():
+                passed = await self._more(self._call.deadline) if self.meter.broken is None else None
+                if said := self._next(passed):
                     return said
             except UpstreamFailed as e:
                 if not self.meter.signs.ended:
@@ -91,9 +91,8 @@ class Passage:
                 self._end("complete", "")  # all was said: it only hung up badly, or not at all
         raise StopAsyncIteration
 
-    async def _next(self) -> bytes:
+    def _next(self, passed: bytes | None) -> bytes:
         meter = self.meter
-        passed = await self._more(self._call.deadline) if meter.broken is None else None
         if passed is None and meter.broken is None:
             meter.end()
         if meter.broken is not None and not passed:

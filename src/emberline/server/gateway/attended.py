@@ -15,11 +15,12 @@ MOMENT = 0.05  # seconds
 class Attended:
     """A context. What stops the task inside is told outside: ClientGone, or TimeoutError. One timer serves all."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        """`seconds` for the request's body to be read."""
         self._receive = receive
         self._watches = False  # the request's body has been read
         self._left = self._late = False
-        self._due = math.inf
+        self._seconds = seconds
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Attended:
@@ -27,6 +28,7 @@ class Attended:
         assert task is not None
         self._task = task
         self._loop = task.get_loop()
+        self._due = self._loop.time() + self._seconds
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(MOMENT, self._rings)
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from emberline.api.errors import openai_error
 from emberline.api.openai import models
@@ -29,6 +29,7 @@ from emberline.server.pages import Page as File
 log = logging.getLogger("emberline.gateway")
 
 BODY = 60.0  # seconds for a request's body to come
+TAKEN = 60.0  # seconds for a piece of an export to be taken
 LAST_WORDS = 2.0  # seconds beyond a call's deadline for its client to take what is told then
 PIECE = 1 << 18  # bytes that are sent at once
 ANY_KIND = "application/octet-stream"
@@ -114,8 +115,7 @@ class GatewayApp:
     async def _answer(self, x: Exchange, path: str, receive: Receive) -> None:
         body = None
         try:
-            with Attended(receive) as attended:
-                attended.within(BODY)
+            with Attended(receive, BODY) as attended:
                 body = await x.body(self._config.max_body)
                 attended.watch()
                 request = Request(x.method, path, x.query, _headers(x), body)
@@ -124,7 +124,7 @@ class GatewayApp:
                 await self._given(x, reply, attended)
         except TimeoutError:
             if body is None:
-                raise InvalidRequest(f"the body had not come after {BODY:.0f} s") from None
+                raise _late() from None
             log.warning("%s: the client did not take its reply", x.path)
             raise CutOff from None
 
@@ -150,29 +150,29 @@ class GatewayApp:
             return
         await x.start(reply.status, kind, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         async for chunk in reply.body:
-            await x.send_events([chunk])
+            await x.send(chunk)
         attended.unwatch()
-        await x.send_events([], last=True)
+        await x.send(last=True)
 
     async def _send_pieces(self, x: Exchange, reply: Reply, kind: str, headers: dict[str, str]) -> None:
         """A large reply, as fast as its client takes it: no server keeps it for one who does not."""
         assert isinstance(reply.body, bytes)
         await x.start(reply.status, kind, headers, len(reply.body))
         for at in range(0, len(reply.body), PIECE):
-            await x.send_events([reply.body[at : at + PIECE]], last=at + PIECE >= len(reply.body))
+            await x.send(reply.body[at : at + PIECE], last=at + PIECE >= len(reply.body))
 
     # -- management ----------------------------------------------------------------------------------------------------
 
     async def _manage(self, x: Exchange) -> None:
         identity = await self._gateway.who(_headers(x))
         if self._admin.exports(x.method, x.path):
-            lines = self._admin.export(x.method, x.path, x.query, identity)
-            await x.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
-            async for line in lines:
-                await x.send_events([line])
-            await x.send_events([], last=True)
+            await x.while_connected(_export(x, self._admin.export(x.method, x.path, x.query, identity)))
             return
-        body = await x.body(min(self._config.max_body, LARGEST_CHANGE))
+        try:
+            async with asyncio.timeout(BODY):
+                body = await x.body(min(self._config.max_body, LARGEST_CHANGE))
+        except TimeoutError:
+            raise _late() from None
         status, found = await self._admin.handle(x.method, x.path, x.query, body, identity)
         await x.json(found, status, {"cache-control": "no-store"})
 
@@ -200,6 +200,21 @@ class GatewayApp:
     async def _scrape(self, x: Exchange) -> None:
         text = exposition([*self._metrics.families(), self._replies.family()])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _export(x: Exchange, lines: AsyncIterator[bytes]) -> None:
+    await x.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
+    try:
+        async for line in lines:
+            async with asyncio.timeout(TAKEN):
+                await x.send(line)
+    except TimeoutError:
+        raise CutOff from None
+    await x.send(last=True)
+
+
+def _late() -> InvalidRequest:
+    return InvalidRequest(f"the body had not come after {BODY:.0f} s")
 
 
 def _headers(x: Exchange) -> dict[str, str]:

@@ -50,8 +50,6 @@ class RealtimeSocket:
                 await self._send({"type": "websocket.http.response.start", "status": reply.status, "headers": names})
                 await self._send({"type": "websocket.http.response.body", "body": reply.body})
         finally:
-            if isinstance(reply, Joined):
-                await reply.channel.close(AWAY)
             await reply.close()
 
     async def _tied(self, reply: Joined) -> None:

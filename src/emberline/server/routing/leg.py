@@ -56,6 +56,8 @@ class Leg:
         finally:
             self._timer = None
         try:
+            if self.lost:  # in the moment in which the reply began: too late for the timer, too early to abort it
+                raise Broken(self.lost)
             yield self._reply
         finally:
             self._reply.close()

@@ -215,10 +215,10 @@ class Relay:
             if not trip.started:
                 await self._begin(trip, reply, leg)
             self._dispatch.came(leg, 0)
-            await trip.x.send_events([data])
+            await trip.x.send(data)
         if not trip.started:
             await self._begin(trip, reply, leg)
-        await trip.x.send_events([], last=True)
+        await trip.x.send(last=True)
 
     async def _stream(self, trip: Trip, reply: Reply, leg: Leg) -> None:
         x, track = trip.x, trip.track
@@ -229,11 +229,11 @@ class Relay:
             if leg.first is None:
                 await self._first(trip, reply, leg)
             self._dispatch.came(leg, track.count - before)
-            await x.send_events([out])
+            await x.send(out)
         if track.movable:
             raise Broken("it ended early")
         leg.usage = Usage.read(track.first[:2048], track.last[-2048:])
-        await x.send_events([track.rest()], last=True)
+        await x.send(track.rest(), last=True)
 
     async def _first(self, trip: Trip, reply: Reply, leg: Leg) -> None:
         """The first that a worker says."""
@@ -285,7 +285,7 @@ class Relay:
         log.warning("%s: %s", x.path, error)
         try:
             async with asyncio.timeout(LAST_WORDS):  # its client may have stopped reading
-                await x.send_events([] if track.ended else _last_words(x.path, error, track.count), last=True)
+                await x.send(b"" if track.ended else _last_words(x.path, error, track.count), last=True)
         except TimeoutError:
             raise error from None
 
@@ -318,11 +318,11 @@ def _harm(trip: Trip) -> WorkersBroke:
     return WorkersBroke(f"{broken} broke under this request", hint=hint)
 
 
-def _last_words(path: str, error: EmberlineError, number: int) -> list[bytes]:
+def _last_words(path: str, error: EmberlineError, number: int) -> bytes:
     """The protocol's error event, and its ending."""
     if path == "/v1/messages":
-        return [sse.event("error", anthropic_error(error).body)]
+        return sse.event("error", anthropic_error(error).body)
     if path == "/v1/responses":
         told = {"type": "error", "code": error.code, "message": str(error), "param": None, "sequence_number": number}
-        return [sse.event("error", told)]
-    return [sse.data(openai_error(error).body), sse.DONE]
+        return sse.event("error", told)
+    return sse.data(openai_error(error).body) + sse.DONE

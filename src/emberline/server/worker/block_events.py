@@ -34,7 +34,7 @@ class BlockEvents:
             if batches:
                 incarnation, seq = batches[-1].incarnation, batches[-1].seq
             for batch in batches or [ledger.sign()]:
-                await x.send_events([dumps(batch) + b"\n"])
+                await x.send(dumps(batch) + b"\n")
             if (incarnation, seq) == (ledger.incarnation, ledger.seq) or not ledger.complete:
                 await ledger.news(BEAT)
-        await x.send_events([], last=True)
+        await x.send(last=True)

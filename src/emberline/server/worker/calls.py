@@ -69,7 +69,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
                 if not group.told:
                     if x.status is None:
                         await x.start_events(server_timing(group.output.timing) if group.output else None)
-                    await x.send_events([*_comments(group, unsent), *unsent] if tracked else unsent)
+                    await x.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
                 unsent = []
             unsent += reply.end()
         except Exception as e:
@@ -81,7 +81,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
             unsent = reply.fail(e)
     if x.status is None:
         await x.start_events()
-    await x.send_events([*_comments(Group([]), unsent), *unsent] if tracked else unsent, last=True)
+    await x.send(b"".join([*_comments(Group([]), unsent), *unsent] if tracked else unsent), last=True)
 
 
 def _comments(group: Group, events: list[bytes]) -> list[bytes]:

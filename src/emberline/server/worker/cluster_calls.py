@@ -114,7 +114,7 @@ def _done(output: Output) -> dict[str, Any]:
 async def _send(x: Exchange, lines: list[bytes], *, last: bool) -> None:
     if x.status is None:
         await x.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
-    await x.send_events(lines, last=last)
+    await x.send(b"".join(lines), last=last)
 
 
 def _line(name: str, value: Any) -> bytes:

@@ -1,0 +1,105 @@
+"""The management API towards clients that hang or leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from emberline.core.config import GatewayConfig
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.net.turn import CutOff
+from emberline.server.gateway import gateway_app
+from emberline.server.gateway.gateway_app import GatewayApp
+
+Message = dict[str, Any]
+EXPORT = "/admin/accounts/default/logs/export"
+
+
+class Gateway:
+    async def who(self, headers: dict[str, str]) -> Identity:
+        return ANONYMOUS
+
+
+class Admin:
+    """Whose log never ends."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    def exports(self, method: str, path: str) -> bool:
+        return path == EXPORT
+
+    async def export(self, *asked: Any) -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0)
+            self.lines += 1
+            yield b"{}\n"
+
+
+class Client:
+    """Of one request."""
+
+    def __init__(self, method: str, path: str) -> None:
+        self.scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": []}
+        self.heard: list[Message] = []
+        self.leaves = asyncio.Event()
+        self.reads = True
+
+    async def receive(self) -> Message:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if not self.reads:
+            await asyncio.sleep(3600)
+        self.heard.append(message)
+
+    def asks(self, admin: Admin) -> asyncio.Task[None]:
+        about: Any = (GatewayConfig(), Gateway(), None, admin, None, None, None, {})
+        return asyncio.ensure_future(GatewayApp(*about)(self.scope, self.receive, self.send))
+
+
+def run(work: Any) -> None:
+    asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_a_body_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "BODY", 0.01)
+
+    async def work() -> None:
+        client = Client("POST", "/admin/accounts/default/keys")
+        await client.asks(Admin())
+        assert client.heard[0]["status"] == 400 and b"had not come" in client.heard[1]["body"]
+
+    run(work)
+
+
+def test_who_leaves_ends_its_export() -> None:
+    async def work() -> None:
+        client, admin = Client("GET", EXPORT), Admin()
+        task = client.asks(admin)
+        while admin.lines < 3:
+            await asyncio.sleep(0)
+        client.leaves.set()
+        await task
+        assert client.heard[0]["status"] == 200
+
+    run(work)
+
+
+def test_who_does_not_take_its_export_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "TAKEN", 0.01)
+
+    async def work() -> None:
+        client = Client("GET", EXPORT)
+        task = client.asks(Admin())
+        while len(client.heard) < 3:
+            await asyncio.sleep(0)
+        client.reads = False
+        with pytest.raises(CutOff):
+            await task
+
+    run(work)

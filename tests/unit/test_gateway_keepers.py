@@ -1,0 +1,74 @@
+"""Who works beside the calls goes on, whatever went wrong once."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.core.clock import ManualClock, SystemClock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.logs import retention
+from emberline.gateway.logs.retention import Retention
+from emberline.gateway.redislink import RedisLink
+
+
+class Store:
+    """Whose files cannot be removed the first time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.dropped = asyncio.Event()
+
+    async def documents(self, *about: Any, **more: Any) -> list[Any]:
+        return []
+
+    async def drop_before(self, day: date) -> list[date]:
+        self.asked += 1
+        if self.asked == 1:
+            raise PermissionError("not yours")
+        self.dropped.set()
+        return []
+
+
+def test_old_records_are_dropped_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "EVERY", 0.0)
+
+    async def run() -> None:
+        store = Store()
+        task = asyncio.create_task(Retention(store, {}, ManualClock(1e9)).run())  # type: ignore[arg-type]
+        await asyncio.wait_for(store.dropped.wait(), 10)
+        task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_catalogue_may_go_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text("")
+    files = CatalogueFiles(own)
+    own.unlink()
+    monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
+    with pytest.raises(InvalidRequest, match="own"):
+        files.refresh()
+    assert files.current.price("openai", "gpt-4o-mini") is not None
+
+
+def test_a_name_that_is_none_is_asked_for_again() -> None:
+    async def run() -> None:
+        link = RedisLink("redis://no..name", SystemClock())
+        assert not await link.start(0.2)
+        assert link._keeper is not None and not link._keeper.done()
+        await link.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", ["redis://h:x", "redis://h:70000", "redis://[h"])
+def test_an_address_that_is_none_is_told_at_once(wrong: str) -> None:
+    with pytest.raises(InvalidRequest):
+        RedisLink(wrong, SystemClock())

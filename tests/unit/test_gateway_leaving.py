@@ -1,0 +1,167 @@
+"""A client that leaves, at every moment that there is: each reply is closed once, each call leaves one record, and
+nothing is held for those who come later."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from gateway_calls import Pieces, call
+
+from emberline.api import sse
+from emberline.core.clock import ManualClock
+from emberline.gateway.cache.memory import MemoryCache
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.costs.catalogue import CatalogueFiles
+from emberline.gateway.costs.prices import Prices
+from emberline.gateway.costs.usage import Usage
+from emberline.gateway.layers.balanced import balanced
+from emberline.gateway.layers.cached import Cached
+from emberline.gateway.layers.dynamic import Dynamic
+from emberline.gateway.layers.guarded import Guarded
+from emberline.gateway.layers.hedge import hedged
+from emberline.gateway.layers.limited import limited
+from emberline.gateway.layers.logged import logged
+from emberline.gateway.layers.routed import routed
+from emberline.gateway.layers.told import told
+from emberline.gateway.limits.claims import Claims
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.routes.balance import Balance
+from emberline.gateway.stack import stacked
+
+SAID = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
+FILES = CatalogueFiles()
+
+
+def to(**outputs: str) -> dict[str, Any]:
+    return {name: {"elementId": id} for name, id in outputs.items()}
+
+
+ROUTE = [
+    {"id": "s", "type": "start", "outputs": to(next="q")},
+    {"id": "q", "type": "rate_limit", "properties": {"limitType": "count", "limit": 9, "interval": 60},
+     "outputs": to(success="a")},
+    {"id": "a", "type": "model", "properties": {"provider": "openai", "model": "a"}, "outputs": to(success="b")},
+    {"id": "b", "type": "model", "properties": {"provider": "openai", "model": "b"}, "outputs": to(success="e")},
+    {"id": "e", "type": "end"},
+]  # fmt: skip
+SETTINGS = {
+    "cache_ttl": 60,
+    "limits": [{"name": "t", "limit": 10**9, "amount": "tokens", "per": "day"}],
+    "guardrails": {"judges": [{"name": "j", "provider": "openai", "model": "judge", "prompt": {"S1": "block"},
+                               "reply": {"S1": "block"}}]},
+    "pools": {"p": {"members": [{"provider": "openai", "model": "x"}, {"provider": "groq", "model": "y"}]}},
+    "routes": {"r": {"elements": ROUTE}},
+}  # fmt: skip
+
+
+async def turns(many: int) -> None:
+    for _ in range(many):
+        await asyncio.sleep(0)
+
+
+class SlowCache(MemoryCache):
+    async def get(self, key: str) -> bytes | None:
+        await turns(1)
+        return await super().get(key)
+
+    async def put(self, key: str, value: bytes, seconds: float) -> None:
+        await turns(2)
+        await super().put(key, value, seconds)
+
+
+class Providers:
+    """Take their time to answer, to be hung up on, and to be done with."""
+
+    def __init__(self) -> None:
+        self.given = self.closed = 0
+
+    async def __call__(self, call: Call) -> Reply:
+        try:
+            await turns(3 if call.provider == "groq" else 5)
+        except asyncio.CancelledError:
+            await turns(2)
+            raise
+        reply = Reply(200, {}, b"", usage=Usage(input=1, output=1), micros=1, provider=call.provider, step=call.step)
+        if call.stream:
+            reply.headers["content-type"] = "text/event-stream"
+            reply.body = Pieces(sse.data(SAID), sse.DONE, reply=reply)
+        else:
+            reply.body, reply.ended = sse.dumps(SAID), "complete"
+        self.given += 1
+        reply.endings.append(self._end)
+        return reply
+
+    async def _end(self, reply: Reply) -> None:
+        self.closed += 1
+        await turns(2)
+
+
+class World:
+    """All layers that hold something while a call lasts."""
+
+    def __init__(self) -> None:
+        clock, prices = ManualClock(), Prices(FILES)
+        self.limiter, self.providers = LocalLimiter(), Providers()
+        self.cached = Cached(SlowCache(clock), clock)
+        self.records: list[Any] = []
+        claims = Claims(FILES, prices)
+        layers = (
+            logged(self, clock),
+            told,
+            Dynamic(self.limiter, claims, clock, clock).layer,
+            balanced(Balance(), claims, clock),
+            lambda inner: lambda call: inner(call.moved(hedge=0.0) if len(call.steps) > 1 else call),
+            limited(self.limiter, FILES, prices, clock, clock),
+            Guarded(routed(self.providers), clock).layer,
+            self.cached.layer,
+            hedged(prices, clock),
+            routed,
+        )
+        self._handler = stacked(layers, self.providers)
+
+    def put(self, record: Any, payload: Any = None) -> None:
+        self.records.append(record)
+
+    async def one(self, asked: Call) -> None:
+        reply = await self._handler(asked)
+        try:
+            if not isinstance(reply.body, bytes):
+                async for _ in reply.body:
+                    await turns(1)
+            await turns(1)
+        finally:
+            await reply.close()
+
+    @property
+    def held(self) -> int:
+        return sum(len(bucket.held) for bucket in self.limiter._buckets.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("provider", "model"), [("openai", "m"), ("pool", "p"), ("dynamic", "r")])
+def test_whenever_it_leaves_nothing_is_kept(provider: str, model: str, stream: bool) -> None:
+    async def left_after(many: int) -> bool:
+        """False: it was over by then."""
+        world = World()
+        asked = call({"messages": [{"role": "user", "content": "hi"}]}, provider=provider, model=model, stream=stream,
+                     settings=SETTINGS)  # fmt: skip
+        asked.id = "0" * 32
+        task = asyncio.ensure_future(world.one(asked))
+        await turns(many)
+        left = task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await turns(20)
+        state = (len(asyncio.all_tasks()), len(world.cached._flights), world.held, len(world.records))
+        assert state == (1, 0, 0, 1), f"after {many} turns"
+        assert world.providers.closed == world.providers.given, f"after {many} turns"
+        return left
+
+    async def run() -> int:
+        many = 1
+        while await left_after(many):
+            many += 1
+        return many
+
+    assert asyncio.run(run()) > 10

@@ -1,0 +1,99 @@
+"""SQLite in trouble: held by others, failing, taken away. What it could not do is told, and done when it can be."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from gateway_records import NOON, made
+
+from emberline.gateway.errors import StoreFailed
+from emberline.gateway.logs.logwriter import LogWriter
+from emberline.gateway.store.base import Audit, Change
+from emberline.gateway.store.filters import Filters
+from emberline.gateway.store.lane import Lane
+from emberline.gateway.store.sqlite import SQLiteStore, _transaction
+
+AUDIT = Audit(0, "acme", "t", "t", "t")
+
+
+def played(home: Path, play: Callable[[SQLiteStore], Awaitable[None]]) -> None:
+    async def run() -> None:
+        store = await SQLiteStore.open(home)
+        try:
+            await asyncio.wait_for(play(store), 30)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+async def pragma(store: SQLiteStore, text: str) -> None:
+    """On the connection that writes."""
+
+    def do(lane: Lane) -> None:
+        lane.connection(store._main).execute(f"PRAGMA {text}").fetchall()
+
+    await store._writer.run(do)
+
+
+def test_the_log_waits_for_one_who_holds_it(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore) -> None:
+        await pragma(store, "busy_timeout = 0")
+        other = sqlite3.connect(tmp_path / "gateway.db", isolation_level=None)
+        async with LogWriter(store, linger=0.0) as writer:
+            other.execute("BEGIN IMMEDIATE")
+            for i in range(3):
+                writer.put(made(NOON + i))
+            while writer.failures < 4:  # more often than with what a record itself may cause
+                await asyncio.sleep(0.01)
+            other.execute("ROLLBACK")
+        other.close()
+        assert (writer.written, writer.dropped) == (3, 0)
+        assert len((await store.page(Filters("acme"))).records) == 3
+
+    played(tmp_path, play)
+
+
+def test_what_cannot_be_committed_is_undone(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore) -> None:
+        def promise(lane: Lane) -> None:
+            db = lane.connection(store._main)
+            db.execute("PRAGMA foreign_keys = ON")
+            db.execute("CREATE TABLE known (id TEXT PRIMARY KEY)")
+            db.execute("CREATE TABLE owed (id TEXT REFERENCES known (id) DEFERRABLE INITIALLY DEFERRED)")
+            db.execute("CREATE TRIGGER owes AFTER INSERT ON audits BEGIN INSERT INTO owed VALUES ('nobody'); END")
+
+        await store._writer.run(promise)
+        for _ in range(2):
+            with pytest.raises(StoreFailed, match="FOREIGN KEY"):
+                await store.commit(Change(AUDIT))
+
+    played(tmp_path, play)
+
+
+def test_an_error_that_ended_the_transaction_is_told_itself() -> None:
+    db = sqlite3.connect(":memory:", isolation_level=None)
+    with pytest.raises(sqlite3.OperationalError, match="full"), _transaction(db):
+        db.execute("ROLLBACK")  # as SQLite does when it cannot write
+        raise sqlite3.OperationalError("database or disk is full")
+    db.close()
+
+
+def test_a_file_that_was_taken_away_is_no_riddle(tmp_path: Path) -> None:
+    async def play(store: SQLiteStore) -> None:
+        for _ in store._readers:
+            assert await store.version() == 0
+        (tmp_path / "gateway.db").rename(tmp_path / "elsewhere")
+        for _ in store._readers:
+            assert await store.version() == 0, "it is open"
+            await store._readers[0].run(Lane.release, store._main)
+        with pytest.raises(StoreFailed, match="unable to open"):
+            for _ in store._readers:
+                await store.version()
+        (tmp_path / "elsewhere").rename(tmp_path / "gateway.db")
+
+    played(tmp_path, play)
