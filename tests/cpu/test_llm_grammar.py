@@ -1,5 +1,5 @@
 """The engine in one's own process: grammars are followed, tried out elsewhere first, and compiled beside the loop; a
-call that is broken off leaves it to the next."""
+call that is broken off leaves it to the next; closed, it leaves nothing but its blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline import LLM, SamplingParams
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import EngineUnavailable, InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.request import Submission
 from emberline.engine.grammar import GrammarCompiler
@@ -24,14 +25,18 @@ PATIENCE = 20.0
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     config = tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS)
     tokenizer_file(tiny.write(directory, config))
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    made = LLM(directory, device="cpu", kv_memory=1 << 20)
-    yield made
-    made._guard.close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(directory: Path) -> Iterator[LLM]:
+    with LLM(directory, device="cpu", kv_memory=1 << 20) as made:
+        yield made
 
 
 def params(kind: Any, text: str) -> SamplingParams:
@@ -88,3 +93,23 @@ def test_a_call_that_is_broken_off_leaves_the_engine_to_the_next(llm: LLM, monke
     llm.engine.step()
     assert llm.engine.idle
     assert llm.generate("one", plain, progress=False)[0].tokens == alone
+
+
+def test_closed_it_leaves_nothing_but_its_blocks(directory: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "kv_memory": 1 << 20,
+        "kv_disk": str(tmp_path),
+        "kv_disk_size": 1 << 24,
+    }
+    asked, before = ([*range(3, 60)], params("choice", '["yes"]')), {*threading.enumerate()}
+    with LLM(directory, **settings) as first:
+        assert first.generate(*asked, progress=False)[0].cached_tokens == 0
+        child = first._guard._child
+    first.close()
+    assert child is not None and child.returncode is not None
+    assert not [one for one in threading.enumerate() if one not in before and one.name.endswith("_loop")]
+    with pytest.raises(EngineUnavailable, match="closed"):
+        first.generate(*asked)
+    with LLM(directory, **settings) as second:
+        assert second.generate(*asked, progress=False)[0].cached_tokens == 48

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from emberline.cli import cluster, drain, serve
 from emberline.cluster.supervisor import children
 from emberline.core.config import WorkerConfig, cluster_key
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import EmberlineError, InvalidRequest
 
 
 def counts(*options: str) -> dict[str, int]:
@@ -60,6 +62,25 @@ def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
     ]
     left = {name: drain._left({"workers": rows}, name) for name in ("p", "d", "vllm", "gone")}
     assert left == {"p": (0, 2, 0.5), "d": (1, 0, -1.0), "vllm": (4, 0, 0.25), "gone": (0, 0, -1.0)}
+
+
+def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def half() -> None:
+            for _ in range(2):
+                visitor, _ = listener.accept()
+                with visitor:
+                    visitor.recv(1 << 16)
+                    visitor.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{")
+
+        thread = threading.Thread(target=half)
+        thread.start()
+        assert cluster._status(url) is None
+        with pytest.raises(EmberlineError, match="no router"):
+            drain._ask(url, "/cluster/status")
+        thread.join()
 
 
 @pytest.mark.parametrize("late", [["--port", "8001"], ["--port=8001"], ["--prefill", "1"], ["--role", "decode"]])

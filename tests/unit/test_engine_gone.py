@@ -1,60 +1,172 @@
-"""Who asks an engine in the moment of its death is told so, and nothing stays open; whatever the event loop."""
+"""Who asks an engine in the moment of its death is told so, and nothing stays open; whatever the event loop, and
+whatever keeps the next one from being started. An engine whose client is gone goes too."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import uvloop
 
 from emberline.core.config import EngineConfig, FleetConfig
-from emberline.core.errors import EngineFailed, EngineUnavailable
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
+from emberline.core.events import Stats
 from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
-from emberline.engine.stream import AsyncEngine
+from emberline.engine import stream
+from emberline.engine.messages import Start, encode
+from emberline.engine.stream import AsyncEngine, State
 
-DEAF = """
+BEGUN = """
 import socket, sys, time
-from emberline.engine.messages import Ready, encode
+from emberline.core.events import Stats
+from emberline.engine.messages import Progress, Ready, encode
 engine = socket.socket(fileno=int(sys.argv[1]))
 engine.recv(1 << 16)
-engine.shutdown(socket.SHUT_RD)  # what is written to it from now on fails, and closes the other end's transport
-engine.sendall(encode(Ready({})))
-time.sleep(60)
+"""
+READY = BEGUN + "engine.sendall(encode(Ready({})))\n"
+# What is written to it fails, and closes the other end's transport.
+READY_BUT_DEAF = BEGUN + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode(Ready({}))); time.sleep(60)"
+THEN_DIES = READY + "engine.recv(1 << 16)"
+THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
+THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
+BOOTS_FOR_EVER = """
+import sys, threading, types
+boots = types.ModuleType("emberline.engine.fleet_boot")
+boots.boot_fleet = lambda *_: (print("boots", flush=True), threading.Event().wait())
+sys.modules[boots.__name__] = boots
+from emberline.engine import process
+sys.exit(process.main())
 """
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
-@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_asked_in_the_moment_of_its_death(run: Run) -> None:
-    async def main() -> None:
-        engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), command=(sys.executable, "-c", DEAF))
+@asynccontextmanager
+async def started(script: str) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), command=(sys.executable, "-c", script))
+    try:
         await asyncio.wait_for(engine.start(), 60)
-        try:
-            ends = await asyncio.wait_for(asyncio.gather(*(_ask(engine, turns) for turns in range(8))), 30)
-        finally:
-            await engine.stop()
-        assert {*ends} == {EngineFailed, EngineUnavailable}  # the first had been sent, for all we knew
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def ask(engine: AsyncEngine, turns: int = 0) -> EmberlineError:
+    """After so many turns of the loop. How it ends."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    submission = Submission(name := f"{turns}", [1], SamplingParams(), Priority.INTERACTIVE, "", 10.0, "m")
+    try:
+        async with asyncio.timeout(30):
+            async for _ in engine.submit(submission):
+                pass
+    except EmberlineError as e:
+        engine.pair("m", [])
+        engine.watch()
+        engine.abort_one(name, 0)
+        return e
+    raise AssertionError("it ended well")
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(stream, "REAP", 0.05)
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_asked_in_the_moment_of_its_death(hasty: None, run: Run) -> None:
+    async def main() -> None:
+        async with started(READY_BUT_DEAF) as engine:
+            ends = await asyncio.gather(*(ask(engine, turns) for turns in range(8)))
+        assert {*map(type, ends)} == {EngineFailed, EngineUnavailable}  # the first had been sent, for all we knew
         assert engine.num_open == 0
 
     run(main())
 
 
-async def _ask(engine: AsyncEngine, turns: int) -> type[Exception]:
-    """After so many turns of the loop."""
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    submission = Submission(name := f"{turns}", [1], SamplingParams(), Priority.INTERACTIVE, "", 10.0, "m")
-    try:
-        async for _ in engine.submit(submission):
-            pass
-    except Exception as e:
-        engine.pair("m", [])
-        engine.watch()
-        engine.abort_one(name, 0)
-        return type(e)
-    raise AssertionError("it ended well")
+class Spawning:
+    """Fails as often as it is told to, from one process on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int, times: int) -> None:
+        self.count, self._popen = 0, subprocess.Popen
+        self._failing = range(first, first + times)
+        monkeypatch.setattr(subprocess, "Popen", self._spawn)
+
+    def _spawn(self, *args: Any, **others: Any) -> subprocess.Popen[bytes]:
+        self.count += 1
+        if self.count - 1 in self._failing:
+            raise OSError(12, "Cannot allocate memory")
+        return self._popen(*args, **others)
+
+
+def test_an_engine_that_cannot_be_started_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        Spawning(monkeypatch, 0, 1)
+        with pytest.raises(EngineFailed, match="Cannot allocate memory"):
+            async with started(READY):
+                pass
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_what_cannot_be_started_again_now_is_tried_later(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        spawning = Spawning(monkeypatch, 1, 2)
+        async with started(THEN_DIES) as engine:
+            assert isinstance(await ask(engine), EngineFailed)
+            while engine.state is not State.READY:
+                await asyncio.sleep(0.01)
+            assert spawning.count == 4 and engine.restarts == 3
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_who_fails_over_a_report_ends_what_is_open(hasty: None) -> None:
+    def fails(model: str, stats: Stats) -> None:
+        raise KeyError(model)
+
+    async def main() -> None:
+        async with started(THEN_REPORTS) as engine:
+            engine.on_stats = fails
+            assert "KeyError" in (await ask(engine)).message
+
+    asyncio.run(main())
+
+
+def test_a_process_that_cannot_be_killed_holds_up_nobody(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with started(THEN_HANGS_UP) as engine:
+            pid = engine.pid
+            assert pid is not None
+            with monkeypatch.context() as patched:
+                patched.setattr(subprocess.Popen, "kill", lambda process: None)
+                end = await ask(engine)
+            os.kill(pid, signal.SIGKILL)
+            assert "does not end" in end.message
+
+    asyncio.run(main())
+
+
+def test_it_does_not_load_for_nobody_nor_end_before_its_client() -> None:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", BOOTS_FOR_EVER, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE) as process:
+        try:
+            theirs.close()
+            ours.sendall(encode(Start({"m": EngineConfig("m", device="cpu")}, FleetConfig())))
+            assert process.stdout is not None and process.stdout.readline() == b"boots\n"
+            process.terminate()  # as who stops a service tells all of its processes
+            ours.close()
+            assert process.wait(20) == 1
+        finally:
+            process.kill()

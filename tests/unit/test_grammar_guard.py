@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,5 +66,54 @@ def test_verdicts_are_remembered_up_to_a_number(guard: GrammarGuard, monkeypatch
 def test_a_child_that_cannot_start_is_our_fault_not_the_requests(tmp_path: Path) -> None:
     guard = GrammarGuard(tmp_path / "missing.json", VOCAB_SIZE, [EOS])
     with pytest.raises(EngineUnavailable):
+        guard.check(FINE)
+    guard.close()
+
+
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+for line in sys.stdin:
+    mark = pathlib.Path(sys.argv[1])
+    if line.strip() and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), int(sys.argv[2]))
+    print("null", flush=True)
+"""
+
+
+def scripted(tmp_path: Path, sign: signal.Signals) -> GrammarGuard:
+    guard = GrammarGuard(tmp_path, VOCAB_SIZE, [EOS])
+    guard._command = [sys.executable, "-c", KILLED_ONCE, str(tmp_path / "mark"), str(int(sign))]
+    return guard
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_that_is_killed_or_stopped_is_nobodys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals
+) -> None:
+    guard = scripted(tmp_path, sign)
+    guard.start()
+    monkeypatch.setattr(grammar_guard, "PATIENCE_S", 20.0 if sign is signal.SIGKILL else 0.1)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            with pytest.raises(EngineUnavailable, match="killed"):
+                thread.submit(guard.check, FINE).result(20)
+        finally:
+            if guard._child is not None:
+                guard._child.kill()
+    monkeypatch.undo()
+    guard.check(FINE)  # which it was
+    guard.close()
+
+
+def test_a_child_that_died_before_it_was_asked(tmp_path: Path) -> None:
+    guard = scripted(tmp_path, signal.SIGKILL)
+    guard.start()
+    child = guard._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    child.poll = lambda: None  # type: ignore[method-assign]  # a moment ago it lived
+    with pytest.raises(EngineUnavailable, match="killed"):
         guard.check(FINE)
     guard.close()

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from emberline.api.openai.models import ServedModel
+from emberline.cluster import registrar
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.cluster.registrar import PAUSE, SOON, Registrar
 from emberline.core.events import Stats, TransferStats
@@ -39,7 +40,7 @@ class Engine:
 
 
 def facts(peer: dict[str, Any] | None) -> Facts:
-    return Facts(512, 300, 4096, 16, 1, 1, "ref", "layout", 64, {}, peer)
+    return Facts(512, 300, [], 4096, 16, 1, 1, "ref", "layout", 64, {}, peer)
 
 
 def presence(engine: Engine) -> Presence:
@@ -137,7 +138,7 @@ class Scripted(Registrar):
         status, answer = self.answers.pop(0)
         if status == 0:
             raise aiohttp.ClientError("away")
-        return status, msgspec.json.encode(answer)
+        return status, answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
 
     def turn(self) -> float | None:
         return asyncio.run(self._turn(cast("aiohttp.ClientSession", None)))
@@ -172,3 +173,32 @@ def test_it_keeps_knocking_when_it_was_replaced() -> None:
     them = Scripted([(200, WELCOME), (500, {}), (409, {}), (409, {}), (200, WELCOME)])
     assert [them.turn() for _ in range(5)] == [0.0, PAUSE, PAUSE, PAUSE, 0.0]
     assert them.sent == ["register", "beat", "register", "register", "register"]
+
+
+def test_who_leaves_does_not_come_back_to_a_router_that_is_started_anew() -> None:
+    them = Scripted([(200, WELCOME), (200, {}), (0, {}), (200, WELCOME), (404, {}), (404, {})])
+    them.turn()
+    asyncio.run(them.leave())
+    with pytest.raises(aiohttp.ClientError):
+        them.turn()
+    assert [them.turn() for _ in range(3)] == [0.7, PAUSE, PAUSE]
+    assert them.sent == ["register", "leave", "beat", "beat", "beat", "beat"]
+
+
+def test_an_answer_that_nobody_can_read_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whoever answers at the router's address, as a proxy does while that is away."""
+
+    monkeypatch.setattr(registrar, "PAUSE", 0.01)
+
+    async def main() -> None:
+        unreadable = (b'{"beat_seconds": 1, "peers": {"\xff": []}}', b"<html>")
+        them = Scripted([*((200, each) for each in unreadable), *[(200, WELCOME)] * 2])
+        met = asyncio.Event()
+        them._meet = lambda peers: met.set()
+        them.start()
+        try:
+            await asyncio.wait_for(met.wait(), 20)
+        finally:
+            await them.stop()
+
+    asyncio.run(main())

@@ -428,3 +428,22 @@ def test_a_slow_peer_is_waited_for_as_long_as_it_sends() -> None:
     assert [token for o in house.outputs for token in o.tokens] == alone(ask("r", 41, 0, 4))
     assert house._stats().hit_tokens == 40 and house.engine.stats().prompt_tokens == 1
     house.until(lambda: house.gate.told == {"acknowledged": 1})
+
+
+def test_without_a_thread_to_pull_with_it_is_computed() -> None:
+    house = House(12)
+
+    def refuse(work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    assert house.engine.kv.pulls is not None
+    house.engine.kv.pulls._spawn = refuse
+    for name, aborted in (("never", True), ("r", False)):
+        submission = ask(name, 41, 0, 4)
+        house.engine.add(replace(submission, source=house.ticket(name, submission, alone(submission)[0])))
+        if aborted:
+            house.engine.abort(name)
+    while not house.engine.idle:
+        house.step()
+    assert [token for output in house.outputs for token in output.tokens] == alone(ask("r", 41, 0, 4))
+    assert house.engine.kv.pulls.stats().pull_failures == {"transfer_failed": 1}

@@ -230,6 +230,25 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
+def test_what_could_not_be_listed_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    mine, theirs = tier(tmp_path, clock=clock), tier(tmp_path)
+    fill(theirs, NAMES[:3])
+    turns, listing = iter([1, 2]), mine._list
+
+    def fails(folder: Path) -> dict[bytes, tuple[float, int]]:
+        if next(turns, None) == 2:
+            raise OSError(errno.EMFILE, "too many open files")
+        return listing(folder)
+
+    monkeypatch.setattr(mine, "_list", fails)
+    mine.refresh()
+    assert mine.lookup(NAMES[:3]) == 0 and mine.stats().errors == 1
+    clock.advance(PAUSE + 1)
+    mine.refresh()
+    assert mine.lookup(NAMES[:3]) == 3
+
+
 def test_others_are_seen_after_a_refresh(tmp_path: Path) -> None:
     mine, theirs = tier(tmp_path), tier(tmp_path)
     fill(theirs, NAMES[:3])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
 
 from emberline.bench.master import Master, free_port, freeze
 from emberline.core.clock import ManualClock
-from emberline.core.config import cache_dir
+from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
 from emberline.kernels.cpu.build import build
 from emberline.kernels.cpu.library import load as load_library
@@ -157,6 +160,24 @@ def test_no_master_is_no_reason_not_to_start() -> None:
     tier.close()
 
 
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_process_that_cannot_be_started_now_is_a_store_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with socket.create_server(("127.0.0.1", 0)) as knocked:
+        client = StoreClient(f"127.0.0.1:{knocked.getsockname()[1]}", MEMORY, 1 << 16)
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+        before = descriptors()
+        with pytest.raises(StoreDown, match="Cannot allocate memory") as raised:
+            client.check()
+        del raised
+        assert descriptors() == before and client.pid is None
+
+
 # -- the real one ------------------------------------------------------------------------------------------------------
 
 
@@ -169,7 +190,7 @@ def master(monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
 
 
 def test_another_worker_finds_what_one_has_stored(master: Master) -> None:
-    codec = Unweight(load_library(build(cache_dir().expanduser() / "kernels")), 2)
+    codec = Unweight(load_library(build(kernel_dir())), 2)
     one = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY)
     two = RemoteTier(master.address, "m", BLOCK_BYTES, MEMORY, codec=codec, coding="uw")
     assert fill(one, NAMES[:3]) == 3 and fill(two, NAMES[3:5]) == 2

@@ -168,6 +168,16 @@ def test_rooms_are_bounded() -> None:
     assert rooms.take(10) is first
 
 
+def test_a_room_that_could_not_be_had_is_not_counted() -> None:
+    def refuse(view: memoryview) -> None:
+        raise PeerUnreachable("no memory may be locked")
+
+    rooms = Rooms(refuse, most=1)
+    for _ in range(2):
+        with pytest.raises(PeerUnreachable, match="locked"):
+            rooms.take(10)
+
+
 BROKEN = {
     "import os; os.abort()": "signal 6",
     "import time; time.sleep(60)": "does not start within",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import os
 import signal
@@ -486,3 +487,37 @@ def test_a_sender_in_another_process_that_dies_or_hangs(kind: str, end: signal.S
     finally:
         child.kill()
         child.wait()
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
+    """The system allows no more of them when the one of this number is to be started."""
+    start, count = threading.Thread.start, itertools.count()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name and next(count) == at:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_nothing_writes_any_more_though_a_thread_was_missing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = host.receiver("tcp", streams=4)
+    receiver.pair(host.sender.peer, soon())
+    sent = fill(host.sender.region, [4, 5, 1, 7], 1)
+    no_thread(monkeypatch, "kv-pull", 1)
+    receiver.pull(host.sender.publish([4, 5, 1, 7], LEASE), [0, 3, 2, 9], soon())
+    assert content(receiver.region, [0, 3, 2, 9]) == sent
+    assert not any(thread.name == "kv-pull" for thread in threading.enumerate())
+    receiver.close()
+    host.settled()
+
+
+def test_a_connection_without_a_thread_is_not_the_last(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = host.receiver("tcp", patience=PATIENCE)
+    no_thread(monkeypatch, "kv-serve", 0)
+    with pytest.raises(PeerLost):
+        receiver.pair(host.sender.peer, soon())
+    receiver.pair(host.sender.peer, soon())
+    receiver.close()
+    host.settled()

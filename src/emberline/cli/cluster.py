@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -78,7 +80,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     options = _worker(args, sum(workers.values()), [*keys, *traced])
     made = children(router, workers, options, url=url, key=key, logs=logs)
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     supervisor = Supervisor(_say)
     watching = asyncio.create_task(_watch(url))
@@ -141,12 +143,13 @@ def _status(url: str) -> Any:
     try:
         with urllib.request.urlopen(f"{url}/cluster/status", timeout=5) as reply:
             return json.load(reply)
-    except (OSError, ValueError):
-        return None  # not yet, or not any more
+    except (OSError, ValueError, http.client.HTTPException):
+        return None  # not yet, or not any more, be it in the middle of its answer
 
 
 def _say(who: str, what: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)
+    with contextlib.suppress(OSError):  # whoever read it is gone: no reason to stop looking after the others
+        print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)
 
 
 def _free_port() -> int:

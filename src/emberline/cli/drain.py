@@ -4,6 +4,7 @@ either."""
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import time
 import urllib.error
@@ -75,5 +76,5 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
                 "the router wants the cluster's key", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
             ) from e
         raise EmberlineError(json.load(e)["error"]["message"]) from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:
         raise EmberlineError(f"no router at {router}: {e}", hint="give --router URL") from e

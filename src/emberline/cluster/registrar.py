@@ -39,6 +39,7 @@ class Registrar:
         self._meet = meet
         self._shown: Card | None = None  # the card that the router has, if it answered the last time
         self._task: asyncio.Task[None] | None = None
+        self._leaving = False
         self._complaint: str | None = None
 
     def start(self) -> None:
@@ -46,7 +47,9 @@ class Registrar:
         self._task = asyncio.create_task(self._run())
 
     async def leave(self) -> None:
-        """Nothing new comes after this; what is open goes on, and the beats with it."""
+        """Nothing new comes after this; what is open goes on, and the beats with it. To a router that is started anew
+        meanwhile we do not say that we are there."""
+        self._leaving = True
         card = self._card()
         leaving = {"name": card.name, "incarnation": card.incarnation}
         with contextlib.suppress(aiohttp.ClientError, OSError, asyncio.TimeoutError):
@@ -66,14 +69,14 @@ class Registrar:
                 await asyncio.sleep(pause)
                 try:
                     pause = await self._turn(session)
-                except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as e:
+                except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
                     self._say(f"{type(e).__name__}: {e}")
                     pause = PAUSE
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
         """A card or a beat. Seconds until the next."""
         card = self._card()
-        beat = self._beat() if card == self._shown else None
+        beat = self._beat() if card == self._shown or self._leaving else None
         path, told = ("/cluster/register", card) if beat is None else ("/cluster/beat", beat)
         self._shown = None
         status, body = await self._post(session, path, msgspec.json.encode(told))
@@ -87,7 +90,7 @@ class Registrar:
                     return 0.0  # and at once how it goes
                 return welcome.beat_seconds if beat.ready else min(SOON, welcome.beat_seconds)
             case 404 if beat is not None:
-                return 0.0  # the router was started again
+                return PAUSE if self._leaving else 0.0  # the router was started again
             case 409:
                 self._say("a newer worker has this name; until that is lost, nothing is sent here")
                 return PAUSE

@@ -38,8 +38,8 @@ class Supervisor:
         self._children: list[Child] = []
 
     async def start(self, child: Child) -> None:
-        self._children.append(child)
         await self._spawn(child)
+        self._children.append(child)
         child.keeper = asyncio.create_task(self._keep(child))
 
     async def stop(self) -> None:
@@ -59,12 +59,22 @@ class Supervisor:
             status = await child.process.wait()
             child.pause = 0.5 if time.monotonic() - began > STEADY else child.pause
             self._say(child.name, f"{_ending(status)}; again in {child.pause:g} s, log {child.log}")
-            await asyncio.sleep(child.pause)
-            child.pause = min(2 * child.pause, LONGEST_PAUSE)
+            while not await self._respawned(child):
+                pass
             child.restarts += 1
+
+    async def _respawned(self, child: Child) -> bool:
+        await asyncio.sleep(child.pause)
+        child.pause = min(2 * child.pause, LONGEST_PAUSE)
+        try:
             await self._spawn(child)
+        except OSError as e:  # no memory, no descriptors, no room for a log: what may have ended it, and may pass
+            self._say(child.name, f"cannot be started: {e}; again in {child.pause:g} s")
+            return False
+        return True
 
     async def _spawn(self, child: Child) -> None:
+        child.log.parent.mkdir(parents=True, exist_ok=True)  # temporary folders are tidied while processes run
         # A session of its own: Ctrl-C in the terminal is for us, and we say who goes when.
         with child.log.open("ab") as out:
             child.process = await asyncio.create_subprocess_exec(
@@ -88,7 +98,8 @@ class Supervisor:
                 async with asyncio.timeout(GRACE):
                     await process.wait()
             except TimeoutError:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):  # it ended just now
+                    process.kill()
                 await process.wait()
         self._say(child.name, "stopped")
 

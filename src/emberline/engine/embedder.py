@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed
+from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed, EngineUnavailable
 from emberline.engine.messages import Refused
 
 DEADLINE = 120.0  # seconds for one call, the start of the process included
@@ -38,6 +38,7 @@ class EmbedderProcess:
         self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
+        self._stopped = False
 
     def embed(self, inputs: list[list[int]]) -> list[array[float]]:
         with self._lock:
@@ -49,7 +50,8 @@ class EmbedderProcess:
                 _write(process.stdin, Embed(inputs))
                 answer = _read(process.stdout)
             except (BrokenPipeError, EOFError) as e:
-                self.stop()
+                process.kill()
+                process.wait()
                 if timer.finished.is_set():
                     raise DeadlineExceeded(
                         f"no embeddings within {DEADLINE:.0f} s", hint="send fewer inputs at once"
@@ -65,12 +67,15 @@ class EmbedderProcess:
         return [flat[i : i + answer.dim] for i in range(0, len(flat), answer.dim)]
 
     def stop(self) -> None:
+        """For good: who waits for an answer or for their turn is told."""
+        self._stopped = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
 
     def _running(self) -> subprocess.Popen[bytes]:
+        if self._stopped:
+            raise EngineUnavailable("the server is shutting down")
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self._process
@@ -83,10 +88,14 @@ def _write(pipe: IO[bytes], message: Embed | Embedded | Refused) -> None:
 
 
 def _read(pipe: IO[bytes]) -> Embed | Embedded | Refused:
-    head = pipe.read(4)
-    if len(head) < 4:
+    return _DECODER.decode(_exactly(pipe, int.from_bytes(_exactly(pipe, 4), "little")))
+
+
+def _exactly(pipe: IO[bytes], size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) < size:  # whoever wrote it has died, perhaps in the middle
         raise EOFError
-    return _DECODER.decode(pipe.read(int.from_bytes(head, "little")))
+    return data
 
 
 _DECODER: msgspec.msgpack.Decoder[Embed | Embedded | Refused] = msgspec.msgpack.Decoder(Embed | Embedded | Refused)

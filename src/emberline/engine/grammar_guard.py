@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
 
 DEADLINE_S = 1.0  # of processor time, so that a busy machine does not refuse what an idle one takes
+PATIENCE_S = 60.0  # on the wall's clock, with a child that gets no processor time; its start included
+KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)  # by us or somebody else, whatever it was doing
 STACK_BYTES = 4 << 20  # half of what a main thread usually has
 MEMORY_BYTES = 2 << 30  # of address space
 REMEMBERED = 1024
@@ -76,12 +78,17 @@ class GrammarGuard:
         return self._child
 
     def _ask(self, child: subprocess.Popen[str], question: str) -> str:
-        """The answer's line; empty if the child died over it."""
+        """The answer's line; empty if the child died over it, or in the moment before."""
         assert child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(question + "\n")
-            child.stdin.flush()
-        return child.stdout.readline()
+        timer = threading.Timer(PATIENCE_S, child.kill)
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(question + "\n")
+                child.stdin.flush()
+            return child.stdout.readline()
+        finally:
+            timer.cancel()
 
     def _try(self, grammar: Grammar, question: str) -> InvalidRequest | None:
         line = self._ask(self._running(), question)
@@ -91,14 +98,18 @@ class GrammarGuard:
         return InvalidRequest(answer["message"], hint=answer["hint"]) if answer else None
 
     def _post_mortem(self, grammar: Grammar) -> InvalidRequest:
-        late = self._reap() == -signal.SIGPROF
+        status = self._reap()
+        if status in KILLED:  # which says nothing about the grammar
+            raise EngineUnavailable("the grammar checker was killed", hint="send the request again")
+        late = status == -signal.SIGPROF
         why = f"it takes more than {DEADLINE_S:g} s to prepare" if late else "it is too deep or too large to prepare"
         return InvalidRequest(f"the {grammar.kind} cannot be used: {why}", hint="make it simpler")
 
     def _reap(self) -> int:
         child, self._child = self._child, None
         assert child is not None and child.stdin is not None and child.stdout is not None
-        child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # a question that it did not live to read
+            child.stdin.close()
         child.stdout.close()
         return child.wait()
 

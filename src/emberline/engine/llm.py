@@ -1,7 +1,8 @@
 """LLM: the engine in your own process, for scripts and batches of prompts.
 
 from emberline import LLM, SamplingParams
-print(LLM("smollm2").generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
+with LLM("smollm2") as llm:
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=8))[0].text)
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from emberline.core.config import DEFAULT_MODEL, EngineConfig
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, EngineUnavailable
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -55,6 +56,20 @@ class LLM:
         runner = self.engine.runner  # grammars may be a stranger's here too; its process is started by the first
         self._guard = GrammarGuard(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))
         self._count = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Blocks on their way to disk or a store get there, and the processes beside this one end. Twice is once."""
+        if not self._closed:
+            self._closed = True
+            self._guard.close()
+            self.engine.close()
 
     def generate(
         self,
@@ -64,6 +79,8 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """Continues every prompt, all in one batch; params.n completions each, in order."""
+        if self._closed:
+            raise EngineUnavailable("this LLM has been closed")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
         params = params or SamplingParams()

@@ -44,6 +44,7 @@ class Facts(msgspec.Struct):
 
     max_context: int
     vocab_size: int
+    eos: list[int]
     kv_tokens: int
     block_size: int
     weight_bytes: int

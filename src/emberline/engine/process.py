@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import queue
 import signal
 import socket
@@ -48,10 +49,12 @@ GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle: it ends us by closing the socket
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    # A terminal or a service manager tells all of us. The client ends what is open, then us, by closing the socket.
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    channel, booted = socket.socket(fileno=int(sys.argv[1])), threading.Event()
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(channel, inbox), daemon=True).start()
+    threading.Thread(target=_read, args=(channel, inbox, booted), daemon=True).start()
     start = inbox.get()
     if not isinstance(start, Start):
         return 1
@@ -66,6 +69,7 @@ def main() -> int:
     except EmberlineError as e:
         channel.sendall(encode(Refused.of("", e)))
         return 1
+    booted.set()
     imports = {"imports": imported - began}
     ready = Ready({name: _facts(loaded[name], imports) for name in start.models})
     with contextlib.suppress(ConnectionError):
@@ -83,6 +87,7 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
     return Facts(
         max_context=loaded.max_context,
         vocab_size=loaded.engine.runner.vocab_size,
+        eos=sorted(loaded.engine.runner.eos),
         kv_tokens=loaded.kv_tokens,
         block_size=loaded.engine.config.block_size,
         weight_bytes=loaded.weight_bytes,
@@ -102,13 +107,15 @@ def _read_ahead(config: EngineConfig) -> Reader | None:
     return early.begin(Path(config.model))
 
 
-def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
+def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], booted: threading.Event) -> None:
     frames = Inbox()
     with contextlib.suppress(ConnectionError):  # a client that was killed with something unread
         while data := channel.recv(1 << 16):
             for message in frames.feed(data):
                 inbox.put(message)
     inbox.put(None)
+    if not booted.is_set():  # nobody waits for what is being loaded, and another may need the memory
+        os._exit(1)
 
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:

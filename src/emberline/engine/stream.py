@@ -41,6 +41,7 @@ log = logging.getLogger("emberline.engine")
 
 READ = 1 << 18
 LONGEST_PAUSE = 30.0  # seconds between attempts to restart
+REAP = 2.0  # seconds for a process to end by itself, and as many again once it was killed
 BOOT_TIMEOUT = 900.0  # seconds for imports, kernels and the weights of a model
 
 
@@ -167,7 +168,11 @@ class AsyncEngine:
         pause = 0.5
         while True:
             began = self._clock.now()
-            why = await self._live()
+            try:
+                why = await self._live()
+            except Exception as e:  # no memory for a process, no descriptor for its socket: nobody else tries again
+                log.exception("the engine process is given up")
+                why = EngineFailed(f"{type(e).__name__}: {e}")
             first = self._started is not None and not self._started.done()
             if first:
                 assert self._started is not None
@@ -188,11 +193,7 @@ class AsyncEngine:
 
     async def _live(self) -> EmberlineError:
         """One life of the process, from start to death; returns why it ended."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*self._command, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=sys.stderr
-            )
+        self._process, ours = self._spawned()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ)
         self.last_sign = self._clock.now()
         self._writer.write(encode(Start(self.models, self._rules)))
@@ -210,7 +211,19 @@ class AsyncEngine:
             watcher.cancel()
             self._writer.close()
             await self._reap(self._process)
-        return refusal or EngineFailed(f"exit status {self._process.returncode}")
+        status = self._process.returncode
+        return refusal or EngineFailed("it was killed, and does not end" if status is None else f"exit status {status}")
+
+    def _spawned(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """A new process, and our end of the line to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            line = theirs.fileno()
+            try:
+                return subprocess.Popen([*self._command, str(line)], pass_fds=[line], stdout=sys.stderr), ours
+            except OSError:
+                ours.close()
+                raise
 
     def _receive(self, message: Message) -> EmberlineError | None:
         match message:
@@ -254,12 +267,15 @@ class AsyncEngine:
                 process.kill()
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        for _ in range(100):
-            if process.poll() is not None:
-                return
-            await asyncio.sleep(0.02)
-        process.kill()
-        process.wait()
+        """One that a driver holds on to does not even end when it is killed: everybody else goes on without it."""
+        for last in (False, True):
+            until = self._clock.now() + REAP
+            while self._clock.now() < until:
+                if process.poll() is not None:
+                    return
+                await asyncio.sleep(0.02)
+            if not last:
+                process.kill()
 
     def _end_all(self, error: EmberlineError) -> None:
         for inbox in self._open.values():

@@ -122,9 +122,7 @@ class Pulls:
             return
         with self._lock:
             self._expected[request.id] = Expected(ticket, self._clock.now())
-            kept, self._keeping = self._keeping, True
-        if not kept:
-            self._spawn(self._keep)
+            self._keeping = self._keeping or self._beside(self._keep)
 
     def grain(self, request: Request) -> int:
         """Tokens of a block of its peer: what is here already counts in whole ones of those."""
@@ -137,11 +135,13 @@ class Pulls:
         request.source = None
         size, now = ticket.peer.layout.tokens, self._clock.now()
         if request.cached // size >= request.prompt_len // size:
-            self._spawn(lambda: self._release(ticket))
+            self._beside(lambda: self._release(ticket))
             return None
         pull = Pull(ticket, list(into), request.cached // size, request.deadline, now)
         self._source.region.fence()
-        self._spawn(lambda: self._run(pull))
+        if not self._beside(lambda: self._run(pull)):
+            self._count(TransferError("there is no thread to pull with"))
+            return None
         return pull
 
     def take(self, pull: Pull) -> tuple[int, bool]:
@@ -165,7 +165,7 @@ class Pulls:
         with self._lock:
             expected = self._expected.pop(request.id, None)
         if expected is not None:
-            self._spawn(lambda: self._release(expected.ticket))
+            self._beside(lambda: self._release(expected.ticket))
 
     def count(self, tokens: int) -> None:
         """Tokens that a request has from a peer."""
@@ -182,6 +182,15 @@ class Pulls:
     def stats(self) -> TransferStats:
         with self._lock:
             return self._stats.copy()
+
+    def _beside(self, work: Callable[[], None]) -> bool:
+        """False: the system allows no more threads. What nobody renews or releases expires."""
+        try:
+            self._spawn(work)
+        except RuntimeError as error:
+            log.warning("nothing is done beside the engine: %s", error)
+            return False
+        return True
 
     # -- the threads' side ---------------------------------------------------------------------------------------------
 

@@ -231,10 +231,11 @@ class DiskTier:
     def _scan(self) -> None:
         """Folders that have changed since the last time; the least recently used files come first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
+        seen: dict[str, int] = {}  # not before all of it is taken in: one folder may fail to be read
         for folder in os.scandir(self._root):
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
             if changed is not None and self._seen.get(folder.name) != changed:
-                self._seen[folder.name] = changed
+                seen[folder.name] = changed
                 listed[folder.name] = self._list(Path(folder.path))
         with self._lock:
             gone = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
@@ -249,6 +250,7 @@ class DiskTier:
                 spare.unlink(missing_ok=True)
             with self._lock:
                 self._insert(digest, size)
+        self._seen |= seen
 
     def _list(self, folder: Path) -> dict[bytes, tuple[float, int]]:
         """Blocks, when each was used last, and its bytes. What cannot be one is removed; strangers' files are left."""

@@ -179,18 +179,26 @@ class StoreClient:
                 host = knock.getsockname()[0]  # ours, as others reach it
         except OSError as error:
             raise StoreDown(f"nobody answers at {self._master}: {error}") from error
+        try:
+            return self._spawned(host)
+        except OSError as error:  # descriptors, memory or processes have run out, perhaps only for now
+            raise StoreDown(f"its process cannot be started: {error}") from error
+
+    def _spawned(self, host: str) -> Process:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         shared = os.memfd_create("emberline-store", os.MFD_CLOEXEC)
-        os.ftruncate(shared, 2 * self._room)
-        memory = memoryview(mmap.mmap(shared, 2 * self._room))
-        lines = (pairs[0][1].fileno(), pairs[1][1].fileno())
-        task = Task(lines, shared, self._room, host, self._master, self._memory)
-        command = [sys.executable, "-m", "emberline.kv.tiers.storeprocess", task.as_json()]
-        running = subprocess.Popen(
-            command, pass_fds=(*lines, shared), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(shared)
-        for _, theirs in pairs:
-            theirs.close()
+        try:
+            os.ftruncate(shared, 2 * self._room)
+            memory = memoryview(mmap.mmap(shared, 2 * self._room))
+            lines = (pairs[0][1].fileno(), pairs[1][1].fileno())
+            task = Task(lines, shared, self._room, host, self._master, self._memory)
+            command = [sys.executable, "-m", "emberline.kv.tiers.storeprocess", task.as_json()]
+            running = subprocess.Popen(
+                command, pass_fds=(*lines, shared), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+        finally:
+            os.close(shared)
+            for _, theirs in pairs:
+                theirs.close()
         get, put = (Line(pair[0], memory[i * self._room :][: self._room]) for i, pair in enumerate(pairs))
         return Process(running, get, put)

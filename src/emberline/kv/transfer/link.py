@@ -126,13 +126,14 @@ class StreamLink:
             except BaseException as error:
                 crew.fail(error)
 
-        shares = [fetch.pieces[i::count] for i in range(count)]
-        threads = [threading.Thread(target=work, args=(share,), name="kv-pull", daemon=True) for share in shares[1:]]
+        ours, *others = [fetch.pieces[i::count] for i in range(count)]
+        threads = [threading.Thread(target=work, args=(share,), name="kv-pull", daemon=True) for share in others]
+        left = [share for share, thread in zip(others, threads, strict=True) if not _started(thread)]
+        for share in (ours, *left):
+            work(share)
         for thread in threads:
-            thread.start()
-        work(shares[0])
-        for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         fetch.progress.check()
         if crew.failure is not None:
             raise crew.failure
@@ -254,6 +255,15 @@ class StreamLink:
         if chosen is not None and chosen not in codecs:
             raise _broken(channel, "the peer chose a codec that was not offered")
         self._codec = codecs[chosen] if chosen is not None else None
+
+
+def _started(thread: threading.Thread) -> bool:
+    """False: the system allows no more threads. Those that there are must be waited for even so: they write."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _expected(message: Message, kind: Kind, transfer: int, channel: Channel) -> Message:

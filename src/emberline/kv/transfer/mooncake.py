@@ -71,8 +71,13 @@ class Rooms:
             if self._count >= self._most:
                 raise PeerUnreachable("too many reads of this engine were given up lately")
             self._count += 1
-        room = memoryview(mmap.mmap(-1, -(-max(size, ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE))
-        self._register(room)
+        try:
+            room = memoryview(mmap.mmap(-1, -(-max(size, ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE))
+            self._register(room)
+        except (OSError, PeerUnreachable):  # no memory now, or none that may be locked: there is no such room
+            with self._lock:
+                self._count -= 1
+            raise
         return room
 
     def give(self, room: memoryview, *, well: bool) -> None:

@@ -73,19 +73,27 @@ class Server:
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
-            except OSError as error:
+                self._admit(sock)
+            except (OSError, RuntimeError) as error:
                 if not self._stopping:
                     log.error("cannot take a connection: %s", error)
-                    time.sleep(0.1)  # out of descriptors, most likely; those who hang up free some
-                continue
-            if self.num_open >= MOST_CONNECTIONS:
-                sock.close()
-                continue
-            channel = Channel(sock, self._patience)
-            thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
-            with self._lock:
-                self._open[channel] = thread
+                    time.sleep(0.1)  # out of descriptors or threads, most likely; those who hang up free some
+
+    def _admit(self, sock: socket.socket) -> None:
+        if self.num_open >= MOST_CONNECTIONS:
+            sock.close()
+            return
+        channel = Channel(sock, self._patience)
+        thread = threading.Thread(target=self._serve, args=(channel,), name="kv-serve", daemon=True)
+        with self._lock:
+            self._open[channel] = thread
+        try:
             thread.start()
+        except RuntimeError:
+            with self._lock:
+                del self._open[channel]
+            channel.close()
+            raise
 
     def _serve(self, channel: Channel) -> None:
         try:

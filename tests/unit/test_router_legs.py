@@ -1,0 +1,95 @@
+"""A request at a worker, between two events: what is kept for it while another computes its prompt, and that it is cut
+off in whatever moment it is to be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import uvloop
+
+from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.core.clock import SystemClock
+from emberline.core.config import Role, RouterConfig
+from emberline.router.ask import Ask
+from emberline.router.call import Call
+from emberline.router.estimate import Estimate
+from emberline.router.upstream import Broken, Reply, Upstream
+from emberline.server.exchange import Exchange
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.leg import Leg
+from emberline.server.routing.relay import Relay
+
+CALL = Call("POST", "/v1/chat/completions", {}, b"")
+ROOM = 10_000  # tokens of a worker's cache
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@dataclass
+class Quiet:
+    """Workers that are asked, and answer when they are let."""
+
+    asked: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+    let: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: int = 0
+
+    async def request(self, at: str, call: Call) -> Reply:
+        self.asked.put_nowait(at)
+        await self.let.wait()
+        return cast("Reply", SimpleNamespace(status=200, close=self._close))
+
+    def _close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_who_is_cut_off_as_its_reply_begins_hears_of_it(run: Run) -> None:
+    async def main() -> None:
+        workers, leg = Quiet(), Leg(0, cast("Ask", None), cast("Any", None), 0.0, 0.0)
+
+        async def asked() -> None:
+            async with leg.asked(cast("Upstream", workers), "http://w", CALL):
+                raise AssertionError("it is passed on")
+
+        asking = asyncio.create_task(asked())
+        assert await workers.asked.get() == "http://w"
+        workers.let.set()
+        leg.cut("prefill")
+        with pytest.raises(Broken, match="prefill"):
+            await asking
+        assert workers.closed == 1
+
+    run(main())
+
+
+def register(dispatch: Dispatch, name: str, role: Role, *paired: str) -> None:
+    model = ModelCard("m", "layout", ROOM, 8, ROOM, 16, peer={"incarnation": f"engine of {name}"})
+    dispatch.register(Card(name, "1", f"http://{name}", (model,), role))
+    dispatch.beat(Beat(name, "1", paired=paired))
+
+
+def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
+    async def main() -> None:
+        config, workers = RouterConfig(), Quiet()
+        dispatch = Dispatch(config, SystemClock())
+        register(dispatch, "p", "prefill")
+        register(dispatch, "d", "decode", "engine of p")
+        body = json.dumps({"model": "m", "prompt": "a long story " * 400, "max_tokens": 100}).encode()
+        ask, scope = Ask.read(body), {"method": "POST", "path": "/v1/completions", "headers": []}
+        x = Exchange(scope, cast("Any", None), cast("Any", None))
+        asking = asyncio.create_task(Relay(dispatch, cast("Upstream", workers), config).run(x, ask, body))
+        assert await asyncio.wait_for(workers.asked.get(), 20) == "http://p"
+        here, there, prompt = dispatch.workers["d"], dispatch.workers["p"], Estimate().prompt(ask.size)
+        assert (here.prefill, there.prefill) == (0.0, prompt), "it is the other's work"
+        assert here.room == ROOM - prompt - here.decode, "its blocks come here even so"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert here.room == there.room == ROOM and not dispatch.num_open
+
+    asyncio.run(main())

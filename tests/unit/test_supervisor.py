@@ -1,0 +1,127 @@
+"""What belongs together is started again, though it cannot be at once, and stopped together, though one has gone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from emberline.cli import cluster
+from emberline.cluster import supervisor
+from emberline.cluster.supervisor import Child, Supervisor
+
+SLEEPS = (sys.executable, "-c", "import time; time.sleep(60)")
+
+
+def child(name: str, log: Path, *program: str) -> Child:
+    return Child(name, [], log, os.environ, program, pause=0.01)
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not what():
+            await asyncio.sleep(0.005)
+
+
+def test_what_cannot_be_started_again_now_is_tried_later(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def main() -> None:
+        them, logs = Supervisor(lambda who, what: said.append(what)), tmp_path / "logs"
+        one = child("one", logs / "log", *SLEEPS)
+        await them.start(one)
+        try:
+            assert one.process is not None
+            (logs / "log").unlink()
+            logs.rmdir()
+            logs.touch()  # no folder can be made there
+            one.process.kill()
+            await until(lambda: any("cannot be started" in what for what in said))
+            logs.unlink()
+            await until(lambda: one.restarts == 1)
+        finally:
+            await them.stop()
+        assert one.process.returncode is not None and (logs / "log").exists()
+
+    asyncio.run(main())
+
+
+def test_one_that_never_began_keeps_nobody_from_being_stopped(tmp_path: Path) -> None:
+    async def main() -> None:
+        them = Supervisor(lambda who, what: None)
+        one = child("one", tmp_path / "log", *SLEEPS)
+        await them.start(one)
+        try:
+            with pytest.raises(FileNotFoundError):
+                await them.start(child("two", tmp_path / "log", str(tmp_path / "nothing")))
+        finally:
+            await them.stop()
+        assert one.process is not None and one.process.returncode is not None
+
+    asyncio.run(main())
+
+
+class Late:
+    """It ends in the moment before it is killed."""
+
+    returncode, waits = None, 0
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None:
+        raise ProcessLookupError
+
+    async def wait(self) -> int:
+        self.waits += 1
+        if self.waits == 1:
+            await asyncio.Event().wait()
+        return 0
+
+
+def test_one_that_ends_as_it_is_killed_has_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(supervisor, "GRACE", 0.01)
+    said: list[str] = []
+    them = Supervisor(lambda who, what: said.append(what))
+    one = child("one", tmp_path / "log")
+    one.process = cast("Any", Late())
+    asyncio.run(them._end(one))
+    assert said == ["stopped"]
+
+
+def test_who_looks_after_others_does_not_need_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "hung up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", Gone())
+        cluster._say("one", "started")
+
+
+def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parser, one = argparse.ArgumentParser(), child("one", tmp_path / "log", *SLEEPS)
+    cluster.add_arguments(parser)
+    monkeypatch.setattr(supervisor, "children", lambda *_, **__: [one])
+
+    async def main() -> None:
+        up = asyncio.create_task(cluster._up(parser.parse_args(["up", "--port", "0", "m"]), {"both": 1}, tmp_path))
+        await until(lambda: one.process is not None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        async with asyncio.timeout(20):
+            await up
+
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert one.process is not None and one.process.returncode is not None
