@@ -135,7 +135,7 @@ class House:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
-        self.tokenizer = Tokenizer(inner, {}, [EOS])
+        self.tokenizer = Tokenizer(inner)
         self.engine = ScriptedEngine(self.tokenizer, script)
         engine = cast("AsyncEngine", self.engine)
         prompts = Prompts(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), HERMES, 4000)

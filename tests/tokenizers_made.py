@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -14,11 +12,9 @@ from emberline.hub.source import resolve
 from emberline.tokens import tokenizer as ours
 
 
-def load(folder: Path, inner: Tokenizer, **files: dict[str, Any]) -> ours.Tokenizer:
+def load(folder: Path, inner: Tokenizer) -> ours.Tokenizer:
     folder.mkdir(parents=True, exist_ok=True)
     inner.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
     return ours.Tokenizer.load(folder)
 
 

@@ -23,13 +23,14 @@ from torch import Tensor
 from emberline.bench.gpu import cold
 from emberline.bench.gpu.model import write_checkpoint
 from emberline.bench.report import Report
-from emberline.core.config import EngineConfig, GPUConfig, cache_dir
+from emberline.core.config import EngineConfig, GPUConfig
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.fleet_boot import Weighed, taking_turns
 from emberline.engine.gpu import boot
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.cpu.library import find_library
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.kernels.uw12_ref import reference_pack
 from emberline.models import carrier, coded
@@ -43,29 +44,19 @@ from emberline.models.reader import Reader, files_of
 from emberline.models.sleep import every
 from emberline.models.weights import Weights
 from emberline.unweight import model
-from emberline.unweight.codec import codec_of, find_codec
+from emberline.unweight.codec import codec_of
 from emberline.unweight.format import BLOCK, blocks_of
 from emberline.unweight.plain import PlainCodec
 from emberline.unweight.tensor import CodedTensor, is_coded
 
-CODEC = find_codec(cache_dir().expanduser() / "kernels")
+CODEC = codec_of(find_library())
 LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=208, num_attention_heads=12)
 TIED = {**LARGER, "tie_word_embeddings": True}
 MANY = tiny.config("llama", vocab_size=2500, hidden_size=128, intermediate_size=1040, num_hidden_layers=1)
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 BF16 = torch.bfloat16
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody fills reads as NaN, or as bytes of ones."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +178,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
         assert isinstance(codec_of(ops.describe().library), PlainCodec)
         same_as_unpacked(tmp_path)
     finally:
-        ops.start(cache=cache_dir().expanduser() / "kernels")
+        ops.start()
 
 
 def arrivals(directory: Path) -> tuple[CodedArrival, Tensor, bytes]:

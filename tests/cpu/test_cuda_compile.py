@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from emberline.kernels import cuda
-from emberline.kernels.cuda import nvrtc
+from emberline.kernels.cuda import nvrtc, sample
 
 NAMES = [module.name for module in pkgutil.iter_modules(cuda.__path__)]
 ROOM = [importlib.import_module(f"{cuda.__name__}.{name}") for name in NAMES]
@@ -30,6 +31,14 @@ def test_compiles(module: ModuleType) -> None:
     assert binary.code[:4] == b"\x7fELF"
     assert set(binary.symbols) == set(module.VARIANTS)
     assert all(symbol.encode() in binary.code for symbol in binary.symbols.values())
+
+
+def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
+    first = nvrtc.compiled(sample.FILE, sample.VARIANTS)
+    (kept,) = (tmp_path / "kernels").iterdir()
+    monkeypatch.setattr(nvrtc, "compile", lambda file, kernels: pytest.fail("compiled again"))
+    assert nvrtc.compiled(sample.FILE, sample.VARIANTS) == first and kept.suffix == ".cubin"
 
 
 def test_no_source_is_left_out() -> None:

@@ -37,17 +37,7 @@ from emberline.models.weights import Weights
 DTYPES = [None, torch.float32, torch.bfloat16]
 SMALL = {"piece": 4096, "ring": 3, "threads": 3, "ahead": 0}
 
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody fills reads as NaN, or as bytes of ones."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.fixture(autouse=True)

@@ -11,16 +11,17 @@ import torch
 
 from emberline.cli import doctor
 from emberline.cli.__main__ import main
-from emberline.core.config import EngineConfig, cache_dir
+from emberline.core.config import EngineConfig
 from emberline.core.errors import EmberlineError, UnsupportedModel
 from emberline.engine import memory
 from emberline.engine.boot import Loaded, boot
 from emberline.engine.gpu import boot as gpu_boot
 from emberline.engine.gpu.device import Host
 from emberline.kernels import gpu, ops
+from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 
 MEMORY = 4 << 30
 OPTIONS = (
@@ -138,7 +139,7 @@ def test_packed_weights(
     config = tiny.config("llama", vocab_size=128, hidden_size=64, intermediate_size=128, head_dim=32)
     directory = tiny.write(tmp_path / "plain", config, dtype=dtype)
     if files == "packed":
-        unweight.pack(directory, tmp_path / "packed", find_codec(cache_dir() / "kernels"), lambda _: None)
+        unweight.pack(directory, tmp_path / "packed", codec_of(find_library()), lambda _: None)
         directory = tmp_path / "packed"
     settled: list[int] = []
 

@@ -74,8 +74,6 @@ def test_norm_and_gate(m: int, n: int, k: int) -> None:
     double = ops.PackedWeight(weight.double(), 2 * n, k, weight.dtype, gated=True)
     exact = ref.gate_up_silu(x.double(), double, norm=norm.double(), eps=1e-5)
     assert_close(ops.gate_up_silu(x, packed, norm=norm, eps=1e-5), torch.nn.functional.silu(gate) * up, exact)
-    exact = ref.rms_norm(x.double(), norm.double(), 1e-5)
-    assert_close(ops.rms_norm(x, norm, 1e-5), ref.rms_norm(x, norm, 1e-5), exact)
 
 
 @pytest.mark.parametrize("m,n,k", SHAPES)

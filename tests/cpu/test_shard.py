@@ -10,10 +10,10 @@ import tiny
 import torch
 from torch import Tensor
 
-from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.kernels import ops
+from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import uw12
 from emberline.kernels.uw12_ref import reference_pack, reference_unpack
 from emberline.models.config import ModelConfig
@@ -23,7 +23,7 @@ from emberline.models.loader import IGNORABLE
 from emberline.models.shard import Shard
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 
 LLAMA_8B = ModelConfig.from_hf(llama_8b.LLAMA_8B)
 MATRICES = {  # n, k
@@ -81,7 +81,7 @@ def test_products_of_packed_parts_are_the_whole_product(kind: str, of: int) -> N
 
 
 def packed(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, find_codec(cache_dir() / "kernels"), lambda _: None)
+    unweight.pack(source, target, codec_of(find_library()), lambda _: None)
     return target
 
 

@@ -19,7 +19,7 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu import boot
 from emberline.engine.gpu.swap import Sleeper, Swapped, room
-from emberline.engine.memory import RESERVE, plan
+from emberline.engine.memory import FRACTION, RESERVE, plan
 from emberline.kernels import ops, ref
 from emberline.models.sleep import every, sleep
 
@@ -184,11 +184,11 @@ def test_room_is_what_plans_fill() -> None:
     total = 80 << 30
     whole = plan(
         config, total, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=8, max_batch_tokens=64,
-        max_context=64, fraction=0.9,
+        max_context=64,
     )  # fmt: skip
     model = Swapped(whole, lambda: pytest.fail("not yet"))
     block = whole.kv_bytes // whole.kv_blocks
-    assert room(total, 0.9) - block < model.nbytes <= room(total, 0.9) == int(total * 0.9) - RESERVE
+    assert room(total) - block < model.nbytes <= room(total) == int(total * FRACTION) - RESERVE
     assert model.idle
 
 

@@ -12,18 +12,18 @@ import unweight_models
 
 from emberline import LLM, SamplingParams
 from emberline.cli.__main__ import main
-from emberline.core.config import cache_dir
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve
 from emberline.kernels import ops
+from emberline.kernels.cpu.library import find_library
 from emberline.models.loader import load
 from emberline.models.weights import Weights
 from emberline.unweight import model
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 from emberline.unweight.tensor import is_coded
 
-CODEC = find_codec(cache_dir().expanduser() / "kernels")
+CODEC = codec_of(find_library())
 LARGER = tiny.config("llama", vocab_size=301, hidden_size=96, intermediate_size=200, num_attention_heads=12)
 PROMPT = "The history of the city begins"
 
@@ -42,7 +42,7 @@ def packed(source: Path, target: Path) -> Path:
 def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, native: bool) -> None:
     source = tiny.write(tmp_path / "plain", LARGER, dtype=dtype, shards=2)
     target = packed(source, tmp_path / "packed")
-    ops.start(native=native, cache=cache_dir().expanduser() / "kernels")
+    ops.start(native=native)
     try:
         assert load(source).fingerprint == load(target).fingerprint
         plain, ours = Weights(Checkpoint.open(source)), Weights(Checkpoint.open(target))
@@ -54,7 +54,7 @@ def test_weights_and_identity_are_the_same(tmp_path: Path, dtype: torch.dtype, n
         ours.finish("")
         assert plain.taken_bytes == ours.taken_bytes
     finally:
-        ops.start(cache=cache_dir().expanduser() / "kernels")
+        ops.start()
 
 
 def test_experts_say_the_same_packed(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from emberline.kernels.cuda.uw12 import MOST_STRIDE, Packed, fits, lists_at, stride_of
-from emberline.kernels.experts import PackedExperts
 from emberline.kernels.uw12_ref import reference_bases, reference_decode, reference_pack, reference_unpack
 
 ANY = 99.0  # bits a weight: packed whatever it takes
@@ -133,22 +132,6 @@ def test_some_rows_are_packed_weights_too() -> None:
     assert torch.equal(bits(reference_unpack(made.rows(64, 128))), bits(weight[64:]))
     with pytest.raises(AssertionError):
         made.rows(16, 128)
-
-
-def test_experts_are_matrices_of_their_own() -> None:
-    """Of very different scale, which one base for all would not code."""
-    experts = torch.stack([normal(64, 512, 0.02 * 4.0 ** (-5 * i)) for i in range(4)])
-    bits(experts[2])[5, :9] = torch.tensor([0, -32768, 0x7F80, -128, 0x7FC1, 1, -32767, 0x7F7F, 0x3F80]).short()
-    made = PackedExperts.pack(experts, reference_pack)
-    assert made is not None and made.whole.nbytes * 8 < 13.5 * experts.numel()
-    for i, expert in enumerate(experts):
-        alone = packed(expert)
-        assert torch.equal(bits(reference_unpack(made[i])), bits(expert))
-        assert torch.equal(made[i].planes, alone.planes)
-        assert torch.equal(made[i].headers[:, : alone.stride], alone.headers)
-    with pytest.raises(AssertionError):
-        made[4]
-    assert PackedExperts.pack(torch.stack([normal(96, 64)] * 2), reference_pack) is None  # 192 rows, but whose?
 
 
 def test_escapes_are_listed_in_order() -> None:

@@ -17,21 +17,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
+NAMES = ("chromium", "chromium-browser", "google-chrome")
 KEYS = {"Enter": 13, "Escape": 27, "ArrowUp": 38}
-
-
-def executable() -> str | None:
-    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Chromium:
     def __init__(self, profile: Path, *, width: int = 1280, height: int = 860) -> None:
-        path = executable()
-        assert path is not None, "chromium is not installed"
+        path = next(filter(None, map(shutil.which, NAMES)), None)
+        if path is None:
+            assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
+            pytest.skip("no chromium here; scripts/test installs it where it may")
         self.pid, self._out, self._in = _spawn(path, [path, *FLAGS, f"--user-data-dir={profile}", "about:blank"])
         self._buffer = b""
         self._calls = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Chromium, executable
+from chromium import Chromium
 from gateway_records import DAY, made
 from gateways import Gateways
 
@@ -53,9 +52,6 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if executable() is None:
-        assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
-        pytest.skip("no chromium here; scripts/test installs it where it may")
     with Chromium(tmp_path_factory.mktemp("profile"), width=1360, height=960) as chromium:
         yield chromium
 

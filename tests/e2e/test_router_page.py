@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from chromium import Chromium, executable
+from chromium import Chromium
 from routers import Fakes, get
 
 SHOTS = Path(__file__).parents[2] / "tests" / ".artifacts"
@@ -16,9 +15,6 @@ SHOTS = Path(__file__).parents[2] / "tests" / ".artifacts"
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if executable() is None:
-        assert not os.environ.get("CI"), "chromium is missing; scripts/setup installs it"
-        pytest.skip("no chromium here; scripts/test installs it where it may")
     with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
         yield chromium
 

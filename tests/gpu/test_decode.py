@@ -83,10 +83,10 @@ class Case:
         return torch.stack(exact), torch.stack(theirs)
 
 
-def listed(case: Case, *, sms: int = SMS, window: int = 0, lengths: list[int] | None = None) -> Work:
+def listed(case: Case, *, sms: int = SMS, lengths: list[int] | None = None) -> Work:
     rows, kv_heads = len(case.lengths), case.heads[1]
     room = worklist.capacity(rows, kv_heads, sms)
-    made = worklist.plan(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room, window=window)
+    made = worklist.plan(np.array(lengths or case.lengths, np.int32), kv_heads, sms, room)
     return Work(torch.from_numpy(made.data).cuda(), rows, room)
 
 
@@ -98,7 +98,7 @@ def scratch_of(case: Case, work: Work) -> Scratch:
 
 
 def run(case: Case, work: Work | None = None, *, window: int = 0, scratch: Scratch | None = None) -> Tensor:
-    work = work or listed(case, window=window)
+    work = work or listed(case)
     scratch = scratch or scratch_of(case, work)
     out = torch.full((len(case.qkv), case.q_heads * case.heads[2]), torch.nan, device="cuda", dtype=BF16)
     cached = LayerCache(case.keys, case.values)
@@ -141,8 +141,7 @@ def test_block_sizes(head_dim: int, dtype: torch.dtype, block: int) -> None:
 def test_windows(block: int, window: int) -> None:
     case = Case.random(RAGGED, 8, 2, 128, block=block)
     for sms in (1, MANY):
-        assert_close(run(case, listed(case, sms=sms, window=window), window=window), case, window=window)
-    assert_close(run(case, listed(case), window=window), case, window=window)  # a list that knows no window
+        assert_close(run(case, listed(case, sms=sms), window=window), case, window=window)
 
 
 def test_one_long_row_among_short_ones() -> None:

@@ -58,7 +58,6 @@ def swapped(home: Path, dtype: torch.dtype, **settings: object):  # type: ignore
         max_running=chosen.max_running,
         max_batch_tokens=chosen.max_batch_tokens,
         max_context=2048,
-        fraction=chosen.memory_fraction,
         kv_tokens=chosen.kv_tokens,
     )
     return Swapped(planned, lambda: boot_from(home, chosen, dtype=dtype))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from emberline.kernels.cuda.linear import MOST_ROWS, SHARED_LIMIT, Weight, linear, planned
 from emberline.kernels.cuda.uw12 import MOST_STRIDE, Packed, gather, pack, unpack
-from emberline.kernels.experts import PackedExperts
 from emberline.kernels.uw12_ref import reference_pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -156,15 +155,6 @@ def test_weights_that_are_no_numbers() -> None:
         assert_same(x, weight, made)
         good = linear(x, made, out=poisoned(m, 256), pdl=False).isfinite().all(0)
         assert (~good).nonzero().flatten().tolist() == [3, 77, 130]
-
-
-def test_one_expert_of_a_stack() -> None:
-    experts = torch.stack([heavy(192, 576) * 8.0**-i for i in range(5)])
-    made = PackedExperts.pack(experts)
-    assert made is not None
-    for i in (0, 3, 4):
-        assert_same(random(3, 576), experts[i], made[i])
-        assert torch.equal(bits(unpack(made[i], poisoned(192, 576), pdl=False)), bits(experts[i]))
 
 
 @pytest.mark.parametrize("m", (5, 13, 30))

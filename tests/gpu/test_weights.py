@@ -11,12 +11,13 @@ import tiny
 import torch
 from torch import Tensor
 
-from emberline.core.config import GPUConfig, cache_dir
+from emberline.core.config import GPUConfig
 from emberline.core.errors import ModelFileError
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.hub.checkpoint import Checkpoint
+from emberline.kernels.cpu.library import find_library
 from emberline.kernels.cuda import uw12
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.models import carrier, coded
@@ -29,10 +30,13 @@ from emberline.models.reader import Reader, files_of
 from emberline.models.sleep import every, sleep
 from emberline.models.weights import Weights
 from emberline.unweight import model as unweight
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 from emberline.unweight.format import BLOCK
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("poison"),
+]
 
 WIDE = {**tiny.CONFIGS["llama"], "hidden_size": 512, "intermediate_size": 1424, "vocab_size": 4099, "head_dim": 64}
 
@@ -42,7 +46,7 @@ READS = ({"piece": 4096 * 5, "ring": 2, "ahead": 1 << 20}, {"piece": 1 << 20, "r
 
 
 def packed(source: Path, target: Path) -> Path:
-    unweight.pack(source, target, find_codec(cache_dir() / "kernels"), lambda _: None)
+    unweight.pack(source, target, codec_of(find_library()), lambda _: None)
     return target
 
 
@@ -68,18 +72,6 @@ def taken(weights: Weights, config: dict[str, Any]) -> dict[str, Tensor]:
     out["head"] = weights.matrix("lm_head.weight", config["vocab_size"], hidden)
     out["norm"] = weights.vector("model.norm.weight", hidden)
     return out
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody fills reads as NaN, or as bytes of ones."""
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.mark.parametrize("file", [torch.float32, torch.float16, torch.bfloat16])

@@ -110,7 +110,7 @@ class House:
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         if marked:
             inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
-        self.tokenizer = Tokenizer(inner, {}, [EOS])
+        self.tokenizer = Tokenizer(inner)
         self.clock, self.metrics = ManualClock(100.0), Metrics("m")
         self.checked: list[Grammar] = []
         config = SchedulerConfig(max_context=context, max_running=1, max_waiting=1)

@@ -36,7 +36,7 @@ Parse = Callable[[dict[str, Any]], ChatCall]
 
 def prompts(template: str, inner: Inner | None = None) -> Prompts:
     made = ChatTemplate({"default": TEMPLATES.get(template, template)}, {})
-    return Prompts(Tokenizer(inner or build(), {}, []), made, HERMES, 1000)
+    return Prompts(Tokenizer(inner or build()), made, HERMES, 1000)
 
 
 def of_chat(fields: dict[str, Any]) -> ChatCall:
@@ -153,7 +153,7 @@ def test_a_budget_needs_a_marker_that_can_be_written() -> None:
 
 def test_the_template_for_tools_is_asked_where_it_is_used() -> None:
     template = ChatTemplate({"default": TEXT, "tool_use": TEXT + "{{ tools }}{{ enable_thinking }}"}, {})
-    asked = Prompts(Tokenizer(build(), {}, []), template, HERMES, 1000)
+    asked = Prompts(Tokenizer(build()), template, HERMES, 1000)
     tool = {"type": "function", "function": {"name": "f"}}
     assert asked.render(of_chat({"tools": [tool], **kwargs(enable_thinking=True)})).endswith("True")
     with pytest.raises(InvalidRequest):

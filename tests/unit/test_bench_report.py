@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from emberline.bench import machine, start
 from emberline.bench.plot import panels, plot
-from emberline.bench.report import Report, Result, digits, table
+from emberline.bench.report import Report, Result, command, digits, table
 from emberline.cli import bench
 from emberline.cli.__main__ import main
 from emberline.core.errors import InvalidRequest
@@ -56,6 +57,20 @@ def test_the_last_line_and_the_file_are_the_result(tmp_path: Path, capsys: pytes
     }
     row = next(line for line in lines if line.startswith("decode_1 "))
     assert row.split() == ["decode_1", "42", "tok/s", "40..44", "21", "2.00x", "84", "50%"]
+
+
+@pytest.mark.parametrize(
+    "started,typed",
+    [
+        ("/x/bin/emberline", "emberline cpu --json 'a b'"),
+        ("/x/emberline/cli/__main__.py", "emberline cpu --json 'a b'"),
+        ("/x/emberline/bench/gpu/__main__.py", "python -m emberline.bench.gpu cpu --json 'a b'"),
+        ("/x/measure.py", "measure.py cpu --json 'a b'"),
+    ],
+)
+def test_the_command_is_as_it_was_typed(started: str, typed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [started, "cpu", "--json", "a b"])
+    assert command() == typed
 
 
 def test_columns_are_aligned() -> None:

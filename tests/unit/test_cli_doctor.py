@@ -62,7 +62,7 @@ def test_the_plan_is_the_engines_own(run: Run, tmp_path: Path) -> None:
     code, output = run("--model", model, "--gpu-memory", "141G")
     expected = plan(
         ModelConfig.from_hf(LLAMA_8B), 141 << 30, dtype_bytes=2, kv_dtype_bytes=2, block_size=64, max_running=256,
-        max_batch_tokens=8192, max_context=131072, fraction=0.95,
+        max_batch_tokens=8192, max_context=131072,
     )  # fmt: skip
     assert code == 0 and "!!" not in output
     for name, size in expected.rows():

@@ -15,7 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
-from emberline.gateway.guardrails.judge import LONGEST, MOST, understood
+from emberline.gateway.guardrails.judge import LONGEST, MOST, OVERLAP, understood
 from emberline.gateway.layers.guarded import Guarded
 from emberline.gateway.settings import Settings
 
@@ -110,6 +110,20 @@ def test_a_long_text_is_judged_in_parts_and_one_too_long_is_not() -> None:
     asked = call({"messages": [{"role": "user", "content": "x" * (LONGEST * MOST + 1)}]})
     reply, body, sent = passed(rails, judge, asked)
     assert reply.status == 400 and not judge.asked and not sent and b"could not be checked" in body
+
+
+def test_each_part_is_on_the_bill_also_if_another_is_not_understood() -> None:
+    class Slow(Judge):
+        async def __call__(self, call: Call) -> Reply:
+            reply = await super().__call__(call)
+            await asyncio.sleep(0.01 * len(self.asked))
+            return reply
+
+    rails = {"judges": [{**JUDGE, "prompt": {"S1": "block"}, "instructions": ""}]}
+    judge = Slow("?", "safe")
+    asked = call({"messages": [{"role": "user", "content": "x" * (LONGEST + OVERLAP + 1)}]})
+    reply, body, _ = passed(rails, judge, asked)
+    assert (reply.status, reply.micros, len(judge.asked)) == (400, 16, 2) and b"could not be checked" in body
 
 
 def test_a_judge_without_a_price_makes_the_cost_an_estimate() -> None:

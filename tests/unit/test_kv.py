@@ -67,12 +67,32 @@ def test_idle_blocks_are_evicted_oldest_first_and_leaf_first() -> None:
     assert (kv.num_free, kv.num_cached) == (2, 2)
     assert kv.admit(b)  # takes the two free ones
     finish(kv, b)
-    c = request("c", [5] * 17)  # needs three: one free, then the oldest idle, a's second block, goes before its first
+    c = request("c", [5] * 9)  # needs two: one free, then the oldest idle; a's second block goes before its first
     assert kv.admit(c)
     kv.free(c)
-    again = request("again", list(range(17)))
-    assert kv.admit(again) and again.cached in (0, 8)
+    for name, tokens in (("a", list(range(17))), ("b", [7] * 9)):
+        again = request(name, tokens)
+        assert kv.admit(again) and again.cached == 8
+        kv.free(again)
     kv.check()
+
+
+def test_what_freeing_a_request_would_give_back() -> None:
+    kv = KVManager(16, 8, "t")
+    a, b = request("a", list(range(20))), request("b", list(range(20)))
+    kv.admit(a)
+    assert kv.private_blocks(a) == 3
+    a.computed = a.known
+    kv.commit(a)
+    kv.admit(b)
+    assert kv.private_blocks(a) == kv.private_blocks(b) == 1
+
+
+def test_who_cannot_pull_computes_it_all() -> None:
+    a = request("a", list(range(20)))
+    a.source = {"some": "ticket"}
+    KVManager(16, 8, "t").expect(a)
+    assert a.source is None
 
 
 def test_nothing_changes_when_admission_fails() -> None:

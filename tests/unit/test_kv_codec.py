@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfers import Fault, Proxy, blank, content, fill, small, soon, via
 
-from emberline.core.config import cache_dir
+from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
 from emberline.kernels.cpu.build import build
 from emberline.kernels.cpu.library import load
@@ -22,7 +22,7 @@ from emberline.kv.transfer.receiver import Receiver
 from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 
-LIBRARY = load(build(cache_dir().expanduser() / "kernels"))
+LIBRARY = load(build(kernel_dir()))
 
 
 def keys(count: int, seed: int = 1) -> bytes:

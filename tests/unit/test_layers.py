@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "tokens": {"core"},
     "hub": {"core"},
-    "kernels": set(),
+    "kernels": {"core.config"},
     "unweight": {"core", "hub.checkpoint", "hub.tensorfile", "kernels.cpu"},
     "models": {"core", "kernels", "hub.checkpoint", "hub.tensorfile", "unweight"},
     "kv": {"core", "tokens.blockhash", "kernels"},

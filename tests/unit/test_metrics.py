@@ -36,17 +36,21 @@ def test_counters_gauges_and_histograms() -> None:
     metrics.asked(10, 1, 20)
     metrics.began(10, 4)
     metrics.ended("length", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=4.0), 5)
+    metrics.ended("abort", Timing(arrival=1.0), 0)
+    metrics.ended("stop", Timing(arrival=1.0, admitted=1.25, first_token=2.0, finished=2.0), 1)
     for step in (1, 1, 2):
         metrics.stepped(Stats(step=step, step_tokens=7))
     text = rendered(metrics, running=3, blocks_total=10, blocks_free=4, blocks_cached=1, prefix_hits=4)
     assert 'vllm:num_requests_running{model_name="m"} 3' in text
     assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.5' in text
     assert 'vllm:request_success_total{model_name="m",finished_reason="length"} 1' in text
-    assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 1.0' in text
+    assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 2.0' in text
     assert 'vllm:time_to_first_token_seconds_bucket{model_name="m",le="0.75"} 0' in text
-    assert 'vllm:time_to_first_token_seconds_bucket{model_name="m",le="1.0"} 1' in text
-    assert 'vllm:request_queue_time_seconds_sum{model_name="m"} 0.25' in text
+    assert 'vllm:time_to_first_token_seconds_bucket{model_name="m",le="1.0"} 2' in text
+    assert 'vllm:request_queue_time_seconds_sum{model_name="m"} 0.5' in text
+    assert 'vllm:request_inference_time_seconds_sum{model_name="m"} 3.5' in text
     assert 'vllm:request_time_per_output_token_seconds_sum{model_name="m"} 0.5' in text
+    assert 'vllm:request_time_per_output_token_seconds_count{model_name="m"} 1' in text
     assert 'vllm:prompt_tokens_cached_total{model_name="m"} 4' in text
     assert 'vllm:request_prefill_kv_computed_tokens_sum{model_name="m"} 6' in text
     assert 'vllm:iteration_tokens_total_count{model_name="m"} 2' in text

@@ -62,4 +62,5 @@ def test_what_does_not_pass_is_told() -> None:
     pairing = Pairing(line)  # type: ignore[arg-type]
     pairing.meet([asdict(PEER)])
     assert until(pairing, lambda pairs: bool(pairs.refused)) == ([], {"1": "never"})
+    assert pairing.news() is None
     assert line.tried.acquire(timeout=1) and not line.tried.acquire(timeout=0.5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from blocks_made import digest
 
-from emberline.core.config import cache_dir
+from emberline.core.config import kernel_dir
 from emberline.kernels.cpu.build import build
 from emberline.kernels.cpu.library import load
 from emberline.kv.codec import Unweight
@@ -19,7 +19,7 @@ from emberline.kv.tiers.gain import Gain, Reading
 SIZE = 131072
 FILE = SIZE + 4096
 NAMES = [digest(i) for i in range(20)]
-CODEC = Unweight(load(build(cache_dir().expanduser() / "kernels")), 2)
+CODEC = Unweight(load(build(kernel_dir())), 2)
 
 
 class Other(Unweight):

@@ -30,7 +30,7 @@ class MemoryTier:
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
-        self.broken = False
+        self.broken = self.closed = False
         self.refreshed = 0
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
@@ -57,7 +57,7 @@ class MemoryTier:
         return self.lookup(hashes)
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
     def refresh(self) -> None:
         self.refreshed += 1
@@ -168,7 +168,8 @@ def test_threads_write_behind_and_close() -> None:
     tiers = TierStack(HostTier(BLOCK_BYTES, 32 * BUFFER_BYTES), [below])
     save(tiers, NAMES)
     tiers.close(10.0)
-    assert set(below.blocks) == set(NAMES) and tiers.host.num_pinned == 0
+    assert set(below.blocks) == set(NAMES) and tiers.host.num_pinned == 0 and below.closed
+    assert not any(thread.is_alive() for thread in tiers._threads)
 
 
 # -- with an engine above ----------------------------------------------------------------------------------------------

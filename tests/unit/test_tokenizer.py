@@ -35,7 +35,6 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_smollm2_known_ids(smollm2: Tokenizer) -> None:
     assert smollm2.alphabet is Alphabet.BYTE_LEVEL
     assert smollm2.vocab_size == 49152
-    assert smollm2.eos_ids == {2}
     assert smollm2.special_ids == set(range(17))
     assert smollm2.encode("Hello 42\n<|im_end|>") == [19556, 216, 36, 34, 198, 2]
     assert smollm2.token_text(19556) == "Hello"
@@ -88,18 +87,6 @@ def test_special_tokens(byte_level: Tokenizer, pieces: Tokenizer) -> None:
     assert byte_level.decode(ids, skip_special=False) == "the<|end|><tool é>"
     assert pieces.encode("a")[0] == 1
     assert pieces.encode("a", add_special=False)[0] != 1
-
-
-def test_end_ids_come_from_all_three_files(tmp_path: Path) -> None:
-    tokenizer = made.load(
-        tmp_path,
-        made.byte_level(),
-        generation_config={"eos_token_id": [5, 6]},
-        config={"eos_token_id": 7, "bos_token_id": 9},
-        tokenizer_config={"eos_token": {"content": "<|end|>"}, "bos_token": "<|user|>"},
-    )
-    assert tokenizer.eos_ids == {0, 5, 6, 7}
-    assert tokenizer.special_text("bos_token") == "<|user|>"
 
 
 def test_batches(byte_level: Tokenizer) -> None:

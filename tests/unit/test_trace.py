@@ -279,6 +279,22 @@ def test_what_waits_is_bounded() -> None:
     asyncio.run(work())
 
 
+def test_what_was_sent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "LINGER", 0.0)
+    monkeypatch.setattr(place, "MOST_BYTES", 1000)
+
+    async def work() -> Collector:
+        async with asyncio.timeout(20), made(Peer()) as collector:
+            for sent in range(3):
+                collector.put(span("x" * 600))
+                while collector.sent == sent and not collector.dropped:
+                    await asyncio.sleep(0.001)
+        return collector
+
+    collector = asyncio.run(work())
+    assert (collector.sent, collector.dropped) == (3, 0)
+
+
 def test_leaving_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "GOODBYE", 0.05)
 

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 from transfers import content, fill, small, soon
 
-from emberline.core.config import TransferConfig, cache_dir
-from emberline.kv.checksum import find_crc
-from emberline.kv.codec import find_codec
+from emberline.core.config import TransferConfig
+from emberline.kernels.cpu.library import find_library
+from emberline.kv.checksum import crc_of
+from emberline.kv.codec import codec_of
 from emberline.kv.transfer import dock
 from emberline.kv.transfer.dock import Dock, Near, Ways
 from emberline.kv.transfer.shm import Segment
 
-LIBRARY = cache_dir().expanduser() / "kernels"
+LIBRARY = find_library()
 
 
 def opened(name: str, *, mooncake: bool, host: str = "127.0.0.1") -> Dock:
-    ways = Ways(find_crc(LIBRARY), find_codec(LIBRARY, "bfloat16"), always=True, mooncake=mooncake)
+    ways = Ways(crc_of(LIBRARY), codec_of("auto", LIBRARY, "bfloat16"), always=True, mooncake=mooncake)
     segment = Segment(small(), 12)
     return Dock.opened(TransferConfig(name, host), segment.region, Near.by_memory(segment), ways)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transfers import blank, content, fill, small
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import cache_dir
-from emberline.kv.checksum import chained, find_crc
+from emberline.kernels.cpu.library import find_library
+from emberline.kv.checksum import chained, crc_of
 from emberline.kv.transfer import local
 from emberline.kv.transfer.errors import (
     BadTransfer,
@@ -40,7 +40,7 @@ from emberline.kv.transfer.sender import Sender
 from emberline.kv.transfer.ticket import Peer, Ticket
 
 LEASE, FAR = 30.0, 1e9
-CRC = find_crc(cache_dir().expanduser() / "kernels")
+CRC = crc_of(find_library())
 
 
 class Pair:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.core.config import cache_dir
 from emberline.core.errors import ModelFileError
+from emberline.kernels.cpu.library import find_library
 from emberline.unweight.code import Code, entropy
-from emberline.unweight.codec import Codec, codec_of, find_codec
+from emberline.unweight.codec import Codec, codec_of
 from emberline.unweight.format import BLOCK, INDEX, STREAMS, Bytes, most_coded
 
-NATIVE, PLAIN = find_codec(cache_dir().expanduser() / "kernels"), codec_of(None)
+NATIVE, PLAIN = codec_of(find_library()), codec_of(None)
 CODECS = pytest.mark.parametrize("codec", [NATIVE, PLAIN], ids=lambda codec: codec.name)
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 77]
 

@@ -19,7 +19,8 @@ from emberline.cli.__main__ import main
 from emberline.core.config import EngineConfig, ServerConfig
 from emberline.core.errors import InvalidRequest, ModelError, ModelFileError
 from emberline.hub.source import resolve
-from emberline.unweight import codec, model
+from emberline.kernels.cpu import library
+from emberline.unweight import model
 from emberline.unweight.codec import codec_of
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
 def test_without_a_compiler_it_says_that_it_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(codec, "find_codec", lambda cache: codec_of(None))
+    monkeypatch.setattr(library, "find_library", lambda: None)
     assert main(["unweight", "pack", str(unweight_models.write(tmp_path / "m")), str(tmp_path / "packed")]) == 0
     assert "so this is slow" in capsys.readouterr().err
 

@@ -19,17 +19,18 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from emberline.cli.__main__ import main
-from emberline.core.config import cache_dir
+from emberline.core.config import kernel_dir
 from emberline.core.errors import EmberlineError, InvalidRequest, ModelError, ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.tensorfile import read_tensors
+from emberline.kernels.cpu.library import find_library
 from emberline.unweight import model
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 from emberline.unweight.file import ModelFile
 from emberline.unweight.tensor import CodedTensor, is_coded
 from emberline.unweight.unpack import checked_chunks
 
-CODEC = find_codec(cache_dir().expanduser() / "kernels")
+CODEC = codec_of(find_library())
 KINDS = {"embed", "odd", "wide", "half", "eight"}  # what gains
 
 
@@ -277,7 +278,7 @@ def test_pull_packs_into_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = unweight_models.write(tmp_path / "m")
-    kernels = cache_dir().expanduser() / "kernels"
+    kernels = kernel_dir()
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path / "cache"))
     shutil.copytree(kernels, tmp_path / "cache" / "kernels")
     places = []

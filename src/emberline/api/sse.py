@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 DONE = b"data: [DONE]\n\n"  # how the OpenAI protocols end a stream
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients skip it, proxies see traffic
 
 _ENCODER = msgspec.json.Encoder()  # not orjson: it refuses integers beyond 64 bits, which replies may repeat
 

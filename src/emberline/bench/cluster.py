@@ -80,17 +80,17 @@ class Cluster:
         """What keeps it from full strength; "" if nothing does."""
         return next(iter(absences(await self.status(), await self._told()).values()), "")
 
-    async def recovers(self, seconds: float = PATIENCE) -> str:
+    async def recovers(self) -> str:
         """Waits for full strength. What is missing in the end."""
-        return await until_nothing(self.missing, seconds)
+        return await until_nothing(self.missing, PATIENCE)
 
     async def held(self) -> str:
         """What is held for somebody, when nobody wants anything; "" if nothing is."""
         return holdings(await self.status(), await self._told())
 
-    async def quiet(self, seconds: float = PATIENCE) -> str:
+    async def quiet(self) -> str:
         """Waits until nothing is held. What is, in the end."""
-        return await until_nothing(self.held, seconds)
+        return await until_nothing(self.held, PATIENCE)
 
     async def _told(self) -> dict[str, dict[str, Any] | None]:
         return {child.name: await self.stats(child) for child in self.workers}

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ import msgspec
 from emberline.bench import processes
 from emberline.bench.caller import Caller
 from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import free_port
+from emberline.bench.launch import free_port, running
 from emberline.bench.report import Report
 from emberline.core.errors import EmberlineError
 
@@ -112,7 +110,7 @@ def bench(plan: Plan, peers: Path | None) -> Report:
         port = free_port()
         provider = f"http://127.0.0.1:{port}"
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
-        stack.enter_context(_process(*fake))
+        stack.enter_context(running(*fake))
         direct = Proxy("direct", provider, model="bench")
         _run(_ready(direct))
         launches = {"ours": partial(_ours, home, provider)}
@@ -310,7 +308,7 @@ def _ours(home: Path, provider: str) -> Iterator[Proxy]:
     port, file = free_port(), home / "gateway.toml"
     file.write_text(GATEWAY.format(key=json.dumps(KEY), home=home, provider=provider))
     command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
-    with _process(*command) as process:
+    with running(*command) as process:
         yield Proxy("ours", f"http://127.0.0.1:{port}", process.pid)
 
 
@@ -322,20 +320,5 @@ def _litellm(home: Path, provider: str, peers: Path) -> Iterator[Proxy]:
     port, file = free_port(), home / "litellm.yaml"
     file.write_text(LITELLM.format(key=KEY, provider=provider))
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
-    with _process(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+    with running(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
         yield Proxy("litellm", f"http://127.0.0.1:{port}", process.pid)
-
-
-@contextmanager
-def _process(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env={**os.environ, **environment}, **quiet)  # type: ignore[call-overload]
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

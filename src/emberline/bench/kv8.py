@@ -25,7 +25,7 @@ from torch import Tensor
 
 from emberline.bench import report as reports
 from emberline.bench.report import Report
-from emberline.core.config import DEFAULT_MODEL, cache_dir, core_count
+from emberline.core.config import DEFAULT_MODEL, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import Work
 from emberline.engine.batch import build
@@ -156,7 +156,7 @@ def compare(model: Decoder, tokens: list[int]) -> tuple[dict[str, Errors], np.nd
 
 def bench(name: str, text: str, config: dict[str, Any]) -> Report:
     directory = resolve(name)
-    backend = ops.start(threads=core_count(), cache=cache_dir() / "kernels")
+    backend = ops.start()
     torch.set_num_threads(core_count() if backend.library is None else 1)
     model = load(directory, "auto", WINDOW)
     tokens = Tokenizer.load(directory).encode(text, add_special=False)

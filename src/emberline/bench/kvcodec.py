@@ -7,30 +7,30 @@ process; both run on this machine's cores.
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from emberline.bench.asked import Ask, asked
 from emberline.bench.narrow import Far, NotAllowed, narrow
 from emberline.bench.report import Report
-from emberline.core.config import EngineConfig, cache_dir
+from emberline.core.config import EngineConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.boot import boot
 from emberline.hub.source import resolve
-from emberline.kv.checksum import find_crc
-from emberline.kv.codec import Codec, find_codec
+from emberline.kernels.cpu.library import find_library
+from emberline.kv.checksum import crc_of
+from emberline.kv.codec import Codec, codec_of
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.link import Habits
 from emberline.kv.transfer.pace import AGAIN
@@ -48,7 +48,7 @@ STREAMS = 2
 
 def bench(name: str, tokens: int, gigabits: list[float], rounds: int) -> Report:
     keys, values = _sample(resolve(name), tokens)
-    codec = find_codec(cache_dir().expanduser() / "kernels", "bfloat16")
+    codec = codec_of("auto", find_library(), "bfloat16")
     if codec is None:
         raise InvalidRequest("there is no native library to measure", hint="install g++")
     report = Report("kv-codec", {"model": name, "tokens": tokens, "rounds": rounds, "streams": STREAMS})
@@ -132,7 +132,7 @@ def _link(report: Report, file: Path, codec: Codec, gigabits: float, rounds: int
     """GB of keys and values a second over one link: as they are, coded, and as the link itself chooses."""
     name = f"link_{gigabits:g}gbit" if gigabits else "link_loopback"
     try:
-        with narrow(gigabits) if gigabits else nullcontext() as far, _host(file, far) as ask:
+        with narrow(gigabits) if gigabits else nullcontext() as far, asked(_serve, file, far) as ask:
             plain = _pulls(file, Habits(streams=STREAMS), rounds + 1, ask)[1:]  # the first touches the memory
             coded = _pulls(file, Habits(streams=STREAMS, codecs=[codec], always=True), rounds + 1, ask)[1:]
             chosen = _pulls(file, Habits(streams=STREAMS, codecs=[codec]), rounds + 2, ask)[2:]  # of each kind one
@@ -146,10 +146,10 @@ def _link(report: Report, file: Path, codec: Codec, gigabits: float, rounds: int
     report.add(f"{name}_auto", chosen, "GB/s", peer=median, limit=limit)
 
 
-def _pulls(file: Path, habits: Habits, rounds: int, ask: Callable[[str], Any]) -> list[float]:
+def _pulls(file: Path, habits: Habits, rounds: int, ask: Ask) -> list[float]:
     assert rounds < AGAIN
     region = _region(np.zeros_like(np.load(file, mmap_mode="r")))
-    crc = find_crc(cache_dir().expanduser() / "kernels")
+    crc = crc_of(find_library())
     habits = Habits(habits.streams, codecs=habits.codecs, always=habits.always, crc=crc)
     receiver, found = Receiver(region, [TcpTransport(region.layout, habits)]), []
     for _ in range(rounds):
@@ -170,29 +170,11 @@ def _region(both: NDArray[np.uint16]) -> HostRegion:
     return HostRegion(layout, [np.ascontiguousarray(both[:, i]).view(np.uint8).data for i in range(parts)])
 
 
-@contextmanager
-def _host(file: Path, far: Far | None) -> Iterator[Callable[[str], Any]]:
-    """A process that publishes what is in the file when asked to."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(theirs, file, far))
-    child.start()
-
-    def ask(what: str) -> Any:
-        ours.send(what)
-        return ours.recv()
-
-    try:
-        yield ask
-    finally:
-        ours.send("stop")
-        child.join()
-
-
 def _serve(pipe: Connection, file: Path, far: Far | None) -> None:
-    cache = cache_dir().expanduser() / "kernels"
-    codec = find_codec(cache, "bfloat16")
-    sender = Sender(_region(np.load(file)), "bench", crc=find_crc(cache))
+    """Publishes what is in the file when asked to."""
+    library = find_library()
+    codec = codec_of("auto", library, "bfloat16")
+    sender = Sender(_region(np.load(file)), "bench", crc=crc_of(library))
     assert codec is not None
     if far is not None:
         far.enter()

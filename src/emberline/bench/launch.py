@@ -1,4 +1,5 @@
-"""Launch: `emberline serve` as a child process on a free port of loopback, timed from its start to its readiness."""
+"""Launch: `emberline serve` as a child process on a free port of loopback, timed from its start to its readiness.
+running: whatever else is started for a measurement."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -58,6 +61,22 @@ class Launch:
             return False
         finally:
             connection.close()
+
+
+@contextmanager
+def running(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another command, unheard, until it is left."""
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=quiet, stderr=quiet)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(15.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def free_port() -> int:

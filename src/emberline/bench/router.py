@@ -4,11 +4,10 @@ same requests go to one of them directly and through the router. Processor time 
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -16,7 +15,7 @@ import msgspec
 
 from emberline.bench import processes
 from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import free_port
+from emberline.bench.launch import free_port, running
 from emberline.bench.report import Report
 from emberline.core.errors import EmberlineError
 
@@ -46,14 +45,16 @@ class Turn:
 def bench(plan: Plan, rounds: int) -> Report:
     config = {name: getattr(plan, name) for name in plan.__slots__}
     report = Report("router", {**config, "rounds": rounds})
+    python = (sys.executable, "-m")
     with ExitStack() as stack:
         port = free_port()
-        router = stack.enter_context(_process("-m", "emberline.cli", "router", "--port", str(port), "--queue", "100"))
+        command = (*python, "emberline.cli", "router", "--port", str(port), "--queue", "100")
+        router = stack.enter_context(running(*command))
         url = f"http://127.0.0.1:{port}"
         ports = [free_port() for _ in range(plan.workers)]
         for own in ports:
-            fake = ("-m", "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
-            stack.enter_context(_process(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
+            fake = (*python, "emberline.cluster.fake", "--router", url, "--name", f"fake-{own}", "--port", str(own))
+            stack.enter_context(running(*fake, "--pace", str(plan.pace), "--max-running", str(plan.streams)))
         asyncio.run(_ready(url, plan.workers))
         turns: list[Turn] = []
         direct: list[Turn] = []
@@ -128,17 +129,3 @@ async def _ready(url: str, workers: int) -> None:
             pass
         await asyncio.sleep(0.1)
     raise EmberlineError("the workers did not get ready")
-
-
-@contextmanager
-def _process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(15.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -30,9 +30,9 @@ async def closed(client: Client, job: Job, concurrency: int) -> list[Trace]:
     return [trace for traces in done for trace in traces]
 
 
-async def opened(client: Client, job: Job, rate: float, seed: int = 0) -> list[Trace]:
+async def opened(client: Client, job: Job, rate: float) -> list[Trace]:
     """Poisson arrivals, whether the server keeps up or not."""
-    waits = np.random.default_rng(seed).exponential(1 / rate, len(job.prompts))
+    waits = np.random.default_rng(0).exponential(1 / rate, len(job.prompts))
 
     async def one(at: float, prompt: list[int], output: int) -> Trace:
         await asyncio.sleep(at)

@@ -24,7 +24,7 @@ import numpy as np
 
 from emberline.bench.master import Master
 from emberline.bench.report import Report
-from emberline.core.config import EngineConfig, cache_dir, core_count
+from emberline.core.config import EngineConfig
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Copy
 from emberline.core.request import Submission
@@ -85,7 +85,7 @@ def add_files(report: Report, block_bytes: int, where: Path, master: str | None,
         values = np.random.default_rng(i).standard_normal(len(buffer) // 2, np.float32)
         buffer[:] = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     size = COUNT * host.buffer_bytes
-    library = ops.start(threads=core_count(), cache=cache_dir() / "kernels").library
+    library = ops.start().library
     crc, codec = crc_of(library), codec_of("auto", library, "bfloat16")
     order = random.Random(0).sample(range(COUNT), COUNT)
     direct = DiskTier(where / "probe", "bench", block_bytes, size).direct

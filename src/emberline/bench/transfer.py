@@ -13,8 +13,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,11 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from emberline.bench.asked import Ask, asked
 from emberline.bench.report import Report
-from emberline.core.config import cache_dir
 from emberline.core.errors import InvalidRequest
-from emberline.kv.checksum import Crc, find_crc
-from emberline.kv.codec import Codec, find_codec
+from emberline.kernels.cpu.library import find_library
+from emberline.kv.checksum import Crc, crc_of
+from emberline.kv.codec import Codec, codec_of
 from emberline.kv.mooncake import distribution, probe
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.layout import Layout
@@ -58,8 +58,8 @@ def bench(sizes: list[int], total: int, rounds: int, piece: int) -> Report:
     """`sizes`: bytes of a block. `total`: bytes moved each time."""
     if any(size <= 0 or size % STEP for size in sizes):
         raise InvalidRequest(f"a block has a multiple of {STEP >> 10} KiB here", param="blocks")
-    library = cache_dir().expanduser() / "kernels"
-    crc, codec, broken = find_crc(library), find_codec(library, "bfloat16"), probe()
+    library = find_library()
+    crc, codec, broken = crc_of(library), codec_of("auto", library, "bfloat16"), probe()
     engine = Mooncake() if broken is None else None
     config = {"block_bytes": sizes, "total_bytes": total, "rounds": rounds, "piece_bytes": piece, "layers": LAYERS}
     config["mooncake"] = broken or distribution()
@@ -96,7 +96,7 @@ class Case:
 
 def _size(report: Report, case: Case, limit: float, raw: dict[int, float]) -> None:
     target = _region(case.layout, case.count)
-    with _host(case) as ask:
+    with asked(_serve, case.layout, case.count, case.ids(1), case.mooncake is not None) as ask:
         expected = ask("sums")
         tcp = (f"tcp_{n}{end}" for n in STREAMS for end in ("", "_unchecked", "_uw"))
         for kind in ("local", "shm", *tcp, *(["mooncake"] if case.mooncake else [])):
@@ -124,7 +124,7 @@ def _transport(kind: str, case: Case) -> Transport:
     return TcpTransport(case.layout, Habits(int(streams), checked, codecs, always=True, crc=case.crc))
 
 
-def _measured(case: Case, target: HostRegion, transport: Transport, ask: Callable[..., Any]) -> list[Round]:
+def _measured(case: Case, target: HostRegion, transport: Transport, ask: Ask) -> list[Round]:
     receiver, found, into = Receiver(target, [transport], piece_bytes=case.piece), [], case.ids(2)
     for _ in range(case.rounds + 1):
         ticket = Ticket.parsed(ask("publish"))
@@ -221,33 +221,13 @@ def _pour(pipe: Connection, port: int, share: int, rounds: int, streams: int) ->
 # -- the sending process -----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _host(case: Case) -> Iterator[Callable[..., Any]]:
-    """A process that publishes the case's blocks when asked to."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(
-        target=_serve, args=(theirs, case.layout, case.count, case.ids(1), case.mooncake is not None)
-    )
-    child.start()
-
-    def ask(what: str) -> Any:
-        ours.send(what)
-        return ours.recv()
-
-    try:
-        yield ask
-    finally:
-        ours.send("stop")
-        child.join()
-
-
 def _serve(pipe: Connection, layout: Layout, count: int, ids: list[int], mooncake: bool) -> None:
+    """Publishes blocks when asked to."""
     segment = Segment(layout, count)
     _paint(segment.region)
-    library = cache_dir().expanduser() / "kernels"
-    codec = find_codec(library, "bfloat16")
-    sender = Sender(segment.region, "bench", crc=find_crc(library))
+    library = find_library()
+    codec = codec_of("auto", library, "bfloat16")
+    sender = Sender(segment.region, "bench", crc=crc_of(library))
     servers = [serve_tcp(sender, codecs=[codec] if codec else []), serve_shm(sender, segment)]
     if mooncake:
         servers.append(serve_mooncake(sender, Mooncake()))

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from emberline.bench.report import Report
 from emberline.bench.unweight_peers import PEERS, measured
-from emberline.core.config import cache_dir, core_count
+from emberline.core.config import core_count
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.source import resolve
+from emberline.kernels.cpu.library import find_library
 from emberline.kernels.uw12_ref import reference_pack
 from emberline.models.weights import Weights
 from emberline.unweight.code import Code, entropy
-from emberline.unweight.codec import Codec, find_codec
+from emberline.unweight.codec import Codec, codec_of
 from emberline.unweight.format import BLOCK, Bytes
 
 LLAMA_8B = {  # rows, columns, how many
@@ -66,7 +67,7 @@ class Size:
 
 
 def bench(rounds: int, peers_dir: Path) -> Report:
-    codec = find_codec(cache_dir().expanduser() / "kernels")
+    codec = codec_of(find_library())
     report = Report("unweight", {"codec": codec.name, "rounds": rounds, "cores": core_count(), "timed_weights": TIMED})
     for model, matrices in sources():
         size = Size()

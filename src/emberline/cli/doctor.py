@@ -157,7 +157,7 @@ def _gpu_kernels(gpu: GPU | None) -> Iterator[Finding]:
     needed = gpu is not None and gpu.capability == SERVED
     yield _package("triton", needed, "kernels on a GPU")
     try:
-        yield Finding("nvrtc", f"{nvrtc._version(nvrtc._library())} (kernels on a GPU)")
+        yield Finding("nvrtc", f"{nvrtc.version()} (kernels on a GPU)")
     except nvrtc.CompileError as e:
         yield Finding("nvrtc", f"missing (kernels on a GPU): {e}", False if needed else None)
 
@@ -170,7 +170,7 @@ def _kernels() -> Iterator[Finding]:
         return
     from emberline.kernels import ops
 
-    backend = ops.start(cache=cache_dir() / "kernels")
+    backend = ops.start()
     hint = "" if backend.library else "plain torch is used: correct, but slow"
     yield Finding("kernels", str(backend), not hint, hint)
 

@@ -42,4 +42,4 @@ def _packed_place(name: str, model: Path) -> Path:
     stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]
     key = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name.removeprefix("hf:")).strip("-.")[-80:]
-    return cache_dir().expanduser() / "unweight" / f"{slug}-{key}"
+    return cache_dir() / "unweight" / f"{slug}-{key}"

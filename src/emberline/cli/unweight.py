@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.cli.interrupt import interruptible
-from emberline.core.config import cache_dir
 from emberline.hub.progress import Progress
 from emberline.hub.source import ALIASES, resolve
 
@@ -113,10 +112,11 @@ def _info(args: argparse.Namespace) -> int:
 def _progress(label: str, directory: Path, wanted: bool) -> Iterator[tuple[Callable[[int], None], Codec]]:
     """What to tell of bytes done, which are those of the tensors as they are unpacked; and the codec to do it with."""
     from emberline.hub.checkpoint import Checkpoint
-    from emberline.unweight.codec import find_codec
+    from emberline.kernels.cpu.library import find_library
+    from emberline.unweight.codec import codec_of
 
     total = sum(info.logical_bytes for info in Checkpoint.open(directory).tensors.values())
-    codec = find_codec(cache_dir().expanduser() / "kernels")
+    codec = codec_of(find_library())
     if wanted and codec.name != "native":
         print("the native codec could not be built, so this is slow: emberline doctor says why", file=sys.stderr)
     shown = Progress(label, total, wanted)

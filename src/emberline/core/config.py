@@ -19,7 +19,12 @@ Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for
 
 def cache_dir() -> Path:
     """Where pulled models and built kernels are kept: EMBERLINE_CACHE, or ~/.cache/emberline."""
-    return Path(os.environ.get("EMBERLINE_CACHE") or Path.home() / ".cache" / "emberline")
+    return Path(os.environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
+
+
+def kernel_dir() -> Path:
+    """Where built kernels are kept, of a CPU and of a GPU."""
+    return cache_dir() / "kernels"
 
 
 def secret(name: str) -> str | None:
@@ -156,7 +161,6 @@ class GPUConfig:
     kv_dtype: str = "auto"  # auto: as the model; or float8
     kv_tokens: int | None = None  # None: what the memory holds
     kv_memory: int | None = None  # the same in bytes
-    memory_fraction: float = 0.95  # of the device's, for everything
     graphs: bool = True  # steps of single tokens run as captured graphs
     overlap: bool = True  # a step is planned while the one before it runs
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
@@ -169,8 +173,6 @@ class GPUConfig:
             raise InvalidRequest(f"block_size is {self.block_size}; on a GPU it is 16, 32 or 64", param="block_size")
         if self.weights not in ("auto", "plain", "packed"):
             raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
-        if not 0 < self.memory_fraction <= 1:
-            raise InvalidRequest("memory_fraction must be in (0, 1]", param="memory_fraction")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
         if self.decode_sms < 0 or (self.decode_sms and not self.graphs):

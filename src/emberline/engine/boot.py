@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, cache_dir, core_count
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
 from emberline.engine import memory
@@ -98,7 +98,7 @@ def boot_on_gpu(config: EngineConfig, settings: GPUConfig, reader: Reader | None
     _check_host_memory(config)
 
     def library() -> ctypes.CDLL | None:
-        return ops.start(threads=1, cache=cache_dir() / "kernels").library
+        return ops.start(threads=1).library
 
     def tiers(layout: str, shape: KVShape) -> TierStack:
         return _tiers(config, layout, shape, library())
@@ -137,7 +137,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     memory.refuse_packed(config.weights)
     _check_host_memory(config)
     threads = config.threads or core_count()
-    backend = ops.start(threads=threads, cache=cache_dir() / "kernels")
+    backend = ops.start(threads=threads)
     # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()

@@ -90,7 +90,6 @@ def plan_for(
         max_running=settings.max_running,
         max_batch_tokens=settings.max_batch_tokens,
         max_context=context(config, settings),
-        fraction=settings.memory_fraction,
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
         tiers=settings.tiers,
@@ -165,17 +164,15 @@ def plan(
     max_running: int,
     max_batch_tokens: int,
     max_context: int,
-    fraction: float = FRACTION,
-    graphs: int | None = None,
     kv_tokens: int | None = None,
     packed: bool = False,
     tiers: bool = False,
     transfer: bool = False,
     tracks: int = 1,
 ) -> MemoryPlan:
-    """`graphs`: captured steps, by default one of each shape there can be. `kv_tokens`: so many and no more; by
-    default as many as fit. `tracks`: on which steps run, each with scratch of its own for weights it unpacks."""
-    graphs = len(shapes(max_running, max_batch_tokens)) if graphs is None else graphs
+    """`kv_tokens`: so many and no more; by default as many as fit. `tracks`: on which steps run, each with scratch of
+    its own for weights it unpacks. Steps of each shape there can be are captured."""
+    graphs = len(shapes(max_running, max_batch_tokens))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch(config, block_size, max_running, max_context) + packed * tracks * _unpacked(config)
     scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
@@ -188,11 +185,11 @@ def plan(
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
         "reserve": RESERVE,
     }
-    room = int(total_bytes * fraction) - sum(fixed.values())
+    room = int(total_bytes * FRACTION) - sum(fixed.values())
     blocks = max(0, room) // block_bytes
     wanted = LEAST_BLOCKS if kv_tokens is None else max(LEAST_BLOCKS, -(-kv_tokens // block_size))
     if blocks < wanted:
-        raise _does_not_fit(fixed, total_bytes, fraction, wanted * block_bytes)
+        raise _does_not_fit(fixed, total_bytes, wanted * block_bytes)
     blocks = blocks if kv_tokens is None else wanted
     return MemoryPlan(
         total=total_bytes,
@@ -275,8 +272,8 @@ def _unpacked(config: ModelConfig) -> int:
     return DTYPE_BYTES["bfloat16"] * (2 * widest + min(UNPACKED, config.vocab * config.hidden))
 
 
-def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: int) -> ModelError:
-    usable = int(total * fraction)
+def _does_not_fit(fixed: dict[str, int], total: int, needed: int) -> ModelError:
+    usable = int(total * FRACTION)
     room = usable - sum(fixed.values())
     parts = ", ".join(f"{name} {gib(size)}" for name, size in fixed.items())
     left = f"leaves {gib(room)} GiB" if room >= 0 else f"is {gib(-room)} GiB too little"
@@ -285,7 +282,7 @@ def _does_not_fit(fixed: dict[str, int], total: int, fraction: float, needed: in
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit: {fraction:.0%} of {gib(total)} GiB {left}, and keys and values need "
+        f"the model does not fit: {FRACTION:.0%} of {gib(total)} GiB {left}, and keys and values need "
         f"{gib(needed)} GiB (in GiB: {parts})",
         hint=hint,
     )

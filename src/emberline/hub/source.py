@@ -22,7 +22,7 @@ MAX_NAME = 4096
 
 def resolve(name: str, cache: Path | None = None, *, revision: str | None = None, progress: bool = True) -> Path:
     _check(name)
-    cache = (cache or cache_dir()).expanduser()
+    cache = cache or cache_dir()
     try:
         return _found(name, cache, revision, progress)
     except OSError as e:

@@ -105,12 +105,11 @@ def gate_up_silu(
     return activation.silu_mul(both, y, group, pdl=True)
 
 
-def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
     if isinstance(table, PackedWeight) and isinstance(table.handle, uw12.Packed):
-        out = torch.empty(len(ids), table.k, dtype=table.dtype, device=ids.device) if out is None else out
+        out = torch.empty(len(ids), table.k, dtype=table.dtype, device=ids.device)
         return uw12.gather(ids, table.handle, out)
-    rows_ = table.data if isinstance(table, PackedWeight) else table
-    return torch.index_select(rows_, 0, ids) if out is None else torch.index_select(rows_, 0, ids, out=out)
+    return torch.index_select(table.data if isinstance(table, PackedWeight) else table, 0, ids)
 
 
 def rope_and_cache(
@@ -148,10 +147,9 @@ def paged_attention(
     *,
     window: int = 0,
     tiles: Tiles,
-    out: Tensor | None = None,
 ) -> Tensor:
     heads = q_heads, kv_heads, head_dim
-    out = qkv.new_empty(len(qkv), q_heads * head_dim) if out is None else out
+    out = qkv.new_empty(len(qkv), q_heads * head_dim)
     if tiles.work is not None:
         assert tiles.scratch is not None
         one, at = tiles.singles, k_cache.data_ptr()

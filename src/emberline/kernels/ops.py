@@ -9,12 +9,12 @@ chooses them; the first op does so by default. A forked child has no pool thread
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from emberline.core.config import core_count, kernel_dir
 from emberline.kernels import ref
 from emberline.kernels.ahead import Ahead
 from emberline.kernels.backend import Backend
@@ -27,26 +27,25 @@ from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 __all__ = [
     "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
     "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles", "newest_tokens",
-    "pack_linear", "paged_attention", "rms_norm", "rope_and_cache", "sample", "set_threads", "start",
+    "pack_linear", "paged_attention", "rope_and_cache", "sample", "set_threads", "start",
 ]  # fmt: skip
 
-CACHE = Path("~/.cache/emberline/kernels")
 STORE, ADD, GATED = 0, 1, 2
 
 
 _backend: Backend | None = None
 
 
-def start(*, threads: int = 0, cache: Path = CACHE, native: bool = True) -> Backend:
+def start(*, threads: int = 0, cache: Path | None = None, native: bool = True) -> Backend:
     """Builds or finds the native library; 0 threads means every core this process may use."""
     global _backend
     try:
-        library = load(build(cache.expanduser())) if native else None
+        library = load(build(cache or kernel_dir())) if native else None
         isa = library.ember_isa().decode() if library else ""
         _backend = Backend(library, isa, "" if library else "asked for")
     except (BuildError, OSError) as error:
         _backend = Backend(None, "", str(error))
-    set_threads(threads or len(os.sched_getaffinity(0)))
+    set_threads(threads or core_count())
     return _backend
 
 
@@ -153,26 +152,15 @@ def gate_up_silu(
     return y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    library = describe().library
-    if library is None:
-        return ref.rms_norm(x, weight, eps, out=out)
-    m, k = x.shape
-    assert x.is_contiguous()
-    y = _output(out, m, k)
-    library.ember_rms_norm(x.data_ptr(), weight.data_ptr(), eps, m, k, y.data_ptr())
-    return y
-
-
-def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
     """Rows of `table`; a tied head's packed weight serves as well as the plain table."""
     if ids.is_cuda:
         from emberline.kernels import gpu
 
-        return gpu.embed(ids, table, out=out)
+        return gpu.embed(ids, table)
     library = describe().library
     if library is None or (isinstance(table, PackedWeight) and table.layout < 0):
-        return ref.embed(ids, table, out=out)
+        return ref.embed(ids, table)
     if isinstance(table, PackedWeight):
         assert not table.gated
         pointer, layout, k, packed = table.ptr, table.layout, table.k, True
@@ -181,8 +169,8 @@ def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = Non
         layout = Layout.BF16 if table.dtype == torch.bfloat16 else Layout.F32
         pointer, k, packed = table.data_ptr(), table.shape[1], False
     else:
-        return ref.embed(ids, table, out=out)
-    y = _output(out, len(ids), k)
+        return ref.embed(ids, table)
+    y = torch.empty(len(ids), k)
     library.ember_embed(ids.data_ptr(), len(ids), pointer, layout, k, packed, y.data_ptr())
     return y
 
@@ -239,7 +227,6 @@ def paged_attention(
     *,
     window: int = 0,
     tiles: Tiles | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """`tiles`: how a GPU cuts it up; nobody else asks."""
     if qkv.is_cuda:
@@ -248,16 +235,16 @@ def paged_attention(
         assert tiles is not None
         return gpu.paged_attention(
             qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
-            window=window, tiles=tiles, out=out,
+            window=window, tiles=tiles,
         )  # fmt: skip
     library = describe().library
     if library is None:
         return ref.paged_attention(
             qkv, k_cache, v_cache, block_tables, query_start, context, scale, q_heads, kv_heads, head_dim,
-            window=window, out=out,
+            window=window,
         )  # fmt: skip
     assert block_tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
-    y = _output(out, len(qkv), q_heads * head_dim)
+    y = torch.empty(len(qkv), q_heads * head_dim)
     library.ember_attention(
         qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _wide(k_cache), k_cache.stride(0), v_cache.stride(0),
         block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), context.data_ptr(), len(context),

@@ -22,9 +22,9 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     return PackedWeight(weight.to(torch.float32, copy=True).contiguous(), n, k, weight.dtype, gated=gated)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return _into(out, x * scale * weight)
+    return x * scale * weight
 
 
 def linear(
@@ -52,9 +52,9 @@ def gate_up_silu(
     return _into(out, F.silu(gate) * up)
 
 
-def embed(ids: Tensor, table: Tensor | PackedWeight, *, out: Tensor | None = None) -> Tensor:
+def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
     rows = table.data if isinstance(table, PackedWeight) else table
-    return _into(out, rows[ids].float())
+    return rows[ids].float()
 
 
 def rope_and_cache(
@@ -97,7 +97,6 @@ def paged_attention(
     head_dim: int,
     *,
     window: int = 0,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's new queries over its cached keys, its own included.
 
@@ -105,7 +104,7 @@ def paged_attention(
     sees keys in (p - window, p], or [0, p] when window is 0.
     """
     tokens = len(qkv)
-    out = qkv.new_empty(tokens, q_heads * head_dim) if out is None else out
+    out = qkv.new_empty(tokens, q_heads * head_dim)
     q = qkv.view(tokens, -1, head_dim)[:, :q_heads]
     starts = query_start.tolist()
     for b, before in enumerate(context.tolist()):

@@ -3,7 +3,7 @@
 A row's keys are cut at multiples of TILE into parts of equal size, give or take a tile, of at most `chunk` tiles. The
 chunk is the one, of a few around a CTA's share of all tiles, with which the device should be done first: small parts
 share the work evenly, but each costs something, and those of a row must be merged. So where a row is cut depends on its
-own length, the window and the chunk. A row that is cut elsewhere may differ in its last bits.
+own length and the chunk. A row that is cut elsewhere may differ in its last bits.
 """
 
 from __future__ import annotations
@@ -64,27 +64,23 @@ def ints(rows: int, capacity: int) -> int:
     return HEAD + 4 * capacity + rows + 1
 
 
-def plan(
-    lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, window: int = 0, data: Ints | None = None
-) -> WorkList:
-    """For rows that see `lengths` keys, their own included, or the last `window` of them. A row of length 0 has no
-    item, and its output stays as it is. `data`: written in place, `ints` of the rows and the capacity long."""
+def plan(lengths: ArrayLike, kv_heads: int, sms: int, capacity: int) -> WorkList:
+    """For rows that see `lengths` keys, their own included. A row of length 0 has no item, and its output stays as it
+    is."""
     end = np.asarray(lengths, np.int32)
-    low = np.maximum(end - window, 0) if window else np.zeros_like(end)
-    tiles = (end + (TILE - 1)) // TILE - low // TILE
+    tiles = (end + (TILE - 1)) // TILE
     size = _chunk(tiles, kv_heads, PARTS * sms)
     parts = -(-tiles // SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
         assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"
         size += 1
         parts = -(-tiles // SIZES[size])
-    made = WorkList(np.zeros(ints(len(end), capacity), np.int32) if data is None else data, len(end), capacity)
-    assert len(made.data) == ints(len(end), capacity)
+    made = WorkList(np.zeros(ints(len(end), capacity), np.int32), len(end), capacity)
     made.data[:HEAD] = count, 0, 0, 0
     if parts.max() <= 1:
-        _whole(made, count, low, end, tiles)
+        _whole(made, count, end, tiles)
     else:
-        _cut(made, count, low, end, tiles, parts)
+        _cut(made, count, end, tiles, parts)
     return made
 
 
@@ -109,26 +105,23 @@ def _chunk(tiles: Ints, kv_heads: int, slots: int) -> int:
     return min(range(max(0, share - BELOW), share + ABOVE), key=cost)
 
 
-def _whole(made: WorkList, count: int, low: Ints, end: Ints, tiles: Ints) -> None:
+def _whole(made: WorkList, count: int, end: Ints, tiles: Ints) -> None:
     """Every row in one item."""
     row = np.argsort(-tiles, kind="stable")[:count]
     item = made.items[:count]
-    item[:, 0], item[:, 1], item[:, 2], item[:, 3] = row, low[row], end[row], -1
-    made.row_parts[:] = 0
+    item[:, 0], item[:, 1], item[:, 2], item[:, 3] = row, 0, end[row], -1
 
 
-def _cut(made: WorkList, count: int, low: Ints, end: Ints, tiles: Ints, parts: Ints) -> None:
+def _cut(made: WorkList, count: int, end: Ints, tiles: Ints, parts: Ints) -> None:
     """Rows by the size of their parts; part i of n has tiles [i * tiles // n, (i + 1) * tiles // n) of its row."""
     rows = np.argsort(-(tiles // np.maximum(parts, 1)), kind="stable")
     some = parts[rows]
     row = np.repeat(rows, some)
     index = np.arange(count) - np.repeat(np.cumsum(some) - some, some)
-    made.row_parts[0] = 0
     np.cumsum(np.where(parts > 1, parts, 0), out=made.row_parts[1:])
-    of, pieces, seen = tiles[row], parts[row], low[row]
-    begin = seen // TILE
+    of, pieces = tiles[row], parts[row]
     item = made.items[:count]
     item[:, 0] = row
-    np.maximum((begin + index * of // pieces) * TILE, seen, out=item[:, 1], casting="unsafe")
-    np.minimum((begin + (index + 1) * of // pieces) * TILE, end[row], out=item[:, 2], casting="unsafe")
+    item[:, 1] = index * of // pieces * TILE
+    np.minimum((index + 1) * of // pieces * TILE, end[row], out=item[:, 2], casting="unsafe")
     item[:, 3] = np.where(pieces > 1, made.row_parts[row] + index, -1)

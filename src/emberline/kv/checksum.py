@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
-
-from emberline.kernels.cpu.build import BuildError, build
-from emberline.kernels.cpu.library import load
 
 Crc = Callable[[memoryview, int], int]  # of what came before, continued
 
 
-def chained(crc: Crc, views: Iterable[memoryview], before: int = 0) -> int:
+def chained(crc: Crc, views: Iterable[memoryview]) -> int:
+    before = 0
     for view in views:
         before = crc(view, before)
     return before
@@ -33,11 +30,3 @@ def crc_of(library: ctypes.CDLL | None) -> Crc:
         return int(library.ember_crc32(address, len(view), before))
 
     return crc
-
-
-def find_crc(cache: Path) -> Crc:
-    """`cache`: where the native library is, or is to be built."""
-    try:
-        return crc_of(load(build(cache)))
-    except (BuildError, OSError):
-        return crc_of(None)

@@ -7,14 +7,11 @@ The exponents of keys and values have about 2.7 bits of entropy; a prefix code t
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from emberline.core.errors import InvalidRequest
-from emberline.kernels.cpu.build import BuildError, build
-from emberline.kernels.cpu.library import load
 
 WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of an element of what a cache in main memory can hold
 CHOICES = ("auto", "none", "uw")
@@ -71,14 +68,6 @@ def codec_of(choice: str, library: ctypes.CDLL | None, dtype: str) -> Codec | No
         why = "there is no native library (install g++)" if library is None else f"the codec does not know {dtype}"
         raise InvalidRequest(f"keys and values cannot be coded: {why}", param="kv_codec", hint="use --kv-codec auto")
     return None
-
-
-def find_codec(cache: Path, dtype: str) -> Codec | None:
-    """`cache`: where the native library is, or is to be built."""
-    try:
-        return codec_of("auto", load(build(cache)), dtype)
-    except (BuildError, OSError):
-        return None
 
 
 def _at(view: memoryview) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.checkpoint import Checkpoint
+from emberline.models.endtokens import end_tokens
 from emberline.models.expertsconfig import ExpertsConfig
 from emberline.models.fields import Fields
 from emberline.models.registry import ARCHITECTURES, Architecture
@@ -89,10 +90,9 @@ class ModelConfig:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> ModelConfig:
-        """Of a chat model often only generation_config.json knows all the tokens that end its turn."""
+        """Where its turns end, the other files know too."""
         config = ModelConfig.from_hf(checkpoint.config)
-        more = Fields(checkpoint.generation_config, "generation_config.json").ids("eos_token_id")
-        return replace(config, eos=(*config.eos, *(token for token in more if token not in config.eos)))
+        return replace(config, eos=end_tokens(checkpoint, config.vocab))
 
 
 def _architecture(fields: Fields) -> Architecture:

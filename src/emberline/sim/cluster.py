@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from emberline.cluster.card import Beat, Card, ModelCard
@@ -89,13 +89,12 @@ class SimCluster:
         *,
         header: bool = False,
         store: Store | None = None,
-        router: RouterConfig | None = None,
         kv_events: bool = False,
     ) -> None:
         """`header`: clients name their session. `kv_events`: the router follows what the workers' caches hold."""
         self.clock = ManualClock()
-        router = router or RouterConfig(lost_after=FAR, stuck_after=FAR)
-        self.dispatch = Dispatch(replace(router, kv_events=kv_events), self.clock)
+        router = RouterConfig(lost_after=FAR, stuck_after=FAR, kv_events=kv_events)
+        self.dispatch = Dispatch(router, self.clock)
         self.seen = Seen()
         self._chooser = chooser
         self._header = header

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import tokenizers
 
 from emberline.core.errors import InvalidRequest, ModelFileError, UnsupportedModel
-from emberline.core.jsonfile import read_optional
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -26,16 +25,14 @@ class Alphabet(Enum):
 
 
 class Tokenizer:
-    def __init__(self, inner: tokenizers.Tokenizer, config: dict[str, Any], eos: Iterable[int]) -> None:
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
         inner.no_truncation()  # lengths are the engine's business
         inner.no_padding()
         self._inner = inner
-        self.config = config
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
         added = inner.get_added_tokens_decoder()
         self._added = frozenset(added)
         self.special_ids: frozenset[int] = frozenset(i for i, t in added.items() if t.special)
-        self.eos_ids: frozenset[int] = frozenset(eos) | self._ids_of("eos_token")
         self.alphabet, self.strips_space = _alphabet(inner.decoder)
         self._byte_of = _byte_alphabet() if self.alphabet is Alphabet.BYTE_LEVEL else {}
         self._bytes: dict[int, bytes] = {}
@@ -53,9 +50,7 @@ class Tokenizer:
             raise
         except BaseException as e:  # the library raises bare Exception, and its panics are not even that
             raise ModelFileError(f"{path} is not a tokenizer: {e}") from e
-        settings = [read_optional(directory / name) for name in ("generation_config.json", "config.json")]
-        eos = [i for s in settings for i in _ids(s.get("eos_token_id"))]
-        return Tokenizer(inner, read_optional(directory / "tokenizer_config.json"), eos)
+        return Tokenizer(inner)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return self.encode_batch([text], add_special)[0]
@@ -87,17 +82,6 @@ class Tokenizer:
         found: int | None = self._inner.token_to_id(token)
         return found
 
-    def special_text(self, name: str) -> str | None:
-        """bos_token, eos_token, ... as the tokenizer's config writes them."""
-        value = self.config.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        return value if isinstance(value, str) else None
-
-    def _ids_of(self, name: str) -> frozenset[int]:
-        text = self.special_text(name)
-        id_ = self.token_id(text) if text is not None else None
-        return frozenset() if id_ is None else frozenset((id_,))
-
     def _spell(self, id_: int) -> bytes:
         token = self._inner.id_to_token(id_) if 0 <= id_ < 1 << 31 else None
         if token is None:
@@ -109,11 +93,6 @@ class Tokenizer:
             byte = BYTE_TOKEN.fullmatch(token)
             return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
         return str(self._inner.decode([id_], skip_special_tokens=False)).encode()
-
-
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if type(v) is int]
 
 
 def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:

@@ -4,14 +4,11 @@ equal. Calls hold no lock of the interpreter while they work, and any number of 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from emberline.kernels.cpu.build import BuildError, build
-from emberline.kernels.cpu.library import load
 from emberline.unweight.code import Code
 from emberline.unweight.format import INDEX, Bytes, blocks_of, most_coded
 
@@ -71,14 +68,6 @@ def codec_of(library: ctypes.CDLL | None) -> Codec:
 
         return PlainCodec()
     return NativeCodec(library)
-
-
-def find_codec(cache: Path) -> Codec:
-    """`cache`: where the native library is, or is to be built."""
-    try:
-        return codec_of(load(build(cache)))
-    except (BuildError, OSError):
-        return codec_of(None)
 
 
 def _at(array: NDArray[np.generic]) -> int:

@@ -55,9 +55,9 @@ def measure(report: Report) -> None:
         torch.cuda.empty_cache()
 
 
-def variants(seconds: float = VARIANTS_SECONDS) -> None:
+def variants() -> None:
     """Plans around the chosen one: TFLOP/s in a burst, then sustained. Stops when the time is up."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + VARIANTS_SECONDS
     for name, m in ((GATED, 8192), ("down", 8192), (GATED, 2048), ("qkv", 2048), ("o", 1024), (GATED, 512)):
         k, n = SHAPES[name]
         weights, flop = _weights(n, k), 2.0 * m * n * k

@@ -21,7 +21,7 @@ from emberline.bench.gpu.engine import CONFIG, VOCAB
 from emberline.bench.gpu.model import RandomWeights
 from emberline.bench.report import Report
 from emberline.bench.transfer import raw_sockets
-from emberline.core.config import GPUConfig, TransferConfig, cache_dir
+from emberline.core.config import GPUConfig, TransferConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Timing
 from emberline.core.params import SamplingParams
@@ -31,8 +31,9 @@ from emberline.engine.gpu import ipc
 from emberline.engine.gpu.boot import boot_gpu
 from emberline.engine.gpu.device import Cuda
 from emberline.engine.gpu.region import DeviceRegion
+from emberline.kernels.cpu.library import find_library
 from emberline.kv.cache import KVCache, KVShape
-from emberline.kv.checksum import find_crc
+from emberline.kv.checksum import crc_of
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.dock import Dock, Ways
 from emberline.kv.transfer.link import Habits
@@ -60,7 +61,7 @@ def measure(report: Report, rounds: int = 0) -> None:
 
 def _pieces(report: Report, rounds: int) -> None:
     """Connections are so many as the name says; four are the default."""
-    crc = find_crc(cache_dir() / "kernels")
+    crc = crc_of(find_library())
     with _beside(_publish) as pipe:
         region = _region()
         size = BLOCKS * region.layout.block_bytes
@@ -265,7 +266,7 @@ def _engine(name: str) -> Engine:
 
 
 def _dock(name: str, region: DeviceRegion) -> Dock:
-    ways = Ways(crc=find_crc(cache_dir() / "kernels"))
+    ways = Ways(crc=crc_of(find_library()))
     return Dock.opened(TransferConfig(name), region, ipc.near(region), ways)
 
 

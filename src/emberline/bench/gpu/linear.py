@@ -18,7 +18,6 @@ from torch import Tensor
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.bench.report import Report
 from emberline.kernels.cuda import nvrtc, wide
-from emberline.kernels.cuda.driver import CACHE
 from emberline.kernels.cuda.linear import FILE, SHARED_LIMIT, SMS, WARPS, Plan, Weight, choose, linear, planned
 from emberline.kernels.cuda.linear import supports as is_skinny
 from emberline.kernels.cuda.uw12 import Packed, pack, unpack
@@ -107,7 +106,7 @@ def _packed_plans(rule: Plan, n: int, k: int) -> Iterator[Plan]:
 def _compile(variants: set[str]) -> None:
     """Side by side, before any of them is needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
-        list(pool.map(lambda variant: nvrtc.compile(FILE, [variant], cache=CACHE.expanduser()), variants))
+        list(pool.map(lambda variant: nvrtc.compiled(FILE, [variant]), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:

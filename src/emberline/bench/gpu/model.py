@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emberline.core.config import cache_dir, core_count
+from emberline.core.config import core_count
 from emberline.hub.checkpoint import INDEX
 from emberline.hub.tensorfile import write_tensors
 from emberline.kernels import ops
+from emberline.kernels.cpu.library import find_library
 from emberline.models.config import ModelConfig
 from emberline.models.weights import Weights
-from emberline.unweight.codec import find_codec
+from emberline.unweight.codec import codec_of
 from emberline.unweight.pack import pack_file
 
 LLAMA_8B: dict[str, Any] = {
@@ -139,7 +140,7 @@ def split(shapes: Shapes, shards: int) -> list[Shapes]:
 
 
 def write_checkpoint(
-    directory: Path, hf: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS, seed: int = 0
+    directory: Path, hf: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS
 ) -> None:
     """Whole when its index is there: that comes last. Shards are written side by side, to keep the disk busy."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -147,8 +148,8 @@ def write_checkpoint(
     parts = split(tensor_shapes(ModelConfig.from_hf(hf)), shards)
     files = [directory / f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
     with ThreadPoolExecutor(len(parts)) as pool:
-        seeds = range(seed, seed + len(parts))
-        list(pool.map(lambda file, part, own: _write_shard(file, part, device, own), files, parts, seeds))
+        seeds = range(len(parts))
+        list(pool.map(lambda file, part, seed: _write_shard(file, part, device, seed), files, parts, seeds))
     write_config(directory, hf)
     where = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
     total = 2 * sum(prod(shape) for part in parts for shape in part.values())
@@ -159,7 +160,7 @@ def write_checkpoint(
 def pack_checkpoint(source: Path, target: Path) -> str:
     """A packed copy of one of those, and by which codec. Its files side by side: hashing and writing one is a thread's
     work, however many code it."""
-    codec, index = find_codec(cache_dir() / "kernels"), json.loads((source / INDEX).read_text("utf-8"))
+    codec, index = codec_of(find_library()), json.loads((source / INDEX).read_text("utf-8"))
     target.mkdir(parents=True, exist_ok=True)
     (target / INDEX).unlink(missing_ok=True)
     files = sorted(set(index["weight_map"].values()))

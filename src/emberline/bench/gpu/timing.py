@@ -9,18 +9,19 @@ import torch
 
 L2_BYTES = 400 << 20  # of different inputs between two uses of one: several times any L2
 REPLAYS = 11
+LEAST_US = 1000.0  # of a replay
 
 
-def replay(calls: Sequence[Callable[[], object]], *, least_us: float = 1000.0, replays: int = REPLAYS) -> float:
+def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
     """Microseconds of one call: `calls` do the same on different inputs, and are captured in turn, over and over until
-    a replay takes `least_us`."""
+    a replay takes LEAST_US."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:  # compiles, and sets handles up
             call()
         once = _time(lambda: [call() for call in calls])
-        rounds = max(1, round(least_us / once))
+        rounds = max(1, round(LEAST_US / once))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):

@@ -19,7 +19,7 @@ from torch import Tensor
 from emberline.bench.gpu.linear import SHAPES
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.kernels.cuda import nvrtc, wide
-from emberline.kernels.cuda.driver import CACHE, DriverError
+from emberline.kernels.cuda.driver import DriverError
 from emberline.kernels.cuda.linear import SMS, Weight
 from emberline.kernels.cuda.uw12 import Packed, pack
 from emberline.kernels.tiles import GATED_ROWS
@@ -148,7 +148,7 @@ def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:
 def compile_all() -> None:
     """All variants at once, on as many cores as there are: the compiler lets go of Python meanwhile."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda variant: nvrtc.compile(wide.FILE, [variant], cache=CACHE.expanduser()), wide.VARIANTS))
+        list(pool.map(lambda variant: nvrtc.compiled(wide.FILE, [variant]), wide.VARIANTS))
 
 
 def _bound(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emberline.core.config import GPUConfig, SchedulerConfig, cache_dir
+from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import Admission, StepPlan, StepResult, Work
@@ -242,7 +242,7 @@ def _like(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any
 def _start_codec(checkpoint: Checkpoint) -> None:
     """Packed files need it; it may have to be compiled."""
     if any(tensor.packed is not None for tensor in checkpoint.tensors.values()):
-        backend = ops.start(threads=1, cache=cache_dir() / "kernels")
+        backend = ops.start(threads=1)
         if backend.library is None:
             log.warning("packed weights are decoded by numpy, which is slow: %s", backend.reason)
 

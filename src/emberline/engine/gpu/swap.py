@@ -193,10 +193,10 @@ class Swapped:
         self._booted, self._slept, self._awake = None, None, False
 
 
-def room(total: int, fraction: float = FRACTION) -> int:
+def room(total: int) -> int:
     """What a device has for models: the reserve is for all of them together, and for what they leave while they sleep
     (compiled kernels, workspaces of libraries)."""
-    return int(total * fraction) - RESERVE
+    return int(total * FRACTION) - RESERVE
 
 
 def shared_kv(plans: Collection[MemoryPlan], memory: int) -> int | None:

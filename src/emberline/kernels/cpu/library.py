@@ -6,6 +6,9 @@ import ctypes
 from ctypes import c_float, c_int, c_long, c_uint32, c_void_p
 from pathlib import Path
 
+from emberline.core.config import kernel_dir
+from emberline.kernels.cpu.build import BuildError, build
+
 POINTER, INT, LONG, FLOAT = c_void_p, c_int, c_long, c_float
 
 
@@ -59,7 +62,6 @@ ENTRIES = {
     "ember_pack": "ppiiii",
     "ember_linear": "ppiiiippfpi",
     "ember_embed": "pipiiip",
-    "ember_rms_norm": "ppfiip",
     "ember_rope": "pppippfppillpiiiii",
     "ember_attention": "pppillpippifiiiiip",
     "ember_stack": "ppipp",
@@ -76,6 +78,14 @@ COUNTING = {  # the same, for those that answer with a number
     "ember_kv_pack": "plip",
     "ember_kv_unpack": "pllip",
 }
+
+
+def find_library() -> ctypes.CDLL | None:
+    """The one for this machine, built if need be; None: it cannot be."""
+    try:
+        return load(build(kernel_dir()))
+    except (BuildError, OSError):
+        return None
 
 
 def load(path: Path) -> ctypes.CDLL:

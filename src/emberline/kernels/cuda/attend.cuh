@@ -126,10 +126,10 @@ template <class S, int HALVES>
 DEVICE void soften(State<S, HALVES>& state, float (&s)[2][4], float scale) {
   UNROLL for (int h = 0; h < HALVES; h++) {
     float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1])) * scale;
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(state.top[h], fmaxf(top, __shfl_xor_sync(~0u, top, 2)));
+    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
+    top = fmaxf(state.top[h], fmaxf(top, __shfl_xor_sync(ALL, top, 2)));
     float base = top == minus_infinity() ? 0.f : top;  // none seen yet: every weight becomes 0
-    if (__any_sync(~0u, top > state.top[h])) {
+    if (__any_sync(ALL, top > state.top[h])) {
       float shrink = exp2_fast(state.top[h] - base);
       state.sum[h] *= shrink;
       UNROLL for (int t = 0; t < 2 * S::STEPS; t++) state.out[t][2 * h] *= shrink, state.out[t][2 * h + 1] *= shrink;

@@ -12,6 +12,8 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 
 #define DEVICE __device__ __forceinline__
 
+constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
+
 // -- bf16 ------------------------------------------------------------------------------------------------------------
 
 DEVICE float to_float(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
@@ -98,6 +100,16 @@ DEVICE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)
 
 // -- fragments --------------------------------------------------------------------------------------------------------------
 
+// x[i] of lane q of four becomes x[q] of lane i.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const auto swap = [](bool first, u32& a, u32& b, int distance) {
+    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
+    (first ? a : b) = other;
+  };
+  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
+  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
+}
 DEVICE uint4 load_shared_16(u32 at) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

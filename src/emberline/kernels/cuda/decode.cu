@@ -83,7 +83,7 @@ DEVICE void bring(Shared<S>& shared, const TensorMap* keys, const TensorMap* val
   u32 full = shared_address(&shared.full[stage]), to = shared_address(shared.tiles[stage]);
   if (lane == 0) barrier_expect(full, 2 * S::TILE_BYTES);
   for (int at = 0; at < TILE; at += rows) {
-    int z = __shfl_sync(~0u, block, (key + at >> shift) - entry);
+    int z = __shfl_sync(ALL, block, (key + at >> shift) - entry);
     int y = (head << shift) + (key + at & (1 << shift) - 1);
     if (lane) continue;
     UNROLL for (int x = 0; x < S::ROW_BYTES / S::LINE; x++) {
@@ -140,7 +140,7 @@ DEVICE void bring_all(Shared<S>& shared, const TensorMap* keys, const TensorMap*
     }
     if (!waited) wait_for_previous_kernel(), waited = true;
     if (!asked && total > grid && lane == 0) next = grid + atomicAdd(call.queue, 1);
-    unit = __shfl_sync(~0u, next, 0);
+    unit = __shfl_sync(ALL, next, 0);
   }
   if (!waited) wait_for_previous_kernel();
   if (lane == 0) {
@@ -170,8 +170,8 @@ template <class S, int HALVES>
 DEVICE void add_up(Shared<S>& shared, State<S, HALVES>& state, const Call& call, const Note& note, int warp, int lane) {
   UNROLL for (int h = 0; h < HALVES; h++) {
     if (h) workers_meet();  // the first half has been read
-    state.sum[h] += __shfl_xor_sync(~0u, state.sum[h], 1);
-    state.sum[h] += __shfl_xor_sync(~0u, state.sum[h], 2);
+    state.sum[h] += __shfl_xor_sync(ALL, state.sum[h], 1);
+    state.sum[h] += __shfl_xor_sync(ALL, state.sum[h], 2);
     if (lane % 4 == 0) shared.tops[warp][lane / 4] = float2{state.top[h], state.sum[h]};
     UNROLL for (int k = 0; k < S::STEPS; k++)
       shared.sums[warp][k][lane] = Columns<S>::of(state.out[2 * k], state.out[2 * k + 1], h);

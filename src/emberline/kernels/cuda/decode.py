@@ -109,13 +109,12 @@ def decode_attention(
     out: Tensor,
     scratch: Scratch,
     pdl: bool = True,
-    early: bool = True,
 ) -> Tensor:
     """Row b sees keys [0, context[b]] or the last `window` of them, as far as the work list names them: a list
     made without the window, or for longer rows without one, serves as well, with some idle work.
 
-    `early`: the list, the tables, the contexts and all keys but the newest of each row were written before the first
-    of the kernels that are chained by `pdl`, so they may be read while the kernel before still runs.
+    `pdl`: the list, the tables, the contexts and all keys but the newest of each row were written before the first of
+    the kernels that are chained by it, so they are read while the kernel before still runs.
     """
     assert (cached.kv_heads, cached.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MOST_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -127,7 +126,7 @@ def decode_attention(
         *(t.data_ptr() for t in (qkv, out, work.items, work.row_parts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.tops, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cached.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(early and pdl), scale * math.log2(math.e)),
+        *(window, int(pdl), scale * math.log2(math.e)),
     )
     grid = min(CTAS * multiprocessors(qkv.device), work.capacity * kv_heads)
     kernel = _kernel(head_dim, cached.item_bytes, 1 if group <= 8 else 2)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
-CACHE = Path("~/.cache/emberline/kernels")
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.int32: 4, torch.float32: 7, torch.bfloat16: 9}
 
@@ -99,7 +97,7 @@ class Module:
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
         torch.cuda.current_stream()  # makes the device's context current
-        self._binary = nvrtc.compile(file, kernels, cache=CACHE.expanduser())
+        self._binary = nvrtc.compiled(file, kernels)
         self._handle = ctypes.c_void_p()
         check(driver().cuModuleLoadData(ctypes.byref(self._handle), self._binary.code))
 

@@ -1,4 +1,5 @@
-"""compile: CUDA C++ to machine code with the NVRTC library that torch's CUDA builds bring, kept on disk once made.
+"""compile: CUDA C++ to machine code with the NVRTC library that torch's CUDA builds bring. compiled: kept on disk once
+made.
 
 Needs no GPU and no CUDA toolkit, so that kernels are compiled in tests on any machine. Sources include no headers.
 """
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from emberline.core.config import kernel_dir
+
 OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 SOURCES = Path(__file__).parent
 
@@ -30,22 +33,31 @@ class Binary:
     symbols: dict[str, str]  # the kernel as its caller writes it, `decode<128, 4>`, to its name in the code
 
 
-def compile(file: str, kernels: Sequence[str], *, cache: Path | None = None) -> Binary:
+def compile(file: str, kernels: Sequence[str]) -> Binary:
     """The kernels of SOURCES/file; `kernels` are names or template instances."""
-    source = _inlined(SOURCES / file)
-    library = _library()
-    parts = [source, *OPTIONS, *kernels, _version(library)]
-    kept = None if cache is None else cache / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
-    if kept is not None and kept.exists():
+    return _compile(_library(), _inlined(SOURCES / file), file, kernels)
+
+
+def compiled(file: str, kernels: Sequence[str]) -> Binary:
+    """The same, made once for these sources and this compiler."""
+    parts = [_inlined(SOURCES / file), *OPTIONS, *kernels, version()]
+    kept = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
+    if kept.exists():
         head, _, code = kept.read_bytes().partition(b"\n")
         return Binary(code, json.loads(head))
-    binary = _compile(library, source, file, kernels)
-    if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(json.dumps(binary.symbols).encode() + b"\n" + binary.code)
-        draft.replace(kept)
+    binary = compile(file, kernels)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    draft = kept.with_suffix(f".{os.getpid()}")
+    draft.write_bytes(json.dumps(binary.symbols).encode() + b"\n" + binary.code)
+    draft.replace(kept)
     return binary
+
+
+def version() -> str:
+    """The compiler's."""
+    library, major, minor = _library(), ctypes.c_int(), ctypes.c_int()
+    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return f"{major.value}.{minor.value}"
 
 
 def _inlined(path: Path) -> str:
@@ -91,12 +103,6 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
         raise CompileError(library.nvrtcGetErrorString(status).decode())
-
-
-def _version(library: ctypes.CDLL) -> str:
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-    return f"{major.value}.{minor.value}"
 
 
 @cache

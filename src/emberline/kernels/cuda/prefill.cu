@@ -241,17 +241,6 @@ DEVICE void round_pairs(u32 (&p)[32], const float (&s)[64]) {
   for (int i = 0; i < 32; i++) p[i] = pack(s[2 * i], s[2 * i + 1]);
 }
 
-// x[i] of lane q of four becomes x[q] of lane i.
-DEVICE void transpose_quad(u32 (&x)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const auto swap = [](bool first, u32& a, u32& b, int distance) {
-    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
-    (first ? a : b) = other;
-  };
-  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
-  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
-}
-
 template <int D>
 DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u32 row, const Work& work) {
 #pragma unroll

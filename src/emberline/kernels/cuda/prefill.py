@@ -42,16 +42,16 @@ def supports(k_cache: Tensor) -> bool:
     return k_cache.dtype == torch.bfloat16 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
-def tiles(query_counts: Integers, contexts: Integers, rows: int = ROWS) -> NDArray[np.int32]:
-    """The work: (request, first query in its chunk) of every `rows` new tokens of each request, whatever their count.
+def tiles(query_counts: Integers, contexts: Integers) -> NDArray[np.int32]:
+    """The work: (request, first query in its chunk) of every ROWS new tokens of each request, whatever their count.
 
     Longest first: what starts last is then short, and all multiprocessors end at about the same time.
     """
     counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
-    per = -(-counts // rows)
+    per = -(-counts // ROWS)
     request = np.repeat(np.arange(len(counts)), per)
-    first = (np.arange(len(request)) - np.repeat(np.cumsum(per) - per, per)) * rows
-    keys = before[request] + np.minimum(first + rows, counts[request])
+    first = (np.arange(len(request)) - np.repeat(np.cumsum(per) - per, per)) * ROWS
+    keys = before[request] + np.minimum(first + ROWS, counts[request])
     order = np.argsort(-keys, kind="stable")
     return np.stack([request, first], axis=1)[order].astype(np.int32)
 

@@ -1,8 +1,6 @@
 // What kernels with warpgroup products share, after common.cuh: names for accumulators, and the order products need.
 #pragma once
 
-constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
-
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 #define FLOATS_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

@@ -15,7 +15,7 @@ constexpr u32 FEW = 64;       // a rank this low is found among 256 cells as wel
 constexpr u32 MANY = 832;     // about 1700 tokens reach the best of so many cells: 1024 ln(1024 / (1024 - 832))
 constexpr u32 ID_BITS = 20, CODE_BITS = 32 + ID_BITS, ID_MASK = (1u << ID_BITS) - 1;
 constexpr u32 LOWEST = 0x00800000u;  // the key of the lowest finite float
-constexpr u32 ONE_BITS = 44, ALL = 0xffffffffu;
+constexpr u32 ONE_BITS = 44;
 #define NEVER __int_as_float(0xff800000)  // -inf
 static_assert(2 * THREADS == LIST && 2 * THREADS == DIGITS && WARPS == 32, "each thread owns two of each");
 

@@ -48,18 +48,18 @@ def sample(
     return out
 
 
-def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: Scores | None = None, pdl: bool = True) -> Scores:
+def log_probs(logits: Tensor, ids: Tensor, top_n: int, *, out: Scores | None = None) -> Scores:
     """(log-probability of ids [S], the top ids [S, n], theirs [S, n], rank of ids [S]); rank 1 is the most probable."""
     rows = _rows(logits)
     assert ids.dtype is torch.int64 and ids.shape == (rows,) and ids.is_contiguous()
     assert 0 <= top_n <= min(MOST_TOP, logits.shape[1])
     out = _scores(rows, top_n, logits.device) if out is None else out
     if rows:
-        _kernels()["log_probs"]((rows, 1, 1), THREADS, (*_where(logits), ids, top_n, *out), pdl=pdl)
+        _kernels()["log_probs"]((rows, 1, 1), THREADS, (*_where(logits), ids, top_n, *out), pdl=True)
     return out
 
 
-def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor, *, pdl: bool = True) -> None:
+def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
     """logits[rows[i], t] becomes -inf wherever bit t of mask[i] (little-endian int32 words) is 0."""
     _rows(logits)
     count, words = mask.shape
@@ -67,10 +67,10 @@ def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor, *, pdl: bool = Tru
     assert rows.dtype is torch.int64 and rows.shape == (count,) and rows.is_contiguous()
     if count:
         grid = (-(-logits.shape[1] // FEW_THREADS), count, 1)
-        _kernels()["apply_bitmask"](grid, FEW_THREADS, (*_where(logits), mask, words, rows), pdl=pdl)
+        _kernels()["apply_bitmask"](grid, FEW_THREADS, (*_where(logits), mask, words, rows), pdl=True)
 
 
-def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor, *, pdl: bool = True) -> None:
+def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
     """Single logits, each (row, id) once: divided if positive and multiplied if not, then added to. Rows of -1 are
     padding."""
     _rows(logits)
@@ -79,7 +79,7 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor,
         assert given.dtype is kind and given.shape == (count,) and given.is_contiguous()
     if count:
         grid = (-(-count // FEW_THREADS), 1, 1)
-        _kernels()["edit"](grid, FEW_THREADS, (logits, logits.stride(0), count, rows, ids, divide, add), pdl=pdl)
+        _kernels()["edit"](grid, FEW_THREADS, (logits, logits.stride(0), count, rows, ids, divide, add), pdl=True)
 
 
 def _rows(logits: Tensor) -> int:

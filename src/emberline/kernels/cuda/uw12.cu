@@ -2,7 +2,6 @@
 #include "common.cuh"
 #include "uw12.cuh"
 
-constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
 constexpr int EXPONENTS = 256, BASES = 128, WINDOW = 15;
 
 // -- packing ----------------------------------------------------------------------------------------------------------
@@ -121,16 +120,6 @@ __global__ void __launch_bounds__(512)
 
 // -- unpacking --------------------------------------------------------------------------------------------------------
 
-// x[i] of lane q of four becomes x[q] of lane i.
-DEVICE void transpose_quad(u32 (&x)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const auto swap = [](bool first, u32& a, u32& b, int distance) {
-    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
-    (first ? a : b) = other;
-  };
-  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
-  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
-}
 // A row's 64 k: four lanes hold two of each 8, and store two times 8 each. `upper`: the row is g + 8 of the unit. Every
 // lane takes part, those with nothing to store too.
 DEVICE void store_row(const u32 (&a)[4][4], bool upper, bf16* to, int t, bool stores) {

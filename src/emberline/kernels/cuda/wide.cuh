@@ -125,16 +125,6 @@ DEVICE u32 transposed(u32 pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
   return other;
 }
-// x[i] of lane q of four becomes x[q] of lane i.
-DEVICE void transpose_quad(u32 (&x)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  const auto swap = [](bool first, u32& a, u32& b, int distance) {
-    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
-    (first ? a : b) = other;
-  };
-  swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
-  swap(upper, x[0], x[2], 2), swap(upper, x[1], x[3], 2);
-}
 // Past the L1: a CTA that started early may find there what was read before the last kernel wrote.
 DEVICE void load_fresh(u32 (&x)[4], const bf16* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

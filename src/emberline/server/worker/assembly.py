@@ -92,7 +92,7 @@ def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, fa
     sources = "".join(text.template.sources.values()) if text.template else ""
     tool_style = toolstyle.style_for(sources, config.tool_style)
     tokenizer_file = text.directory / "tokenizer.json"
-    guard = GrammarGuard(tokenizer_file, facts.vocab_size, sorted(text.tokenizer.eos_ids))
+    guard = GrammarGuard(tokenizer_file, facts.vocab_size, facts.eos)
     metrics = Metrics(name)
     generator = Generator(
         engine,
