@@ -17,8 +17,9 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Conflict, StoreFailed
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, operator_token, shown_of
+from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
 from emberline.gateway.keys.masterkeys import FixedKeys, KeyFile, MasterKey, MasterKeys
+from emberline.gateway.keys.secretfile import SecretFile
 from emberline.gateway.keys.vault import Place, Sealed, Vault, forget_old, rotate, seal, unseal
 from emberline.gateway.store.base import Audit, Change, Document, Store
 from emberline.gateway.store.sqlite import SQLiteStore
@@ -152,17 +153,21 @@ def test_keys_of_the_configuration(world: World) -> None:
         world.keys(fixed={"short": root})
 
 
+def kept(file: Path) -> str:
+    return SecretFile(file).read(lambda: new_secret("token"))
+
+
 def test_the_operators_token_is_made_once(world: World, tmp_path: Path) -> None:
     file = tmp_path / "new" / "operator.token"
-    token = operator_token(file)
-    assert operator_token(file) == token and file.stat().st_mode & 0o777 == 0o600
+    token = kept(file)
+    assert kept(file) == token and file.stat().st_mode & 0o777 == 0o600
     root = Identity("operator", "operator", "token", admin=True)
     assert world.run(world.keys(fixed={token: root}).identify(token)) is root
 
 
 def test_of_many_that_make_a_secret_one_wins(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: operator_token(tmp_path / "token"), range(32)))
+        found = list(pool.map(lambda _: kept(tmp_path / "token"), range(32)))
     assert len(set(found)) == 1 and [path.name for path in tmp_path.iterdir()] == ["token"]
 
 

@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,7 +17,6 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.keys.identity import ANY, Identity
-from emberline.gateway.keys.secretfile import SecretFile
 from emberline.gateway.store.base import Store
 from emberline.gateway.store.watch import Remembered, Watch
 
@@ -93,11 +91,6 @@ def shown_of(secret: str) -> str:
 def is_ours(token: str) -> bool:
     """It was one of ours, or is meant to be: nobody else's begin like that."""
     return token.startswith(_BEGINNINGS)
-
-
-def operator_token(file: Path) -> str:
-    """The token of whoever can read this file, made with it on the first start: how the first key is made."""
-    return SecretFile(file).read(lambda: new_secret("token") + "\n").strip()
 
 
 class Keys:

@@ -38,7 +38,21 @@ class Spent(msgspec.Struct, frozen=True):
     resets: int  # milliseconds until none of it counts
 
 
+class LimiterStats(msgspec.Struct):
+    """Of one that counts elsewhere, for all replicas."""
+
+    reserved: int = 0  # there
+    degraded: int = 0  # it could not be asked, or refused
+    owed: int = 0  # settlements that wait for it
+    lost: int = 0  # settlements given up: their reservations come back whole
+
+
 class Limiter(Protocol):
+    @property
+    def stats(self) -> LimiterStats | None:
+        """None: all is counted here."""
+        ...
+
     async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
         """`now`: seconds since the epoch; `hold`: seconds the call may take. Raises LimitExceeded, or StoreFailed."""
         ...

@@ -15,6 +15,8 @@ FEW = 256  # buckets that may
 
 
 class LocalLimiter:
+    stats = None
+
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._names = itertools.count()

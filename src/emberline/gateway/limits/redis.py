@@ -13,13 +13,12 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from typing import Any, Literal
 
 from emberline.gateway.errors import StoreFailed
-from emberline.gateway.limits.base import Grant, Reservation, Spent, refusal
+from emberline.gateway.limits.base import Grant, LimiterStats, Reservation, Spent, refusal
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Amount, Claim
 from emberline.gateway.redislink import LinkDown, RedisLink, RedisSaid, Script
@@ -28,14 +27,6 @@ Degraded = Literal["local", "closed"]
 MOST_OWED = 10_000
 AT_ONCE = 100
 LAST = 1.0  # seconds for the settlements under way when the gateway ends
-
-
-@dataclass(slots=True)
-class LimiterStats:
-    reserved: int = 0  # by Redis
-    degraded: int = 0  # Redis could not be asked, or refused
-    owed: int = 0  # settlements that wait for it
-    lost: int = 0  # settlements given up: their reservations come back whole
 
 
 class RedisLimiter:

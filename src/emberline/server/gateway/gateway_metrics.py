@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.gateway.call import Call, Handler, Reply
-from emberline.gateway.layers.cached import CacheStats
+from emberline.gateway.layers.cached import Cached
+from emberline.gateway.limits.base import Limiter
 from emberline.gateway.logs.logwriter import LogWriter
 from emberline.server.metrics import SECONDS, Family, Histogram
 from emberline.server.tracing import Tracing
@@ -24,13 +25,15 @@ class GatewayMetrics:
         clock: Clock,
         breakers: Iterable[tuple[str, Breaker]],
         journal: LogWriter,
-        cache: CacheStats,
+        cached: Cached,
+        limiter: Limiter,
         spans: Tracing | None,
     ) -> None:
         self._clock = clock
         self._breakers = breakers
         self._journal = journal
-        self._cache = cache
+        self._cached = cached
+        self._limiter = limiter
         self._spans = spans
         self.open = 0
         self._requests: Counter[tuple[str, str, str, str]] = Counter()  # provider, model, status, how it ended
@@ -93,23 +96,50 @@ class GatewayMetrics:
         ):
             samples = [(_labels(labels, values), n) for values, n in sorted(counts.items())]
             yield Family.of(f"emberline:gateway_{name}_total", help_, "counter", samples)
-        for name, help_, count in (
-            ("cache_hits", "Replies from the cache.", self._cache.hits),
-            ("cache_misses", "Calls that the cache did not know.", self._cache.misses),
-            ("cache_shared", "Of the hits, those that waited for the same call.", self._cache.shared),
-            ("log_written", "Records of the log that were written.", self._journal.written),
-            ("log_dropped", "Records of the log that there was no room for.", self._journal.dropped),
-        ):
+        for name, help_, count in self._counts():
             full = f"emberline:gateway_{name}_total"
             yield Family(full, help_, "counter", [f"{full} {count}"])
         if self._spans is not None:
             yield from self._spans.families()
-        open_ = f"emberline:gateway_open_requests {self.open}"
-        yield Family("emberline:gateway_open_requests", "Requests open now.", "gauge", [open_])
+        for name, help_, count in self._gauges():
+            yield Family(name, help_, "gauge", [f"{name} {count}"])
         states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers]
         yield Family.of("emberline:gateway_breaker_open", "1 while a provider is left alone.", "gauge", states)
         yield self._first.family('at="gateway"')
         yield self._whole.family('at="gateway"')
+
+    def _counts(self) -> Iterator[tuple[str, str, int]]:
+        """Names, what they mean, and how often it was so."""
+        cache, journal = self._cached.stats, self._journal
+        yield "cache_hits", "Replies from the cache.", cache.hits
+        yield "cache_misses", "Calls that the cache did not know.", cache.misses
+        yield "cache_shared", "Of the hits, those that waited for the same call.", cache.shared
+        yield "cache_stored", "Replies that were put into the cache.", cache.stored
+        yield "cache_too_large", "Replies that were too large for it.", cache.too_large
+        yield "log_written", "Records of the log that were written.", journal.written
+        yield "log_dropped", "Records of the log that there was no room for.", journal.dropped
+        yield "log_failures", "Times that the store did not take records.", journal.failures
+        if self._cached.semantic is not None:
+            meant = self._cached.semantic.stats
+            yield "semantic_asked", "Questions whose meaning was looked for.", meant.asked
+            yield "semantic_near", "Of these, those that a known one is near enough to.", meant.near
+            yield "semantic_served", "Replies that were given for a question that means the same.", meant.served
+            yield (
+                "semantic_compared",
+                "In the shadow: replies that were compared with the one to be given.",
+                meant.compared,
+            )
+            yield "semantic_disagreed", "Of these, those that said something else.", meant.disagreed
+        if (shared := self._limiter.stats) is not None:
+            yield "limits_reserved", "Reservations that Redis made.", shared.reserved
+            yield "limits_degraded", "Calls for which Redis could not be asked, or refused.", shared.degraded
+            yield "limits_lost", "Settlements that were given up.", shared.lost
+
+    def _gauges(self) -> Iterator[tuple[str, str, int]]:
+        yield "emberline:gateway_open_requests", "Requests open now.", self.open
+        yield "emberline:gateway_log_queued", "Records of the log that wait to be written.", self._journal.queued
+        if (shared := self._limiter.stats) is not None:
+            yield "emberline:gateway_limits_owed", "Settlements that wait for Redis.", shared.owed
 
 
 def _labels(names: tuple[str, ...], values: tuple[str, ...]) -> str:

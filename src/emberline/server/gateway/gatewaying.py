@@ -95,7 +95,7 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
     spans = await stack.enter_async_context(tracing(config.trace, "emberline-gateway"))
-    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached.stats, spans)
+    metrics = GatewayMetrics(clock, attempts.breakers, journal, cached, limiter, spans)
     outer = (
         metrics.layer,
         *([traced(spans.tracer, payloads=config.otlp_payloads)] if spans is not None else []),

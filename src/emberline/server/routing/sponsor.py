@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from emberline.core.errors import EmberlineError
 from emberline.router.call import Call
 from emberline.router.upstream import Broken, Unreached, Upstream
 from emberline.server.routing.dispatch import Dispatch
-
-log = logging.getLogger("emberline.router")
 
 PATIENCE = 2.0  # seconds for an answer
 RUNNING = 256  # requests at once: they do not tell
