@@ -1,6 +1,6 @@
 """`emberline bench gateway`: what the gateway adds, with authentication, limits, costs and logs on. The same requests
 go to a fake provider directly, through the gateway, and through LiteLLM where it is installed. Processor time is that
-of the proxy's own process and its children."""
+of the proxy's own process and its children; whichever it is, it has the same core to itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from emberline.bench import processes
+from emberline.bench import cores, processes
 from emberline.bench.caller import Caller
 from emberline.bench.connection import Connection, HTTPFailed
 from emberline.bench.launch import free_port, running
@@ -107,15 +107,16 @@ def bench(plan: Plan, peers: Path | None) -> Report:
     report = Report("gateway", {name: getattr(plan, name) for name in plan.__slots__})
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        core = stack.enter_context(cores.apart())
         port = free_port()
         provider = f"http://127.0.0.1:{port}"
         fake = (sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port), "--pace", str(plan.pace))
         stack.enter_context(running(*fake))
         direct = Proxy("direct", provider, model="bench")
         _run(_ready(direct))
-        launches = {"ours": partial(_ours, home, provider)}
+        launches = {"ours": partial(_ours, home, provider, core)}
         if peers is not None:
-            launches["litellm"] = partial(_litellm, home, provider, peers)
+            launches["litellm"] = partial(_litellm, home, provider, core, peers)
         told: dict[str, list[Round]] = {name: [] for name in launches}
         # In turn, since the machine has better and worse minutes; each time a new process, since they are not alike.
         for _ in range(plan.rounds):
@@ -304,16 +305,17 @@ async def _ready(proxy: Proxy) -> None:
 
 
 @contextmanager
-def _ours(home: Path, provider: str) -> Iterator[Proxy]:
+def _ours(home: Path, provider: str, core: int | None) -> Iterator[Proxy]:
     port, file = free_port(), home / "gateway.toml"
     file.write_text(GATEWAY.format(key=json.dumps(KEY), home=home, provider=provider))
     command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
     with running(*command) as process:
+        cores.settle(process.pid, core)
         yield Proxy("ours", f"http://127.0.0.1:{port}", process.pid)
 
 
 @contextmanager
-def _litellm(home: Path, provider: str, peers: Path) -> Iterator[Proxy]:
+def _litellm(home: Path, provider: str, core: int | None, peers: Path) -> Iterator[Proxy]:
     program = peers / "litellm" / "bin" / "litellm"
     if not program.exists():
         raise EmberlineError("LiteLLM is not installed", hint="scripts/bench-peers litellm")
@@ -321,4 +323,5 @@ def _litellm(home: Path, provider: str, peers: Path) -> Iterator[Proxy]:
     file.write_text(LITELLM.format(key=KEY, provider=provider))
     command = (str(program), "--config", str(file), "--host", "127.0.0.1", "--port", str(port), "--num_workers", "1")
     with running(*command, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR") as process:
+        cores.settle(process.pid, core)
         yield Proxy("litellm", f"http://127.0.0.1:{port}", process.pid)
