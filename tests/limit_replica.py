@@ -35,7 +35,7 @@ async def main(url: str, clients: int, rule: Rule, amount: int) -> None:
             return
         await asyncio.sleep(random.random() / 50)
         actual = 1 if rule.amount == "requests" else random.randint(0, amount)
-        limiter.settle(made, {rule.amount: actual}, time.time())
+        limiter.settle(made, {rule.amount: actual})
         passed, used = passed + 1, used + actual
 
     for _ in range(3 if rule.amount == "micros" else 1):

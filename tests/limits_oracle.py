@@ -91,7 +91,7 @@ async def compare(limiter: Limiter, rule: Rule, steps: list[tuple[str, int, int,
             now += ms
         elif what == "settle" and kept:
             reservation, event = kept.pop(which % len(kept))
-            limiter.settle(reservation, {"tokens": amount}, now / 1000)
+            limiter.settle(reservation, {"tokens": amount})
             oracle.settle(event, amount)
         elif what == "reserve":
             left = rule.limit - oracle.used(now)

@@ -312,7 +312,7 @@ def test_what_budgets_have_spent(world: World) -> None:
         facts = {"gateway": "acme/main", "metadata.n": metadata}
         claims = [rule.claim(facts, 100) for rule in rules]
         made = await world.limiter.reserve(claims, NOON / 1e3, 9)
-        world.limiter.settle(made, {"micros": micros, "tokens": tokens}, NOON / 1e3)
+        world.limiter.settle(made, {"micros": micros, "tokens": tokens})
 
     metadata: list[dict[str, Any]] = [{"n": 1}, {"n": True}, {"n": "quiet"}, {}]
     records = [made(NOON + i, gateway="main", metadata=said) for i, said in enumerate(metadata)]

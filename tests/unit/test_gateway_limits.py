@@ -29,7 +29,7 @@ def passes(limiter: LocalLimiter, rule: Rule, now: float, amount: int = 1) -> bo
         made = asyncio.run(limiter.reserve([rule.claim({}, amount)], now, HOLD))
     except LimitExceeded:
         return False
-    limiter.settle(made, {rule.amount: amount}, now)
+    limiter.settle(made, {rule.amount: amount})
     return True
 
 
@@ -132,7 +132,7 @@ def test_a_budget_is_overshot_by_less_than_one_reservation(limit: int, calls: li
                 running.append((await limiter.reserve([rule.claim({}, reserved)], 0, HOLD), min(used, reserved)))
             if running and ends:
                 reservation, actual = running.pop(0)
-                limiter.settle(reservation, {"micros": actual}, 1)
+                limiter.settle(reservation, {"micros": actual})
                 spent += actual
         assert spent + sum(actual for _, actual in running) < limit + max((call[0] for call in calls), default=1)
 
@@ -143,9 +143,9 @@ def test_settled_twice_is_a_fault_of_ours() -> None:
     async def go() -> None:
         limiter = LocalLimiter()
         made = await limiter.reserve([Rule(name="r", limit=1).claim({}, 1)], 0, HOLD)
-        limiter.settle(made, {"requests": 1}, 1)
+        limiter.settle(made, {"requests": 1})
         with pytest.raises(AssertionError):
-            limiter.settle(made, {"requests": 1}, 1)
+            limiter.settle(made, {"requests": 1})
 
     asyncio.run(go())
 
@@ -157,7 +157,7 @@ def test_buckets_of_those_who_left_are_swept() -> None:
         limiter = LocalLimiter()
         for i in range(5000):
             made = await limiter.reserve([rule.claim({"user": str(i)}, 1)], i / 100, HOLD)
-            limiter.settle(made, {"requests": 1}, i / 100)
+            limiter.settle(made, {"requests": 1})
         assert limiter.buckets < 300  # a second has a hundred of them
 
     asyncio.run(go())
@@ -169,7 +169,7 @@ def test_a_long_hold_keeps_nothing_of_what_was_settled() -> None:
     async def go() -> None:
         limiter = LocalLimiter()
         for i in range(2000):
-            limiter.settle(await limiter.reserve([rule.claim({}, 1)], i, 1e6), {"requests": 1}, i)
+            limiter.settle(await limiter.reserve([rule.claim({}, 1)], i, 1e6), {"requests": 1})
         (bucket,) = limiter._buckets.values()
         assert len(bucket.expiring) <= 66 and len(bucket.used) == 1
 

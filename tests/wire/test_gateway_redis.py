@@ -148,8 +148,8 @@ def test_what_a_dead_replica_held_comes_back(server: RedisServer) -> None:
             await asyncio.sleep(0.31)
             made = await alive.reserve(claims, 0, 60)
             # It was not dead, only late: what it used counts all the same.
-            dead.settle(late, {"requests": 1}, 0)
-            alive.settle(made, {"requests": 0}, 0)
+            dead.settle(late, {"requests": 1})
+            alive.settle(made, {"requests": 0})
             await asyncio.gather(dead.close(), alive.close())
             with pytest.raises(LimitExceeded):
                 await alive.reserve(claims, 0, 60)
@@ -167,7 +167,7 @@ def test_a_settlement_sent_twice_counts_once_and_keys_expire(server: RedisServer
             made = await limiter.reserve(claims, 0, 60)
             for _ in range(2):
                 made.settled = False
-                limiter.settle(made, {"tokens": 2}, 0)
+                limiter.settle(made, {"tokens": 2})
             await limiter.close()
             after = await limiter.reserve(claims, 0, 60)
             assert after.grants[0].remaining == 10 - 2 - 5
@@ -189,7 +189,7 @@ def test_a_redis_that_hangs_is_no_outage(degraded: Degraded) -> None:
                 server.process.send_signal(signal.SIGSTOP)
                 for _ in range(20):  # three wait 50 ms, the others not at all
                     try:
-                        limiter.settle(await limiter.reserve(claims, 0, 60), {"requests": 1}, 0)
+                        limiter.settle(await limiter.reserve(claims, 0, 60), {"requests": 1})
                     except LimitExceeded:
                         assert degraded == "local" and limiter.stats.degraded > RULE.limit
                     except StoreFailed:
@@ -218,11 +218,11 @@ def test_what_was_settled_while_redis_was_gone_is_sent_when_it_is_back() -> None
             server.process.kill()
             server.process.wait()
             await until(lambda: not link.healthy)
-            limiter.settle(made, {"tokens": 7}, 0)
+            limiter.settle(made, {"tokens": 7})
             assert limiter.stats.owed == 1
             server = start_redis(server.port)
             await until(lambda: link.healthy)
-            limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0}, 0)
+            limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
             assert limiter.stats.owed == 0
             assert (await limiter.reserve(claims, 0, 60)).grants[0].remaining == 100 - 7 - 10
@@ -243,7 +243,7 @@ def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: 
             made = await limiter.reserve(claims, 0, 60)
             await link.call("REPLICAOF", "127.0.0.1", 1)  # of nobody: from now on it only reads
             try:
-                limiter.settle(made, {"tokens": 7}, 0)
+                limiter.settle(made, {"tokens": 7})
                 await until(lambda: limiter.stats.owed == 1)
                 if degraded == "local":
                     assert (await limiter.reserve(claims, 0, 60)).local
@@ -252,7 +252,7 @@ def test_a_redis_that_takes_nothing_is_no_outage(server: RedisServer, degraded: 
                         await limiter.reserve(claims, 0, 60)
             finally:
                 await link.call("REPLICAOF", "NO", "ONE")
-            limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0}, 0)
+            limiter.settle(await limiter.reserve(claims, 0, 60), {"tokens": 0})
             await limiter.close()
             assert (limiter.stats.degraded, limiter.stats.owed, limiter.stats.lost) == (1, 0, 0)
             assert (await limiter.reserve(claims, 0, 60)).grants[0].remaining == 100 - 7 - 10
@@ -267,9 +267,9 @@ def test_a_settlement_that_is_never_taken_is_given_up(server: RedisServer) -> No
             one, other = ([Rule(name=name, limit=9).claim({}, 1)] for name in ("one", "other"))
             made = await limiter.reserve(one, 0, 60)
             await link.call("SET", limiter._keys(one)[1], "of somebody else")
-            limiter.settle(made, {"requests": 1}, 0)
+            limiter.settle(made, {"requests": 1})
             await until(lambda: limiter.stats.owed == 1)
-            limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1}, 0)
+            limiter.settle(await limiter.reserve(other, 0, 60), {"requests": 1})
             await until(lambda: limiter.stats.lost == 1)
             assert limiter.stats.owed == 0
 
@@ -318,7 +318,7 @@ def test_a_gateway_opens_them_by_address(server: RedisServer, tmp_path: Path, th
         async with AsyncExitStack() as stack:
             for limiter in (await open_limiter(None, clock, stack), await open_limiter(url, clock, stack)):
                 made = await limiter.reserve([Rule(name="opened", limit=9).claim({}, 1)], time.time(), 9)
-                limiter.settle(made, {}, time.time())
+                limiter.settle(made, {})
                 assert made.local is not (there and isinstance(limiter, RedisLimiter))
             for place in (None, f"sqlite:{tmp_path}/cache.db", url):
                 cache = await open_cache(place, clock, clock, stack)

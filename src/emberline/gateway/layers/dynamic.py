@@ -72,7 +72,7 @@ class Dynamic:
 
     def settle(self, made: list[Reservation], used: Mapping[Amount, int]) -> None:
         for reservation in made:
-            self._limiter.settle(reservation, used, self._wall.now())
+            self._limiter.settle(reservation, used)
         made.clear()
 
 

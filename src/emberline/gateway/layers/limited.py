@@ -35,11 +35,11 @@ def limited(limiter: Limiter, sizes: Sizes, prices: Prices, clock: Clock, wall: 
             try:
                 reply = await inner(call)
             except BaseException:
-                limiter.settle(made, {"requests": int(call.last)}, wall.now())  # else it is the next step's to count
+                limiter.settle(made, {"requests": int(call.last)})  # else it is the next step's to count
                 raise
 
             async def ended(reply: Reply) -> None:
-                limiter.settle(made, _used(reply), wall.now())
+                limiter.settle(made, _used(reply))
 
             reply.endings.append(ended)
             return reply

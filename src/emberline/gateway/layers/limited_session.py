@@ -58,7 +58,7 @@ class _Answers:
         if (held := self.held) is None:
             return []
         self.held = None
-        self.limiter.settle(held, {"requests": requests, "tokens": tokens, "micros": micros}, self.wall.now())
+        self.limiter.settle(held, {"requests": requests, "tokens": tokens, "micros": micros})
         return [grant.claim for grant in held.grants]
 
     async def one(self, usage: Usage, micros: int) -> None:

@@ -57,7 +57,7 @@ class Limiter(Protocol):
         """`now`: seconds since the epoch; `hold`: seconds the call may take. Raises LimitExceeded, or StoreFailed."""
         ...
 
-    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
         """What was really used, in place of what was reserved. Never waits and never fails, so it can end a call."""
         ...
 

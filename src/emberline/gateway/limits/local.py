@@ -39,7 +39,7 @@ class LocalLimiter:
             raise max(refused, key=lambda e: e.retry_after)
         return Reservation(name, tuple([_taken(*each, name, expires, ms) for each in rolled]), expires)
 
-    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
         assert not reservation.settled
         reservation.settled = True
         for grant in reservation.grants:

@@ -51,9 +51,9 @@ class RedisLimiter:
         self._pay()
         return _reservation(name, claims, said)
 
-    def settle(self, reservation: Reservation, actual: Mapping[Amount, int], now: float) -> None:
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
         if reservation.local:
-            self._local.settle(reservation, actual, now)
+            self._local.settle(reservation, actual)
             return
         assert not reservation.settled
         reservation.settled = True
