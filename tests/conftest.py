@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
@@ -27,20 +26,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def server(running: Server) -> str:
     return running.url
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody fills reads as NaN, or as bytes of ones."""
-    import torch
-
-    empty = torch.empty
-
-    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
-        made = empty(*size, **options)
-        return made.fill_(float("nan") if made.is_floating_point() else 255)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @pytest.fixture(scope="session")

@@ -56,6 +56,7 @@ MANY = tiny.config("llama", vocab_size=2500, hidden_size=128, intermediate_size=
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 BF16 = torch.bfloat16
 
+pytest_plugins = ("poison",)
 pytestmark = pytest.mark.usefixtures("poison")
 
 

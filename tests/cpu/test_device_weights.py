@@ -37,6 +37,7 @@ from emberline.models.weights import Weights
 DTYPES = [None, torch.float32, torch.bfloat16]
 SMALL = {"piece": 4096, "ring": 3, "threads": 3, "ahead": 0}
 
+pytest_plugins = ("poison",)
 pytestmark = pytest.mark.usefixtures("poison")
 
 

@@ -33,6 +33,7 @@ from emberline.unweight import model as unweight
 from emberline.unweight.codec import codec_of
 from emberline.unweight.format import BLOCK
 
+pytest_plugins = ("poison",)
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("poison"),
