@@ -413,10 +413,12 @@ def test_who_is_packed(tmp_path: Path) -> None:
         (ours, "auto", "bfloat16", True),
         (ours, "auto", "float32", False),
         (ours, "plain", "bfloat16", False),
+        (ours, "both", "bfloat16", False),
     ):
         assert memory.packs(checkpoint, GPUConfig(weights=weights), dtype) is answer
-    with pytest.raises(InvalidRequest, match="only bfloat16"):
-        memory.packs(ours, GPUConfig(weights="packed"), "float32")
+    for weights in ("packed", "both"):
+        with pytest.raises(InvalidRequest, match=f"weights is {weights}; only bfloat16"):
+            memory.packs(ours, GPUConfig(weights=weights), "float32")
     assert memory.weight_dtype(ours) == "bfloat16" and memory.weight_dtype(ours, "float32") == "float32"
 
 

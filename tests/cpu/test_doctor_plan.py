@@ -125,7 +125,7 @@ def test_the_first_matrix_is_as_wide_as_its_widest_part(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("files", ["plain", "packed"])
-@pytest.mark.parametrize("weights", ["auto", "plain", "packed"])
+@pytest.mark.parametrize("weights", ["auto", "plain", "packed", "both"])
 def test_packed_weights(
     booted: list[memory.MemoryPlan],
     capsys: pytest.CaptureFixture[str],
@@ -142,14 +142,20 @@ def test_packed_weights(
         unweight.pack(directory, tmp_path / "packed", codec_of(find_library()), lambda _: None)
         directory = tmp_path / "packed"
     settled: list[int] = []
+    beside: list[int] = []
+
+    def keep_packed(weight: ops.PackedWeight) -> int:
+        beside.append(memory.packed_bytes(weight.n, weight.k))
+        return beside[-1]
 
     def settle(empty: ops.PackedWeight, values: torch.Tensor) -> int:
         settled.append(memory.packed_bytes(empty.n, empty.k))
         return settled[-1]
 
     monkeypatch.setattr(ops, "settle", settle)
+    monkeypatch.setattr(ops, "keep_packed", keep_packed)
     options: dict[str, object] = {"weights": weights}
-    if weights == "packed" and dtype is torch.float32:
+    if weights in ("packed", "both") and dtype is torch.float32:
         with pytest.raises(EmberlineError, match="only bfloat16"):
             serve(directory, options)
         code, output = ask(capsys, directory, options)
@@ -160,9 +166,10 @@ def test_packed_weights(
     packed = dtype is torch.bfloat16 and (weights == "packed" or (weights == "auto" and files == "packed"))
     assert code == 0 and booted[0] == booted[1]
     assert bool(settled) is packed and ("bfloat16 packed" in output) is packed
+    assert bool(beside) is ("bfloat16 both plain and packed" in output) is (weights == "both")
     assert loaded.weight_bytes == booted[0].weights
     plan = memory.weight_bytes(ModelConfig.from_hf(config), dtype.itemsize, packed=packed)
-    assert booted[0].weights == plan
+    assert booted[0].weights == plan + sum(beside)
 
 
 def test_a_cpu_refuses_packed_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

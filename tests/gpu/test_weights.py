@@ -168,12 +168,16 @@ def test_boots_with_the_same_tokens(tmp_path: Path) -> None:
     tiny.write(tmp_path / "plain", {**EVEN, "max_position_embeddings": 512}, dtype=torch.bfloat16, seed=10)
     packed(tmp_path / "plain", tmp_path / "packed")
     said: dict[tuple[str, str], list[int]] = {}
-    for files, weights in (("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed")):
+    ways = ("plain", "auto"), ("packed", "plain"), ("packed", "auto"), ("plain", "packed"), ("plain", "both")
+    for files, weights in (*ways, ("packed", "both")):
         settings = GPUConfig(max_running=4, max_batch_tokens=256, kv_tokens=4096, weights=weights)
         booted = boot_from(tmp_path / files, settings)
         engine, tokens = booted.engine, list[int]()
         kept = [weight.layout is Layout.UW12 for weight in every(PackedWeight, booted.runner.model)]
         assert all(kept) if (files, weights) in (("packed", "auto"), ("plain", "packed")) else not any(kept)
+        twice = [weight.packed is not None for weight in every(PackedWeight, booted.runner.model)]
+        assert all(twice) if weights == "both" else not any(twice)
+        assert booted.runner.model.weight_bytes <= booted.plan.weights
         engine.add(Submission("r", list(range(3, 23)), SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)))
         while not engine.idle:
             for output in engine.step():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from emberline import __version__
 from emberline.cli import service
-from emberline.core.config import DEFAULT_MODEL, GPUConfig, cache_dir, core_count
+from emberline.core.config import DEFAULT_MODEL, WEIGHTS, GPUConfig, cache_dir, core_count
 from emberline.core.errors import EmberlineError
 from emberline.core.freememory import free_memory
 
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", type=service.size, help="plan for a GPU with so much, e.g. 141G (default: the one here)"
     )
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
-    parser.add_argument("--weights", default=gpu.weights, choices=["auto", "plain", "packed"], help="in a GPU's memory")
+    parser.add_argument("--weights", default=gpu.weights, choices=WEIGHTS, help="in a GPU's memory")
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument(
         "--kv-memory", type=service.size, help="bytes of keys and values, e.g. 2G (default: all that fit)"
@@ -248,7 +248,8 @@ def _memory(
         return
     packed = memory.packs(checkpoint, settings, dtype)
     plan = memory.plan_for(config, settings, total, dtype, packed=packed)
-    weights = f"{dtype} {'packed' if packed else 'plain'}"
+    kept = "packed" if packed else "both plain and packed" if settings.weights == "both" else "plain"
+    weights = f"{dtype} {kept}"
     batch = f"{args.max_running} requests and {args.max_batch_tokens} tokens a step"
     yield Finding("gpu memory", f"{_gib(total)}: {weights}, keys and values {kv_dtype}, {batch}, context {context}")
     for name, part in plan.rows():

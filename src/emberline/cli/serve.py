@@ -11,6 +11,7 @@ from emberline.cli import service, tracing
 from emberline.core.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
+    WEIGHTS,
     EngineConfig,
     FleetConfig,
     ServerConfig,
@@ -50,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         default=engine.weights,
-        choices=["auto", "plain", "packed"],
-        help="in a GPU's memory; packed: about 12 bits instead of 16, to the bit; auto: packed if the files are",
+        choices=WEIGHTS,
+        help="in a GPU's memory; packed: about 12 bits instead of 16, to the bit; both: packed for steps of few rows, "
+        "plain for all others; auto: packed if the files are",
     )
     parser.add_argument("--kv-dtype", default=engine.kv_dtype, choices=["auto", "bfloat16", "float32", "float8"])
     parser.add_argument("--kv-memory", type=service.size, help="bytes of KV cache, e.g. 2G (default: planned)")

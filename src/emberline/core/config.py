@@ -97,6 +97,9 @@ class TransferConfig:
                 raise InvalidRequest(f"{name} must be above 0", param=name)
 
 
+WEIGHTS = ("auto", "plain", "packed", "both")  # how a GPU keeps them
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine process is started with, on whatever device."""
@@ -104,7 +107,7 @@ class EngineConfig:
     model: str  # a checkpoint directory, already resolved
     device: str = "auto"  # cpu, cuda, or auto: a GPU if there is one that our kernels are made for
     dtype: str = "auto"  # auto: as the checkpoint has it
-    weights: str = "auto"  # on a GPU: plain, packed, or auto: packed if the files are
+    weights: str = "auto"  # on a GPU: plain, packed, both, or auto: packed if the files are
     kv_dtype: str = "auto"  # auto: as dtype
     kv_memory: int | None = None  # bytes; None: planned from what the machine has free
     threads: int = 0  # 0: all cores
@@ -137,8 +140,8 @@ class EngineConfig:
             raise InvalidRequest("blocks are kept for the prefix cache, which is off", param="prefix_cache")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
-        if self.weights not in ("auto", "plain", "packed"):
-            raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
+        if self.weights not in WEIGHTS:
+            raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.kv_codec not in ("auto", "none", "uw"):
             raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it is auto, none or uw", param="kv_codec")
 
@@ -157,7 +160,7 @@ class GPUConfig:
     max_context: int | None = None  # None: the model's own
     block_size: int = 64
     prefix_cache: bool = True
-    weights: str = "auto"  # plain; or packed: about 12 bits instead of 16, to the bit; auto: packed if the files are
+    weights: str = "auto"  # plain; packed: 12 bits instead of 16, to the bit; both; auto: packed if the files are
     kv_dtype: str = "auto"  # auto: as the model; or float8
     kv_tokens: int | None = None  # None: what the memory holds
     kv_memory: int | None = None  # the same in bytes
@@ -171,8 +174,8 @@ class GPUConfig:
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
             raise InvalidRequest(f"block_size is {self.block_size}; on a GPU it is 16, 32 or 64", param="block_size")
-        if self.weights not in ("auto", "plain", "packed"):
-            raise InvalidRequest(f"weights is {self.weights!r}; it is auto, plain or packed", param="weights")
+        if self.weights not in WEIGHTS:
+            raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
         if self.decode_sms < 0 or (self.decode_sms and not self.graphs):

@@ -68,7 +68,8 @@ class Weighed:
         model = ModelConfig.of(checkpoint)
         dtype = memory.weight_dtype(checkpoint, config.dtype)
         packed = on_gpu(config) and memory.packs(checkpoint, gpu_settings(config), dtype)
-        size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed)
+        both = on_gpu(config) and config.weights == "both"
+        size = memory.weight_bytes(model, memory.DTYPE_BYTES[dtype], packed=packed, both=both)
         return Weighed(model, dtype, size, packed)
 
 

@@ -92,6 +92,7 @@ def plan_for(
         max_context=context(config, settings),
         kv_tokens=tokens,
         packed=packed and dtype == "bfloat16",
+        both=settings.weights == "both" and dtype == "bfloat16",
         tiers=settings.tiers,
         transfer=settings.transfer,
         tracks=3 if settings.decode_sms else 1,
@@ -110,21 +111,20 @@ def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
 
 
 def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
-    """Whether weights of this dtype are kept in 12 bits."""
-    if settings.weights == "packed" and dtype != "bfloat16":
+    """Whether weights of this dtype are kept in 12 bits, and not as they are."""
+    if settings.weights in ("packed", "both") and dtype != "bfloat16":
         hint = "serve it with --dtype bfloat16, or --weights plain"
-        raise InvalidRequest(
-            f"weights is packed; only bfloat16 can be, and these are {dtype}", param="weights", hint=hint
-        )
+        what = f"weights is {settings.weights}; only bfloat16 can be packed, and these are {dtype}"
+        raise InvalidRequest(what, param="weights", hint=hint)
     coded = any(tensor.packed is not None for tensor in checkpoint.tensors.values())
     return settings.weights == "packed" or (settings.weights == "auto" and coded and dtype == "bfloat16")
 
 
 def refuse_packed(weights: str) -> None:
     """For an engine on a CPU."""
-    if weights == "packed":
+    if weights in ("packed", "both"):
         hint = "files that are packed are served with --weights auto"
-        raise InvalidRequest("weights is packed; the kernels of a CPU read plain ones", param="weights", hint=hint)
+        raise InvalidRequest(f"weights is {weights}; the kernels of a CPU read plain ones", param="weights", hint=hint)
 
 
 def refuse_experts(config: ModelConfig) -> None:
@@ -166,6 +166,7 @@ def plan(
     max_context: int,
     kv_tokens: int | None = None,
     packed: bool = False,
+    both: bool = False,
     tiers: bool = False,
     transfer: bool = False,
     tracks: int = 1,
@@ -178,7 +179,7 @@ def plan(
     scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
     scratch += transfer * 2 * SLOTS * moved_at_once(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     fixed = {
-        "weights": weight_bytes(config, dtype_bytes, packed=packed),
+        "weights": weight_bytes(config, dtype_bytes, packed=packed, both=both),
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": scratch,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
@@ -208,16 +209,20 @@ def usable(total: int, free: int, ours: int) -> int:
     return total if others <= RESERVE else total - others
 
 
-def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False) -> int:
-    """Matrices in the dtype they are used in, or packed; norms and biases in float32."""
+def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
+    """Matrices in the dtype they are used in, packed, or both, but for an embedding that is no head; norms and biases
+    in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     matrices = config.layers * [(q + 2 * kv, hidden), (hidden, q)]
     matrices += [matrix for layer in range(config.layers) for matrix in _ffn(config, layer)]
-    matrices += [(config.vocab, hidden)] * (1 if config.tie_embeddings else 2)
+    head = config.vocab, hidden
+    matrices += [head]
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
-    size = sum(packed_bytes(n, k) if packed else dtype_bytes * n * k for n, k in matrices)
+    size = sum(packed_bytes(n, k) for n, k in matrices) if both else 0
+    for n, k in matrices if config.tie_embeddings else [*matrices, head]:
+        size += packed_bytes(n, k) if packed else dtype_bytes * n * k
     return size + F32 * (config.layers * vectors + hidden)
 
 

@@ -2,14 +2,17 @@
 
 While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
 rows, `wide` where it is faster, up to 256; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
-bits for them; cuBLAS gets them unpacked, a matrix ahead where the caller has an `Ahead`. Every kernel of ours may start
-before the one before it in the stream has ended.
+bits for them; cuBLAS gets them unpacked, a matrix ahead where the caller has an `Ahead`. Of weights kept both ways each
+product reads those with which it is faster. Every kernel of ours may start before the one before it in the stream has
+ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +27,8 @@ from emberline.kernels.tiles import GATED_ROWS, Tiles
 from emberline.kernels.triton import activation, attention, norm, rope, rows
 
 __all__ = [
-    "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "newest_tokens", "pack_linear",
-    "paged_attention", "rope_and_cache", "settle",
+    "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "keep_packed", "linear", "log_probs", "newest_tokens",
+    "pack_linear", "paged_attention", "rope_and_cache", "settle",
 ]  # fmt: skip
 
 apply_bitmask = sampling.apply_bitmask
@@ -33,6 +36,8 @@ edit = sampling.edit
 log_probs = sampling.log_probs
 
 UNPACKED = 8192 * 4096  # weights of a head that are unpacked at a time, at most
+# Weights kept both ways are read in 12 bits up to so many rows, in matrices of more weights than these.
+MOST_PACKED = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
 MANY_ROWS = 1024  # from which on our own large product, with silu(gate) * up built in, beats cuBLAS and one more kernel
 
 
@@ -53,6 +58,13 @@ def settle(empty: PackedWeight, values: Tensor) -> int:
     return values.nbytes
 
 
+def keep_packed(weight: PackedWeight) -> int:
+    if weight.dtype is not torch.bfloat16 or weight.handle is None or (packed := uw12.pack(weight.data)) is None:
+        return 0
+    weight.packed = packed
+    return packed.nbytes
+
+
 def linear(
     x: Tensor,
     w: PackedWeight,
@@ -70,7 +82,7 @@ def linear(
     if product := _product(x, w):
         kind = torch.float32 if full else x.dtype
         y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=kind) if out is None else out
-        return product(x, w.handle, out=y, bias=bias, residual=add_to)
+        return product(out=y, bias=bias, residual=add_to)
     if full:
         return _full(x, w, bias, out)
     with _rows(x, w, ahead) as rows_:
@@ -94,7 +106,7 @@ def gate_up_silu(
     width = w.n // 2
     y = x.new_empty(len(x), width) if out is None else out
     if width % GATED_ROWS == 0 and (product := _product(x, w)):
-        return product(x, w.handle, out=y, gated=True)
+        return product(out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
     with _rows(x, w, ahead) as rows_:
         if len(x) >= MANY_ROWS and w.handle is not None and group == GATED_ROWS and gemm.supports(len(x), w.n, w.k):
@@ -150,22 +162,23 @@ def paged_attention(
 ) -> Tensor:
     heads = q_heads, kv_heads, head_dim
     out = qkv.new_empty(len(qkv), q_heads * head_dim)
-    if tiles.work is not None:
-        assert tiles.scratch is not None
-        one, at = tiles.singles, k_cache.data_ptr()
-        if at not in tiles.maps.decode:
-            tiles.maps.decode[at] = decode.LayerCache(k_cache, v_cache)
-        decode.decode_attention(
-            qkv[:one], tiles.maps.decode[at], block_tables[:one], context[:one], tiles.work, scale, *heads,
-            window=window, out=out[:one], scratch=tiles.scratch,
-        )  # fmt: skip
-    if tiles.chunks is not None:
-        at = k_cache.data_ptr()
+    at, beside = k_cache.data_ptr(), False
+    if tiles.chunks is not None and len(tiles.chunks):  # first: singles fill what it leaves of the device
+        beside = tiles.share is not None
         if at not in tiles.maps.prefill:
             tiles.maps.prefill[at] = prefill.PagedCache(k_cache, v_cache)
         prefill.prefill_attention(
             qkv, tiles.maps.prefill[at], block_tables, query_start, context, tiles.chunks, scale, q_heads,
-            window=window, out=out,
+            window=window, out=out, share=tiles.share,
+        )  # fmt: skip
+    if tiles.work is not None:
+        assert tiles.scratch is not None
+        one = tiles.singles
+        if at not in tiles.maps.decode:
+            tiles.maps.decode[at] = decode.LayerCache(k_cache, v_cache)
+        decode.decode_attention(
+            qkv[:one], tiles.maps.decode[at], block_tables[:one], context[:one], tiles.work, scale, *heads,
+            window=window, out=out[:one], scratch=tiles.scratch, beside=beside,
         )  # fmt: skip
     if tiles.general is not None:
         attention.paged_attention(
@@ -195,9 +208,15 @@ def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    if wide.supports(m, w.n, w.k, packed=w.layout is Layout.UW12):
-        return wide.linear
-    return skinny.linear if skinny.supports(m, w.n, w.k) else None
+    handle: Any = w.packed if w.packed is not None and m <= _most_packed(w) else w.handle
+    if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.Packed)):
+        return partial(wide.linear, x, handle)
+    return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
+
+
+def _most_packed(w: PackedWeight) -> int:
+    """Rows of x: with more, plain weights are faster."""
+    return next(rows for weights, rows in MOST_PACKED if w.n * w.k > weights)
 
 
 def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:

@@ -31,3 +31,4 @@ class PackedWeight:
     gated: bool = False  # each panel is half gate rows, half up rows; `n` counts both
     ptr: int = 0  # data.data_ptr(), read once: a call costs microseconds and this would be one of them
     handle: object | None = None  # what a GPU's kernel keeps beside it
+    packed: object | None = None  # the same in 12 bits, where a GPU keeps both: for steps of few rows

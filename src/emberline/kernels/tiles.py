@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 128  # queries of a tile of chunks
 GATED_ROWS = 16  # of gate, then as many of up, in turn: so that a kernel that has one has the other
 
+# Of an H200, a microsecond: bytes that all of it reads, and operations of a multiprocessor.
+READ, MULTIPLY = 4.1e6, 5.2e6
+LEFT = 6  # one of so many multiprocessors is left to single tokens while chunks are computed
+
 
 @dataclass(slots=True)
 class Maps:
@@ -36,6 +40,7 @@ class Tiles:
     scratch: decode.Scratch | None = None
     chunks: Tensor | None = None  # [n, 2] int32: the row, and its first query
     sought: Tensor | None = None  # of these, the ones that hold a query whose logits are wanted; None: not told apart
+    share: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
     general: Tensor | None = None  # the same, where only the general kernel serves
     queries: int = 0  # of one of these
     maps: Maps = field(default_factory=Maps)
@@ -48,7 +53,7 @@ class Tiles:
 class Cutter:
     def __init__(self, heads: tuple[int, int, int], keys: Tensor, dtype: torch.dtype, rows: int) -> None:
         """For steps of at most so many rows. `heads` of queries, of keys, and their size; `dtype` of activations."""
-        self._heads, self._device = heads, keys.device
+        self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = Maps()
         self._decodes = self._prefills = False
         self._scratch: decode.Scratch | None = None
@@ -82,15 +87,21 @@ class Cutter:
         tiles = Tiles(singles, maps=self._maps)
         if self._device.type != "cuda":
             return tiles
-        rest = 0  # the kernels for chunks serve single tokens too
-        if singles and self._decodes:
-            tiles, rest = replace(tiles, work=self._work(context[:singles] + 1, put), scratch=self._scratch), singles
-        if rest == len(counts):
-            return tiles
-        if self._prefills:
+        rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
+        cut, sms = None, self._sms
+        if self._prefills and rest < len(counts):
             from emberline.kernels.cuda import prefill
 
             cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
+        if rest and cut is not None:
+            bytes_ = int(context[:rest].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
+            few = share(cut, context, counts, self._heads[2], bytes_, sms)
+            tiles, sms = replace(tiles, share=put(np.array([few], np.int32))), max(sms - few, sms // 2)
+        if rest:
+            tiles = replace(tiles, work=self._work(context[:rest] + 1, sms, put), scratch=self._scratch)
+        if rest == len(counts):
+            return tiles
+        if cut is not None:
             tiles = replace(tiles, chunks=put(_padded(cut, most)))
             return tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
         from emberline.kernels.triton import attention
@@ -117,18 +128,28 @@ class Cutter:
 
         return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens)
 
-    def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor]) -> decode.Work:
+    def _work(self, lengths: np.ndarray, sms: int, put: Callable[[np.ndarray], Tensor]) -> decode.Work:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        made = worklist.plan(lengths, self._heads[1], self._sms, self._capacity(rows))
+        made = worklist.plan(lengths, self._heads[1], sms, self._capacity(rows))
         return decode.Work(put(made.data), rows, made.capacity)
 
     def _capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
 
         return worklist.capacity(rows, self._heads[1], self._sms)
+
+
+def share(cut: np.ndarray, context: np.ndarray, counts: np.ndarray, dim: int, reading: int, sms: int) -> int:
+    """Multiprocessors for the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a
+    tile takes longer than reading those. Else some are left out; to leave more gains nothing, since both live on what
+    the L2 hands out."""
+    row, first = cut[:, 0], cut[:, 1]
+    keys = context[row] + np.minimum(first + CHUNK_ROWS, counts[row])
+    multiplying = float(keys.mean()) * 4 * CHUNK_ROWS * dim / MULTIPLY
+    return sms if reading / READ < multiplying else sms - sms // LEFT
 
 
 def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:

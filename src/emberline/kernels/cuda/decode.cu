@@ -1,6 +1,7 @@
 // Attention of rows with one new token each over the paged cache. worklist.py cuts the keys of each row into items.
 //
-// A CTA works on units (item, kv head): the first by its index, the others off a queue. Its last warp brings tiles of
+// A CTA works on units (item, kv head): the first by its index, the others off a queue; beside another kernel, whose
+// multiprocessors some CTAs get later, all off the queue. Its last warp brings tiles of
 // 64 keys through a ring of stages, running ahead into the next units; the other four each take their own 16 keys of
 // every tile, with a running softmax of their own, and are added up in shared memory, in fixed order, when the unit
 // ends. A row of one item is then done. Of a row cut up, each unit leaves a partial, and the last one to arrive merges
@@ -21,7 +22,8 @@ struct Call {  // decode.py has its mirror
   float2* tops;     // [partial, kv_heads, group]: greatest score, in base 2, and sum of weights
   int* arrivals;    // [row, kv_heads], zero between launches
   int* queue;       // next unit, CTAs that have ended: zero between launches
-  int qkv_stride, table_width, block_shift, group, kv_heads, window, early;
+  int qkv_stride, table_width, block_shift, group, kv_heads, window;
+  int early, beside;
   float scale;  // times log2(e)
 };
 
@@ -74,15 +76,22 @@ DEVICE float2 load_l2(const float2* at) {
 
 // -- the warp that brings tiles --------------------------------------------------------------------------------------
 
-// Copies of one tile: a box per block (or 64 keys of one) and 128 bytes of a row, K then V. Lane i's `block` is entry
-// i of the table, from `entry` on; all lanes take part.
+struct Maps {  // of a layer's keys and values: boxes of 64 keys, or of a block if that is smaller; and of 16 keys
+  const TensorMap *keys, *values, *few_keys, *few_values;
+};
+
+// Copies of one tile: a box per block (or 64 keys of one) and 128 bytes of a row, K then V; of the last tile of a row
+// only as many groups of 16 keys as count. Lane i's `block` is entry i of the table, from `entry` on; all lanes take
+// part.
 template <class S>
-DEVICE void bring(Shared<S>& shared, const TensorMap* keys, const TensorMap* values, u32 stage, int head, int shift,
-                  int key, int entry, int block, int lane, u64 policy) {
-  int rows = min(TILE, 1 << shift);
+DEVICE void bring(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high, int entry,
+                  int block, int lane, u64 policy) {
+  int groups = min(max((high - key + KEYS - 1) / KEYS, 1), WORKERS), rows = min(TILE, 1 << shift);
+  const TensorMap *keys = maps.keys, *values = maps.values;
+  if (groups < WORKERS) rows = KEYS, keys = maps.few_keys, values = maps.few_values;
   u32 full = shared_address(&shared.full[stage]), to = shared_address(shared.tiles[stage]);
-  if (lane == 0) barrier_expect(full, 2 * S::TILE_BYTES);
-  for (int at = 0; at < TILE; at += rows) {
+  if (lane == 0) barrier_expect(full, 2 * S::TILE_BYTES / WORKERS * groups);
+  for (int at = 0; at < groups * KEYS; at += rows) {
     int z = __shfl_sync(ALL, block, (key + at >> shift) - entry);
     int y = (head << shift) + (key + at & (1 << shift) - 1);
     if (lane) continue;
@@ -109,17 +118,19 @@ DEVICE Note note_of(const Call& call, int unit, int& length) {
 }
 
 // May run before the kernel before it has ended: until then it only reads the work list, tables, lengths, and tiles
-// without the newest key, none of which that kernel writes.
+// without the newest key, none of which that kernel writes. `beside` one that writes nothing of what is read here, and
+// which began when all that does had ended, nothing waits; but this kernel does not end before that one.
 template <class S>
-DEVICE void bring_all(Shared<S>& shared, const TensorMap* keys, const TensorMap* values, const Call& call, int lane) {
+DEVICE void bring_all(Shared<S>& shared, const Maps& maps, const Call& call, int lane) {
   u64 policy = drop_from_l2();
   Ring<S> ring;
-  bool waited = !call.early;
-  if (waited) wait_for_previous_kernel();
+  bool waited = !call.early || call.beside;
+  if (waited && !call.beside) wait_for_previous_kernel();
   int total = *call.count * call.kv_heads, grid = gridDim.x, turn = 0;
-  for (int unit = blockIdx.x; unit < total; turn++) {
-    int next = total, length;
-    if (waited && total > grid && lane == 0) next = grid + atomicAdd(call.queue, 1);
+  int given = call.beside ? 0 : grid;  // units that belong to a CTA from the start
+  const auto take = [&] { return total > given && lane == 0 ? given + atomicAdd(call.queue, 1) : total; };
+  for (int unit = given ? blockIdx.x : __shfl_sync(ALL, take(), 0); unit < total; turn++) {
+    int next = waited ? take() : total, length;
     bool asked = waited;
     Note note = note_of(call, unit, length);
     if (lane == 0) {
@@ -136,20 +147,21 @@ DEVICE void bring_all(Shared<S>& shared, const TensorMap* keys, const TensorMap*
       }
       barrier_wait(shared_address(&shared.empty[ring.stage]), ring.phase ^ 1);
       if (!waited && key + TILE >= length) wait_for_previous_kernel(), waited = true;
-      bring(shared, keys, values, ring.stage, note.head, call.block_shift, key, entry, block, lane, policy);
+      bring(shared, maps, ring.stage, note.head, call.block_shift, key, note.high, entry, block, lane, policy);
     }
     if (!waited) wait_for_previous_kernel(), waited = true;
-    if (!asked && total > grid && lane == 0) next = grid + atomicAdd(call.queue, 1);
+    if (!asked) next = take();
     unit = __shfl_sync(ALL, next, 0);
   }
   if (!waited) wait_for_previous_kernel();
   if (lane == 0) {
     shared.notes[turn % NOTES].row = -1, shared.notes[turn % NOTES].parts = 0;
     barrier_arrive(shared_address(&shared.told[turn % NOTES]));
-    if (total > grid) {  // then every CTA had a unit, and the last to end leaves the queue as it was
+    if (total > given) {  // then every CTA asked the queue, and the last to end leaves it as it was
       if (count_up(call.queue + 1) == grid - 1) call.queue[0] = 0, call.queue[1] = 0;
     }
   }
+  if (call.beside) wait_for_previous_kernel();
 }
 
 // -- the end of a unit -----------------------------------------------------------------------------------------------
@@ -261,7 +273,7 @@ DEVICE void work(Shared<S>& shared, const Call& call, int warp, int lane) {
   Ring<S> ring;
   Note before;  // the unit before this one: whether it is up to us to merge its row is asked then and answered later
   before.parts = 0;
-  wait_for_previous_kernel();
+  if (!call.beside) wait_for_previous_kernel();
   for (int turn = 0;; turn++) {
     barrier_wait(shared_address(&shared.told[turn % NOTES]), turn / NOTES & 1);
     Note note = shared.notes[turn % NOTES];
@@ -275,7 +287,8 @@ DEVICE void work(Shared<S>& shared, const Call& call, int warp, int lane) {
         u32 tile = shared_address(shared.tiles[ring.stage]);
         int key = note.begin + i * TILE + warp * KEYS;
         barrier_wait(shared_address(&shared.full[ring.stage]), ring.phase);
-        attend(state, q, tile, tile + S::TILE_BYTES, key, note.low, note.high, call.scale, warp, lane);
+        if (key < note.high)  // else these keys were not brought
+          attend(state, q, tile, tile + S::TILE_BYTES, key, note.low, note.high, call.scale, warp, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.stage]));
       }
@@ -291,9 +304,10 @@ DEVICE void work(Shared<S>& shared, const Call& call, int warp, int lane) {
 }
 
 template <int HEAD_DIM, int BYTES, int HALVES>
-__global__ void __launch_bounds__(THREADS, 2) decode(const __grid_constant__ TensorMap keys,
-                                                     const __grid_constant__ TensorMap values,
-                                                     const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(THREADS, 2)
+decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
+       const __grid_constant__ TensorMap few_keys, const __grid_constant__ TensorMap few_values,
+       const __grid_constant__ Call call) {
   using S = Shape<HEAD_DIM, BYTES>;
   extern __shared__ __align__(1024) u8 memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
@@ -312,7 +326,7 @@ __global__ void __launch_bounds__(THREADS, 2) decode(const __grid_constant__ Ten
   }
   __syncthreads();
   if (warp == WORKERS)
-    bring_all<S>(shared, &keys, &values, call, lane);
+    bring_all<S>(shared, {&keys, &values, &few_keys, &few_values}, call, lane);
   else
     work<S, HALVES>(shared, call, warp, lane);
 }

@@ -20,6 +20,7 @@ FILE = "decode.cu"
 VARIANTS = tuple(f"decode<{dim}, {size}, {halves}>" for dim in (64, 128) for size in (1, 2) for halves in (1, 2))
 CTAS = 2  # of a multiprocessor
 WORKERS = 4
+GROUP = TILE // WORKERS  # keys that a worker takes of a tile
 THREADS = 32 * (WORKERS + 1)
 MOST_HEADS = 16  # of queries to a head of keys: the rows of a fragment
 RING_BYTES = 96 << 10
@@ -34,7 +35,8 @@ class LayerCache:
         assert supports(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "see `supports`"
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         self.item_bytes = k_cache.element_size()
-        self.keys, self.values = _map(k_cache), _map(v_cache)
+        boxes = ((cache, keys) for keys in (TILE, GROUP) for cache in (k_cache, v_cache))
+        self.maps = tuple(_map(cache, keys) for cache, keys in boxes)
         self._memory = k_cache, v_cache
 
 
@@ -78,7 +80,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "items", "row_parts", "count", "tables", "context")),
         *((name, ctypes.c_void_p) for name in ("partials", "tops", "arrivals", "queue")),
         *((name, ctypes.c_int) for name in ("qkv_stride", "table_width", "block_shift", "group", "kv_heads")),
-        *((name, ctypes.c_int) for name in ("window", "early")),
+        *((name, ctypes.c_int) for name in ("window", "early", "beside")),
         ("scale", ctypes.c_float),
     )
 
@@ -109,12 +111,14 @@ def decode_attention(
     out: Tensor,
     scratch: Scratch,
     pdl: bool = True,
+    beside: bool = False,
 ) -> Tensor:
     """Row b sees keys [0, context[b]] or the last `window` of them, as far as the work list names them: a list
     made without the window, or for longer rows without one, serves as well, with some idle work.
 
     `pdl`: the list, the tables, the contexts and all keys but the newest of each row were written before the first of
     the kernels that are chained by it, so they are read while the kernel before still runs.
+    `beside`: the kernel before is `prefill_attention` of the same step, and both run at the same time.
     """
     assert (cached.kv_heads, cached.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MOST_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -126,11 +130,11 @@ def decode_attention(
         *(t.data_ptr() for t in (qkv, out, work.items, work.row_parts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.tops, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cached.block_size.bit_length() - 1, group, kv_heads),
-        *(window, int(pdl), scale * math.log2(math.e)),
+        *(window, int(pdl), int(beside), scale * math.log2(math.e)),
     )
     grid = min(CTAS * multiprocessors(qkv.device), work.capacity * kv_heads)
     kernel = _kernel(head_dim, cached.item_bytes, 1 if group <= 8 else 2)
-    kernel((grid, 1, 1), THREADS, (cached.keys, cached.values, call), pdl=pdl)
+    kernel((grid, 1, 1), THREADS, (*cached.maps, call), pdl=pdl)
     return out
 
 
@@ -145,12 +149,13 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _map(cache: Tensor) -> TensorMap:
+def _map(cache: Tensor, keys: int) -> TensorMap:
+    """For copies of so many keys, or of a block if that has fewer."""
     blocks, kv_heads, block_size, head_dim = cache.shape
     assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "contiguous but for the first stride"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
     line = min(128, head_dim * cache.element_size())
-    return tensor_map(rows, (1, min(TILE, block_size), line // cache.element_size()), swizzle=line)
+    return tensor_map(rows, (1, min(keys, block_size), line // cache.element_size()), swizzle=line)
 
 
 @cache

@@ -3,7 +3,8 @@
 // Who owns what. A CTA owns 16 BLOCKS outputs (rows of w) at a time and all of k, so nothing is summed across CTAs.
 // Warp i owns the units i, i + WARPS, .. of 64 k, and a private ring of slots that only it fills and reads: there is no
 // producer, and no CTA barrier while streaming. A slot is a tile of x (8 TILES rows) and one of w, 128 bytes a row,
-// swizzled; rows past m and n and units past k read as zero. It is refilled once its fragments are in registers.
+// swizzled; rows past n and units past k read as zero, rows past m are not read. It is refilled once its fragments are
+// in registers.
 //
 // Where weights come from. `Rows`: bf16, through a tensor map. `Units`: packed, see uw12.cuh; a slot then has BLOCKS
 // units, which are decoded in registers to the very fragments that rows would give, so that both sum up the same
@@ -75,6 +76,7 @@ DEVICE void fetch(const Units& w, u32 to, int tile, int unit, int units, u32 bar
 template <class W, class S, int BLOCKS> struct Ring {
   const W* weights;
   const TensorMap* x;
+  u32 x_bytes;  // of the rows there are: what lies beyond them nobody asks for
   u32 slots, barriers;
   int stages, warp, units, stride, all;  // unit j of the warp is unit warp + j stride of k, which has `all`
   u64 once, often;                       // how long the cache should hold what is read
@@ -95,7 +97,7 @@ template <class W, class S, int BLOCKS> struct Ring {
     if (left == 0) return;
     if (lane == 0) {
       const u32 at = slots + slot * S::SLOT, barrier = barriers + 8 * slot;
-      barrier_expect(barrier, S::X_BYTES + fetch_bytes<BLOCKS>(*weights, tile, unit_of(unit), all));
+      barrier_expect(barrier, x_bytes + fetch_bytes<BLOCKS>(*weights, tile, unit_of(unit), all));
       if (with_x) copy_tile(at, x, 64 * unit_of(unit), 0, barrier, often);
       ::fetch<BLOCKS>(*weights, at + S::X_BYTES, tile, unit_of(unit), all, barrier, once);
     }
@@ -342,8 +344,8 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   const int all = k / 64, units = (all + WARPS - 1) / WARPS;  // of k, and of each warp; those past k read as zero
   Headers<W, BLOCKS> headers;
   headers.open(weights, headers_at, barriers + 8 * WARPS * stages, count);
-  Ring<W, S, BLOCKS> ring{&weights, &x, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp, units,
-                          WARPS, all, drop_from_l2(), keep_in_l2(), int(blockIdx.x), 0, 0, count * units};
+  Ring<W, S, BLOCKS> ring{&weights, &x, 128u * m, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp,
+                          units, WARPS, all, drop_from_l2(), keep_in_l2(), int(blockIdx.x), 0, 0, count * units};
   const int ahead = min(stages, ring.left);
   ring.open(lane);
 #pragma unroll 1

@@ -127,7 +127,7 @@ def linear(
         32 * plan.warps,
         (
             Units.of(w) if isinstance(w, Packed) else w.map(plan.blocks),
-            tensor_map(x, (8 * plan.tiles, UNIT)),
+            tensor_map(x, (m, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.buffers, int(pdl)),
         ),

@@ -28,6 +28,7 @@ struct Work {
   const int* context;
   const int* tables;
   int* counters;  // items taken beyond the first of each CTA; CTAs that are done. Zero between launches
+  int ctas;       // that work: those beyond leave their multiprocessors to the kernel that runs beside this one
   int items, width, q_heads, group, block_size, window;
   float scale;  // times log2(e)
 };
@@ -148,7 +149,7 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
   u32 q_parity = 1;
   for (int index = blockIdx.x; index < work.items; q_parity ^= 1) {
     int next = 0;
-    if (lane == 0) next = gridDim.x + atomicAdd(work.counters, 1);  // used only once this item is fetched
+    if (lane == 0) next = work.ctas + atomicAdd(work.counters, 1);  // used only once this item is fetched
     const int2 tile = work.tiles[index / work.q_heads];
     if (tile.x < 0) break;  // the rest of the list is padding
     const int begin = work.query_start[tile.x], count = work.query_start[tile.x + 1] - begin;
@@ -182,7 +183,7 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
     shown->rows = 0;
     barrier_arrive(base + At<D>::Q_FULL);
     __threadfence();
-    if (atomicAdd(work.counters + 1, 1) == int(gridDim.x) - 1) work.counters[0] = work.counters[1] = 0;
+    if (atomicAdd(work.counters + 1, 1) == work.ctas - 1) work.counters[0] = work.counters[1] = 0;
   }
 }
 
@@ -338,18 +339,21 @@ DEVICE void compute(u32 base, u32 group, const Work& work) {
   if (group == 0) wait_for_turn(group);  // the turn that nobody takes
 }
 
-// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none.
+// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none. `share`: how
+// many CTAs are to work; null for all. When the next kernel may start, the one before this has ended: so one that reads
+// nothing of ours need not wait for us.
 template <int D>
 __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, bf16* out, const int2* tiles, int items, const int* query_start,
         const int* context, const int* tables, int width, int q_heads, int group, int block_size, int window,
-        float scale, int* counters) {
+        float scale, int* counters, const int* share) {
+  const int ctas = share ? min(*share, int(gridDim.x)) : gridDim.x;
+  if (blockIdx.x >= ctas) return;
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-  const Work work = {out,   tiles,   query_start, context,    tables, counters, items,
-                     width, q_heads, group,       block_size, window, scale};
-  let_next_kernel_start();
+  const Work work = {out,   tiles,   query_start, context,    tables, counters, ctas,
+                     items, width,   q_heads,     group,      block_size, window, scale};
   if (threadIdx.x == 0) {
     prefetch_map(&q_map), prefetch_map(&k_map), prefetch_map(&v_map);
     barrier_init(base + At<D>::Q_FULL, 1), barrier_init(base + At<D>::Q_EMPTY, COMPUTING_WARPS);
@@ -362,6 +366,7 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
   }
   __syncthreads();
   wait_for_previous_kernel();
+  let_next_kernel_start();
   const u32 warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHER_REGISTERS));

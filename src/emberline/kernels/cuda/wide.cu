@@ -3,8 +3,9 @@
 //
 // Who owns what. A product is y^T = w x^T: a CTA takes 64 GROUPS rows of w, a warpgroup 64 of them, and all COLUMNS
 // rows of x, in steps of 64 k. One warp fetches into a ring of slots, a tile of x and one of w each, 128 bytes a row,
-// swizzled; rows past m and n read as zero. Where n is large a CTA goes from tile to tile, and the ring with it. Where
-// it is small a cluster of `split` CTAs shares a tile: each sums its part of k, then each finishes some of the outputs.
+// swizzled; rows past n read as zero, rows past m are left out. Where n is large a CTA goes from tile to tile, and the
+// ring with it. Where it is small a cluster of `split` CTAs shares a tile: each sums its part of k, then each finishes
+// some of the outputs.
 //
 // With 256 rows of x a step's tile of x is twice that of 128 rows of w, and the L2 would have to hand out 48 KiB for 4
 // MFLOP, more than it can. So `share` CTAs of a cluster stand below each other: each fetches a part of x for all.
@@ -139,7 +140,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
     const int k = 64 * (steps.from + unit);
     if (S::LARGE && ring.sharing.some()) {
-      const int row = S::COLUMNS / ring.sharing.ctas * ring.sharing.mine;
+      const int row = ring.sharing.rows * ring.sharing.mine;
       copy_to_all(at + 128 * row, x_map, k, row, barrier, often, ring.sharing);
     } else {
       copy_tile(at, x_map, k, 0, barrier, often);
@@ -155,7 +156,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   };
 #pragma unroll 1
   for (int i = 0; leader && i < ahead; i++) {
-    barrier_expect(ring.full + 8 * ring.stage, S::X_BYTES + weights.bytes(tile));
+    barrier_expect(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_w();
   }
   __syncwarp();
@@ -170,7 +171,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
 #pragma unroll 1
   for (int i = ahead; i < count; i++) {
     wait_for<S>(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-    barrier_expect(ring.full + 8 * ring.stage, S::X_BYTES + weights.bytes(tile));
+    barrier_expect(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_x(ring.stage, unit);
     fetch_w();
   }
@@ -301,7 +302,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   const int stages = call.stages, split = call.split, share = S::LARGE ? call.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
   const int index = rank / share, units = call.k / 64, from = units * index / split;
-  const Sharing sharing{share, rank % share, index * share};
+  const Sharing sharing{share, rank % share, index * share, (call.m + 8 * share - 1) / (8 * share) * 8};
   const Ring ring{base, base + stages * S::SLOT, base + stages * (S::SLOT + 8), stages, sharing};
   const int tiles = (call.n + S::ROWS * share - 1) / (S::ROWS * share) * share;  // as many for each
   const Steps steps{cluster * share + sharing.mine, int(gridDim.x) / split, tiles, from,

@@ -25,10 +25,12 @@ template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
 };
 
-// CTAs of a cluster that share their tiles of x: how many, which of them this one is, and the first one's rank.
+// CTAs of a cluster that share their tiles of x: how many, which of them this one is, and the first one's rank; and the
+// rows that each fetches: as many as there are, for those beyond the last would take longer, and nobody asks for them.
 struct Sharing {
-  int ctas, mine, first;
+  int ctas, mine, first, rows;
   DEVICE bool some() const { return ctas > 1; }
+  DEVICE u32 bytes() const { return 128 * rows * ctas; }
 };
 
 struct Ring {

@@ -20,6 +20,7 @@ from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed
 
 FILE = "wide.cu"
 LEAST_ROWS, MOST_ROWS = 33, 256
+LEAST_LARGE = 225  # of plain weights: for fewer than this, and more than 128, cuBLAS is faster
 GROUPS = (1, 2, 3, 4)  # warpgroups, 64 rows of w each
 COLUMNS = (64, 128, 256)  # rows of x
 LARGE = 256  # of them: tiles whose sums leave registers for two groups, and whose x CTAs may share
@@ -137,7 +138,7 @@ def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
     cuBLAS. That would have packed ones unpacked first, which takes as long again."""
     if m < LEAST_ROWS:
         return fits(m, n, k) and packed and m >= LEAST_OF_FEW and n >= 64 * TALL * TALL_TILES
-    return fits(m, n, k) and (m <= COLUMNS[-2] or packed or beats_cublas(n, k))
+    return fits(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= LEAST_LARGE and beats_cublas(n, k)))
 
 
 def fits(m: int, n: int, k: int) -> bool:
@@ -183,7 +184,7 @@ def linear(
         plan.threads,
         (
             *_weights(w, plan, gated),
-            tensor_map(x, (plan.columns // plan.share, UNIT)),
+            tensor_map(x, (-(-m // (8 * plan.share)) * 8, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
         ),

@@ -1,0 +1,116 @@
+"""Attention of chunks and of single tokens at the same time: nothing is read before it is written, nothing is lost, and
+chunks have the numbers they have alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+Q, KV, DIM, BLOCK = 32, 8, 128, 64
+
+
+@dataclass
+class Step:
+    """Rows of one token, then chunks; (tokens, tokens before them) of each."""
+
+    rows: list[tuple[int, int]]
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(1)
+        counts, before = (np.array(x, np.int32) for x in zip(*self.rows, strict=True))
+        self.singles = sum(count == 1 for count, _ in self.rows)
+        need = -(-(counts + before) // BLOCK)
+        order = torch.randperm(int(need.sum())).int().split(need.tolist())
+        tables = torch.zeros(len(need), int(need.max()), dtype=torch.int32)
+        for row, blocks in zip(tables, order, strict=True):
+            row[: len(blocks)] = blocks
+        shape = (int(need.sum()), KV, BLOCK, DIM)
+        self.keys, self.values = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+        self.counts, self.before, self.tables = counts, before, tables.cuda()
+        self.query_start = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device="cuda")
+        self.context = torch.from_numpy(before).cuda()
+        positions = [at for count, past in self.rows for at in range(past, past + count)]
+        owners = np.repeat(np.arange(len(counts)), counts)
+        slots = [int(tables[row, at // BLOCK]) * BLOCK + at % BLOCK for row, at in zip(owners, positions, strict=True)]
+        self.positions = torch.tensor(positions, dtype=torch.int32, device="cuda")
+        self.slots = torch.tensor(slots, dtype=torch.int64, device="cuda")
+        angles = torch.arange(max(positions) + 1, device="cuda")[:, None] * torch.rand(DIM // 2, device="cuda")
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
+        self.cutter = ops.Cutter((Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts))
+        self.qkv = torch.empty(len(positions), (Q + 2 * KV) * DIM, device="cuda", dtype=torch.bfloat16)
+        self.tiles = self.cut(self.singles)
+
+    def cut(self, singles: int) -> ops.Tiles:
+        return self.cutter.cut(self.before, self.counts, singles, lambda x: torch.from_numpy(x).cuda())
+
+    def attend(self, tiles: ops.Tiles) -> Tensor:
+        return ops.paged_attention(
+            self.qkv, self.keys, self.values, self.tables, self.query_start, self.context, DIM**-0.5, Q, KV, DIM,
+            window=self.window, tiles=tiles,
+        )  # fmt: skip
+
+    def go(self, source: Tensor) -> Tensor:
+        """As a layer does: what attention reads is written by the kernel before it."""
+        self.qkv.copy_(source)
+        ops.rope_and_cache(
+            self.qkv, self.positions, self.cos_sin, self.keys, self.values, self.slots, Q, KV, DIM
+        )  # fmt: skip
+        return self.attend(self.tiles)
+
+    def sources(self, count: int) -> list[Tensor]:
+        return [2 * torch.randn_like(self.qkv) for _ in range(count)]
+
+
+FEW = [(1, 500)] * 3 + [(700, 3000), (40, 0)]
+MANY = [(1, 100 + 63 * i) for i in range(64)] + [(900, 2048), (129, 5)]
+SHORT = [(1, i) for i in range(200)] + [(8, 0), (16, 3)]
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY, SHORT], ids=["few", "many", "short"])
+@pytest.mark.parametrize("window", [0, 150])
+def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(rows: list[tuple[int, int]], window: int) -> None:
+    step = Step(rows, window)
+    assert step.tiles.share is not None and step.tiles.work is not None
+    (source,) = step.sources(1)
+    together = step.go(source)
+    as_chunks = step.attend(step.cut(0))  # one kernel does all, whose every number test_prefill knows
+    assert torch.equal(together[step.singles :], as_chunks[step.singles :])
+    torch.testing.assert_close(together[: step.singles], as_chunks[: step.singles], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("rows", [FEW, MANY, SHORT], ids=["few", "many", "short"])
+def test_nothing_is_read_before_it_is_written(rows: list[tuple[int, int]]) -> None:
+    """Launched at once, and replayed as a graph of several layers: as with a wait after each kernel."""
+    step = Step(rows)
+    sources = step.sources(6)
+    expected: list[Tensor] = []
+    for source in sources:
+        step.qkv.copy_(source)
+        torch.cuda.synchronize()
+        ops.rope_and_cache(step.qkv, step.positions, step.cos_sin, step.keys, step.values, step.slots, Q, KV, DIM)
+        torch.cuda.synchronize()
+        expected.append(step.attend(step.tiles))
+        torch.cuda.synchronize()
+    given = [torch.empty_like(source) for source in sources]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [step.go(source) for source in given]
+    for turn in range(30):
+        order = [(i + turn) % len(sources) for i in range(len(sources))]
+        for place, i in zip(given, order, strict=True):
+            place.copy_(sources[i])
+        graph.replay()
+        torch.cuda.synchronize()
+        for mine, i in zip(got, order, strict=True):
+            assert torch.equal(mine, expected[i]), turn
+    scratch = step.tiles.scratch
+    assert scratch is not None and not scratch.counters.any(), "the queue and the arrivals are as they were"

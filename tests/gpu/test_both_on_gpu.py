@@ -1,0 +1,72 @@
+"""Weights kept both ways: each product reads those with which it is faster, and the numbers are those of plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from emberline.kernels import ops
+from emberline.kernels.cuda import uw12
+from emberline.kernels.packed import PackedWeight
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPES = {"small": (1024, 512, False), "large": (8192, 4096, False), "gated": (20480, 4096, True)}
+
+
+def random_weight(n: int, k: int, gated: bool) -> PackedWeight:
+    torch.manual_seed(n)
+    return ops.pack_linear(torch.randn(n, k, device="cuda").mul_(0.02).bfloat16(), gated=gated)
+
+
+def product(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    return ops.gate_up_silu(x, weight) if weight.gated else ops.linear(x, weight)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: str) -> None:
+    weight = random_weight(*SHAPES[shape])
+    inputs = [torch.randn(m, weight.k, device="cuda").bfloat16() for m in (1, 7, 8, 16, 200, 256, 700)]
+    before = [product(x, weight) for x in inputs]
+    taken = ops.keep_packed(weight)
+    assert isinstance(weight.packed, uw12.Packed) and 0.7 < taken / weight.data.nbytes < 0.8
+    for x, expected in zip(inputs, before, strict=True):
+        assert torch.equal(product(x, weight), expected), len(x)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("m", [24, 33, 64, 65, 128])
+def test_between_them_none_is_further_from_exact_sums_than_twice_torch(shape: str, m: int) -> None:
+    weight = random_weight(*SHAPES[shape])
+    ops.keep_packed(weight)
+    if weight.gated:
+        pytest.skip("what gates does to errors, test_wide_packed measures")
+    x = torch.randn(m, weight.k, device="cuda").bfloat16()
+    exact = x.double() @ weight.data.double().t()
+    error, theirs = ((y.double() - exact).norm() for y in (product(x, weight), x @ weight.data.t()))
+    assert error <= 2 * theirs
+
+
+def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
+    """By spoiling either, and seeing who notices."""
+    for name, (n, k, gated) in SHAPES.items():
+        for m in (1, 32, 64, 128, 256):
+            weight = random_weight(n, k, gated)
+            x = torch.randn(m, k, device="cuda").bfloat16()
+            ops.keep_packed(weight)
+            whole = product(x, weight)
+            most = {"small": 32, "large": 64, "gated": 128}[name]
+            assert isinstance(weight.packed, uw12.Packed)
+            spoilt = weight.data if m > most else weight.packed.planes
+            other = weight.packed.planes if m > most else weight.data
+            other.zero_()
+            assert torch.equal(product(x, weight), whole), (name, m)
+            spoilt.zero_()
+            assert not torch.equal(product(x, weight), whole), (name, m)
+
+
+def test_what_cannot_be_packed_stays_as_it_is() -> None:
+    narrow = ops.pack_linear(torch.randn(1000, 100, device="cuda").bfloat16())
+    single = ops.pack_linear(torch.randn(1024, 512, device="cuda"))
+    assert ops.keep_packed(narrow) == ops.keep_packed(single) == 0
+    assert narrow.packed is single.packed is None
