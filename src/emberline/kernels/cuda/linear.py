@@ -52,6 +52,7 @@ class Plan:
     buffers: int
     grid: int
     stride: int = 0  # of the headers of packed weights; 0: rows of bf16
+    beside: int = 0  # CTAs of a multiprocessor, at most; 0: as many as there is room for
 
     def variant(self, epilogue: str) -> str:
         source = "Units" if self.stride else "Rows"
@@ -64,7 +65,13 @@ class Plan:
 
     @property
     def shared(self) -> int:
-        """The bytes of the layout in linear.cu, and what it takes to align it."""
+        """The bytes of the layout in linear.cu, and what it takes to align it. Where it is small, so much that no more
+        CTAs come together than should: the next kernel's would crowd on some multiprocessors while others are idle."""
+        least = SHARED_LIMIT // (self.beside + 1) + 16 if self.beside else 0
+        return max(least, self._layout)
+
+    @property
+    def _layout(self) -> int:
         slot = 1024 * (self.tiles + -(-self.weights // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
         headers = 2 * (self.blocks * self.stride + 8) if self.stride else 0
@@ -146,7 +153,8 @@ def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> P
     if stride and not gated and (tiles, n, k) in MEASURED_PACKED:
         blocks, beside, stages = MEASURED_PACKED[tiles, n, k]
         plan = planned(n, k, blocks, tiles, ctas=beside * SMS, shared=SHARED_LIMIT // beside, stride=stride)
-        return replace(plan, stages=min(plan.stages, stages)) if plan.stages else _chosen(n, k, tiles, gated, stride)
+        if plan.stages:
+            return replace(plan, stages=min(plan.stages, stages), beside=beside if beside > 1 else 0)
     return _chosen(n, k, tiles, gated, stride)
 
 
@@ -186,8 +194,8 @@ def planned(
 
 def _filled(plan: Plan, shared: int) -> Plan:
     """With no more stages than fit."""
-    bare = replace(plan, stages=0).shared
-    a_stage = replace(plan, stages=1).shared - bare
+    bare = replace(plan, stages=0)._layout
+    a_stage = replace(plan, stages=1)._layout - bare
     return replace(plan, stages=max(0, min(plan.stages, (shared - bare) // a_stage)))
 
 
