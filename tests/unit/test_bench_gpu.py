@@ -184,6 +184,8 @@ def test_limits_are_bytes_and_operations_over_what_the_machine_does() -> None:
     kv = 32 * 2 * 8 * 128 * 2
     assert engine.decode_limit_ms(1, 640, whole) == pytest.approx((weights + 640 * kv) / 4.39e12 * 1e3)
     assert engine.decode_limit_ms(256, 640, whole) == pytest.approx((weights + 256 * 640 * kv) / 4.39e12 * 1e3)
+    for kept in ("packed", "both"):  # of which a step need read no more than the packed ones
+        assert engine.cost({"weights": kept}).weight_bytes == pytest.approx(whole.weight_bytes * 12.03 / 16)
     half = engine.cost({"kv_dtype": "float8_e4m3fn"})
     assert engine.decode_limit_ms(8, 640, half) == pytest.approx((weights + 8 * 640 * kv / 2) / 4.39e12 * 1e3)
     n = 8192

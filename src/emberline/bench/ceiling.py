@@ -42,7 +42,7 @@ class Cost:
     head: int  # parameters of the output matrix; the embedding is looked up, not read
     attention: int  # multiply-adds of one query with one key and its value, all layers
     kv_bytes: int
-    width: int  # bytes of a parameter
+    width: float  # bytes of a parameter
 
     @staticmethod
     def of(config: ModelConfig, width: int = 2) -> Cost:
@@ -59,7 +59,7 @@ class Cost:
         )
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """What every step must read, however few tokens it computes."""
         return (self.layers + self.head) * self.width
 

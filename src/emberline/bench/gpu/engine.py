@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import count
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 CONFIG = ModelConfig.from_hf(LLAMA_8B)
 H200 = Ceiling({"read": 4390.0, "matmul": 758e3})  # GB/s and GFLOP/s, measured: a reduction, and 8192 cubed in bf16
+PACKED_WIDTH = 12.03 / 8  # bytes of a packed weight, as unweight-size.json has it
 VOCAB = 128_000  # prompts are drawn below it: no special tokens
 
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -172,9 +173,11 @@ def _clear(served: Served, names: dict[str, int], steps: int = 100) -> None:
 
 def cost(settings: dict[str, Any]) -> Cost:
     whole = Cost.of(CONFIG)
-    if "8" not in str(settings.get("kv_dtype", "")):
-        return whole
-    return Cost(whole.layers, whole.head, whole.attention, whole.kv_bytes // 2, whole.width)
+    if settings.get("weights") in ("packed", "both"):
+        whole = replace(whole, width=PACKED_WIDTH)
+    if "8" in str(settings.get("kv_dtype", "")):
+        whole = replace(whole, kv_bytes=whole.kv_bytes // 2)
+    return whole
 
 
 def decode_limit_ms(batch: int, context: float, of: Cost) -> float:
