@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from emberline.cluster.card import Beat, Card, ModelCard
-from emberline.core.clock import SystemClock
+from emberline.core.clock import ManualClock, SystemClock
 from emberline.core.config import Role, RouterConfig
 from emberline.router.ask import Ask
 from emberline.router.call import Call
@@ -93,3 +93,25 @@ def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
         assert here.room == there.room == ROOM and not dispatch.num_open
 
     asyncio.run(main())
+
+
+def test_who_goes_on_speaking_is_not_lost_for_want_of_beats() -> None:
+    """They come late from a busy machine. It gets nothing new, but what it has is cut off only when that is silent too;
+    what it has not begun to answer, at once."""
+    clock = ManualClock()
+    dispatch = Dispatch(RouterConfig(), clock)
+    register(dispatch, "w", "both")
+    ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
+    decision = dispatch.choose(ask, set())
+    with dispatch.opened(ask, decision) as speaking, dispatch.opened(ask, decision) as silent:
+        for _ in range(8):
+            clock.advance(1.0)
+            dispatch.came(speaking, 1)
+            dispatch.tick()
+        assert (speaking.lost, silent.lost) == ("", "lost") and not decision.worker.ready
+        clock.advance(RouterConfig().lost_after)
+        dispatch.tick()
+        assert not speaking.lost
+        clock.advance(0.1)
+        dispatch.tick()
+        assert speaking.lost == "lost"

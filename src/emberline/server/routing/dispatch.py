@@ -172,8 +172,12 @@ class Dispatch:
             self._cut(worker, health)
 
     def _cut(self, worker: Worker, health: Health) -> None:
+        """Who does not beat may still speak, as beats come late from a busy machine: that is heard out."""
+        since = self._clock.now() - self._config.lost_after
         for leg in self._open.get(worker.id, {}).values():
-            leg.cut(health.value)
+            speaks = leg.first is not None and leg.heard >= since
+            if health is Health.STUCK or not speaks:
+                leg.cut(health.value)
 
     def _retire(self, worker: Worker, *, lost: bool) -> None:
         """Nothing new for it; what it has open may still end well, as when workers are restarted one after another."""
