@@ -177,7 +177,6 @@ def same(got: Folded, expected: Folded, cached: int | None = None) -> None:
 
 WAYS: dict[str, dict[str, object]] = {
     "captured": {},
-    "beside chunks": {"decode_sms": 8},
     "out of reach": {"pins": False},
 }
 

@@ -43,7 +43,6 @@ def engine(
     prefix: bool = True,
     ahead: bool = False,
     graphs: bool = False,
-    beside: int = 0,
 ) -> Engine:
     c = model.config
     cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), blocks)
@@ -52,7 +51,7 @@ def engine(
     )
     if not ahead:
         return Engine(config, TorchRunner(model, cache, frozenset()))
-    settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs, decode_sms=beside)
+    settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
     maker = RowMaker(c.vocab, frozenset(), None)
     return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, Host(), 64))
 
@@ -105,8 +104,8 @@ def test_every_way_gives_the_same_tokens_and_logprobs(model: Decoder, name: str)
     ways |= {
         "ahead": run(engine(model, ahead=True), submissions(params)),
         "ahead, padded": run(engine(model, ahead=True, graphs=True), submissions(params), gap=1),
-        "beside chunks": run(
-            engine(model, budget=16, running=4, ahead=True, graphs=True, beside=8), submissions(params), gap=2
+        "ahead, padded, chunked": run(
+            engine(model, budget=16, running=4, ahead=True, graphs=True), submissions(params), gap=2
         ),
         "ahead, chunked": run(engine(model, budget=16, running=4, ahead=True), submissions(params), gap=2),
         "ahead, preempted": run(engine(model, blocks=9, running=6, ahead=True, graphs=True), submissions(params)),

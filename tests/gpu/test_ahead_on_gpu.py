@@ -112,7 +112,7 @@ def test_an_engine_says_the_same(tmp_path: Path) -> None:
                 for output in booted.engine.step():
                     assert output.error is None
                     heard += [*output.tokens, *(p.logprob for p in output.prompt_logprobs or ())]
-        assert len(booted.runner._main.ahead._places) == (2 if weights == "packed" else 0)
+        assert len(booted.runner._track.ahead._places) == (2 if weights == "packed" else 0)
         said.append(heard)
         del booted
     assert said[0] == said[1] and len(said[0]) > 7 * 12

@@ -73,7 +73,7 @@ def run(e: Engine) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("pins", [True, False])
-@pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"overlap": False}, {"decode_sms": 16}])
+@pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"overlap": False}])
 def test_the_same_tokens(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], pins: bool
 ) -> None:

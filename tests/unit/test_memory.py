@@ -157,15 +157,23 @@ def test_table() -> None:
 def test_scratch_holds_what_is_unpacked() -> None:
     """For many rows two matrices of a layer, whole, however large; a head in parts."""
 
-    def more(config: ModelConfig, **changes: int) -> int:
-        plain, packed = planned(config), planned(config, packed=True, **changes)
-        return packed.scratch - plain.scratch
+    def more(config: ModelConfig) -> int:
+        return planned(config, packed=True).scratch - planned(config).scratch
 
     widest = 2 * LLAMA_8B.ffn * LLAMA_8B.hidden
     assert more(LLAMA_8B) == 2 * (2 * widest + UNPACKED)
     assert more(replace(LLAMA_8B, ffn=2 * LLAMA_8B.ffn)) == 2 * (4 * widest + UNPACKED)
     assert more(replace(LLAMA_8B, vocab=1000)) == 2 * (2 * widest + 1000 * LLAMA_8B.hidden)
-    assert more(LLAMA_8B, tracks=3) == 3 * more(LLAMA_8B)
+    assert planned(LLAMA_8B, both=True).scratch == planned(LLAMA_8B).scratch, "there is nothing to unpack"
+
+
+def test_weights_both_ways_take_the_memory_of_both_but_for_the_embedding() -> None:
+    head = LLAMA_8B.vocab * LLAMA_8B.hidden
+    plain, packed, both = (planned(LLAMA_8B, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    assert both == pytest.approx(plain + packed - head * 12.2 / 8, rel=1e-3)
+    tied = replace(LLAMA_8B, tie_embeddings=True)
+    plain, packed, both = (planned(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
+    assert both == pytest.approx(plain + packed, rel=1e-3)
 
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))

@@ -167,7 +167,6 @@ class GPUConfig:
     graphs: bool = True  # steps of single tokens run as captured graphs
     overlap: bool = True  # a step is planned while the one before it runs
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
-    decode_sms: int = 0  # multiprocessors on which streams go on beside chunks of prompts; 0: both share all
     tiers: bool = False  # blocks move to main memory and back, and need scratch on the way
     transfer: bool = False  # blocks go to other engines and come from them, and need scratch too
 
@@ -178,8 +177,6 @@ class GPUConfig:
             raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
-        if self.decode_sms < 0 or (self.decode_sms and not self.graphs):
-            raise InvalidRequest("decode_sms must not be below 0, and needs graphs", param="decode_sms")
         if self.kv_tokens is not None and self.kv_memory is not None:
             raise InvalidRequest("kv_tokens and kv_memory say the same thing: give one", param="kv_tokens")
 

@@ -95,7 +95,6 @@ def plan_for(
         both=settings.weights == "both" and dtype == "bfloat16",
         tiers=settings.tiers,
         transfer=settings.transfer,
-        tracks=3 if settings.decode_sms else 1,
     )
 
 
@@ -169,13 +168,11 @@ def plan(
     both: bool = False,
     tiers: bool = False,
     transfer: bool = False,
-    tracks: int = 1,
 ) -> MemoryPlan:
-    """`kv_tokens`: so many and no more; by default as many as fit. `tracks`: on which steps run, each with scratch of
-    its own for weights it unpacks. Steps of each shape there can be are captured."""
+    """`kv_tokens`: so many and no more; by default as many as fit. Steps of each shape there can be are captured."""
     graphs = len(shapes(max_running, max_batch_tokens))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
-    scratch = _scratch(config, block_size, max_running, max_context) + packed * tracks * _unpacked(config)
+    scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
     scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
     scratch += transfer * 2 * SLOTS * moved_at_once(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     fixed = {

@@ -67,10 +67,6 @@ class Device(Protocol):
         """Another lane with all of the device."""
         ...
 
-    def split(self, few: int) -> tuple[Lane, Lane]:
-        """A lane with a few multiprocessors, and one with the others."""
-        ...
-
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -151,12 +147,6 @@ class Cuda:
     def beside(self) -> Lane:
         return CudaLane(torch.cuda.Stream(self.torch))
 
-    def split(self, few: int) -> tuple[Lane, Lane]:
-        from emberline.kernels.cuda.partition import split
-
-        narrow, wide = split(few, self.torch)
-        return CudaLane(narrow), CudaLane(wide)
-
 
 class _HostMark:
     def __init__(self) -> None:
@@ -203,6 +193,3 @@ class Host:
 
     def beside(self) -> Lane:
         return HostLane()
-
-    def split(self, few: int) -> tuple[Lane, Lane]:
-        return HostLane(), HostLane()

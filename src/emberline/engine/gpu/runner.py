@@ -1,9 +1,7 @@
 """GPURunner: carries plans out one after the other on a device, and hands results over when they are asked for.
 
 A launch is: write the step's inputs into a pinned buffer, one copy, the model, sampling, one copy home, a mark. Nothing
-in it waits for the device. A step runs as a captured graph of the next larger shape, where there is one. With
-`decode_sms` a step of single tokens and chunks is two graphs side by side, the single tokens on a few multiprocessors
-of their own: they are bound by memory, and the chunks by arithmetic.
+in it waits for the device. A step runs as a captured graph of the next larger shape, where there is one.
 """
 
 from __future__ import annotations
@@ -58,10 +56,7 @@ class GPURunner:
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(settings.max_running))
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
-        lanes = device.split(settings.decode_sms) if settings.decode_sms else ()
-        self._main, *self._beside = (
-            Track(lane, Staging(size, device), model.ahead(lane, device.beside())) for lane in (device.lane, *lanes)
-        )
+        self._track = Track(device.lane, Staging(size, device), model.ahead(device.lane, device.beside()))
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
         self.copier = DeviceCopier(cache, device) if settings.tiers else None
 
@@ -83,7 +78,7 @@ class GPURunner:
                 failed[admission.id] = str(e)
         # Who failed a step ago may still be in this plan: it was made before that was known.
         work = [w for w in plan.work if self._rows.get(w.id) is not None]
-        with torch.inference_mode(), self._main.lane.working():
+        with torch.inference_mode(), self._track.lane.working():
             copied = self._copy(plan)
             computed = self._launch(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
 
@@ -95,8 +90,7 @@ class GPURunner:
 
     def forget(self) -> None:
         """Drops what holds addresses, before memory moves; it is made again when it is needed."""
-        for track in (self._main, *self._beside):
-            track.forget()
+        self._track.forget()
         self._others.forget()
         self._cutter.forget()
         if self.copier is not None:
@@ -105,10 +99,10 @@ class GPURunner:
     def buffers(self) -> list[Tensor]:
         """All that is kept on the device between steps, besides weights. Of an idle runner, nothing in it is wanted:
         counters are back at zero, and a row's table and newest token are written before they are read."""
-        stagings = [self._others, *(track.inputs for track in (self._main, *self._beside))]
         kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest]
+        staged = [staging.device for staging in (self._others, self._track.inputs)]
         copying = self.copier.buffers() if self.copier is not None else []
-        return [*kept, *(staging.device for staging in stagings), *self._cutter.buffers(), *copying]
+        return [*kept, *staged, *self._cutter.buffers(), *copying]
 
     def _copy(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
@@ -117,11 +111,11 @@ class GPURunner:
         return self.copier.launch(plan.saves, plan.loads)
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
-        began = self._main.lane.mark()
+        began = self._track.lane.mark()
         self._rows.seat(work)
         where, blocks = self._rows.news(work)
         singles, chunks = Batch.split(work)
-        parts = self._parts(singles, chunks)
+        part = self._part(singles, chunks)
         sheet = self._others.sheet()
         sampled = [w for w in (*singles, *chunks) if w.samples]
         draw = sampling.prepare(sampled, self._rows, self.vocab_size, sheet) if sampled else None
@@ -129,10 +123,10 @@ class GPURunner:
         sheet.send()
         if len(where):
             self._rows.tables.view(-1).index_copy_(0, table_at, table_of)
-        logits = self._model(parts)
+        logits = self._run(part)
         scores, logits = self._score_prompts([*singles, *chunks], logits)
         fetched = sampling.sample(draw, logits, self._rows.newest) if draw is not None else None
-        ended = self._main.lane.mark()
+        ended = self._track.lane.mark()
 
         def finish() -> StepResult:
             ended.wait()
@@ -142,18 +136,13 @@ class GPURunner:
 
         return finish
 
-    def _parts(self, singles: list[Work], chunks: list[Work]) -> list[Part]:
-        """What runs where. The inputs of each are on their way when it returns."""
-        if singles and chunks and self._beside and self._shape([], chunks) is not None:
-            narrow, wide = self._beside
-            return [self._part(narrow, singles, []), self._part(wide, [], chunks)]
-        return [self._part(self._main, singles, chunks)]
-
     def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
         fixed = self.graphs and (not chunks or self._cutter.fixed)
         return Shape.of(singles, chunks) if fixed else None
 
-    def _part(self, track: Track, singles: list[Work], chunks: list[Work]) -> Part:
+    def _part(self, singles: list[Work], chunks: list[Work]) -> Part:
+        """What the model does. Its inputs are on their way when it returns."""
+        track = self._track
         shape = self._shape(singles, chunks)
         batch = Batch.of(singles, chunks, self._rows, self._block)
         if shape is not None:
@@ -163,24 +152,11 @@ class GPURunner:
         alone = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
         wanted = None if alone else sheet.put(batch.wanted)
         sheet.send()
-        logits, replay = (None, None) if shape is None else self._captured(shape, track, inputs)
-        return Part(track, inputs, logits, replay, len(batch.wanted), wanted)
-
-    def _model(self, parts: list[Part]) -> Tensor:
-        """The logits that are wanted, part after part. Several run beside each other."""
-        if len(parts) == 1:
-            return self._run(parts[0])
-        main, logits = self._main.lane, []
-        ready = main.mark()
-        for part in parts:
-            lane = part.track.lane
-            with lane.working():
-                lane.after(ready)
-                logits.append(self._run(part))
-                main.after(lane.mark())
-        return torch.cat(logits)
+        logits, replay = (None, None) if shape is None else self._captured(shape, inputs)
+        return Part(inputs, logits, replay, len(batch.wanted), wanted)
 
     def _run(self, part: Part) -> Tensor:
+        """The logits that are wanted."""
         logits = part.logits
         if part.replay is not None and logits is not None:
             part.replay()
@@ -188,9 +164,10 @@ class GPURunner:
             logits = self._forward(part.inputs, logits)
         return logits[: part.count] if part.wanted is None else logits.index_select(0, part.wanted)
 
-    def _captured(self, shape: Shape, track: Track, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
+    def _captured(self, shape: Shape, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
         """Where a shape's logits go, and what repeats its step. The first one runs plainly: that compiles and sets up
         what may not be while the second is captured."""
+        track = self._track
         if shape in track.captured:
             captured = track.captured[shape]
             return captured.logits, captured.replay

@@ -64,9 +64,8 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one track does of a step."""
+    """What the model does in a step."""
 
-    track: Track
     inputs: Inputs
     logits: Tensor | None  # where they go; None: wherever
     replay: Callable[[], None] | None  # the same as captured; None: step by step
