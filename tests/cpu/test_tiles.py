@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from emberline.kernels.tiles import share
+from emberline.kernels.tiles import sms_for_chunks
 
 
 def given(chunk: int, before: int, singles: int, context: int) -> int:
@@ -12,7 +12,7 @@ def given(chunk: int, before: int, singles: int, context: int) -> int:
     cut = np.array([[singles, first] for first in range(0, chunk, 128)], np.int32)
     contexts = np.array([context] * singles + [before], np.int32)
     counts = np.array([1] * singles + [chunk], np.int32)
-    return share(cut, contexts, counts, 128, singles * context * 2 * 8 * 128 * 2, 132)
+    return sms_for_chunks(cut, contexts, counts, 128, singles * context * 2 * 8 * 128 * 2, 132)
 
 
 def test_chunks_leave_some_multiprocessors_to_single_tokens_with_much_to_read() -> None:

@@ -3,6 +3,7 @@ chunks have the numbers they have alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from emberline.kernels import ops
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 Q, KV, DIM, BLOCK = 32, 8, 128, 64
+WIDTH = 64  # of what the queries, keys and values are made from
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Step:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
         self.cutter = ops.Cutter((Q, KV, DIM), self.keys[None], torch.bfloat16, len(counts))
         self.qkv = torch.empty(len(positions), (Q + 2 * KV) * DIM, device="cuda", dtype=torch.bfloat16)
+        self.weight = ops.pack_linear(torch.randn(self.qkv.shape[1], WIDTH, device="cuda").mul_(0.25).bfloat16())
         self.tiles = self.cut(self.singles)
 
     def cut(self, singles: int) -> ops.Tiles:
@@ -58,28 +61,33 @@ class Step:
             window=self.window, tiles=tiles,
         )  # fmt: skip
 
-    def go(self, source: Tensor) -> Tensor:
-        """As a layer does: what attention reads is written by the kernel before it."""
-        self.qkv.copy_(source)
-        ops.rope_and_cache(
-            self.qkv, self.positions, self.cos_sin, self.keys, self.values, self.slots, Q, KV, DIM
-        )  # fmt: skip
-        return self.attend(self.tiles)
+    def go(self, source: Tensor, then: Callable[[], object] = lambda: None) -> Tensor:
+        """As a layer does: what attention reads is written by the kernels before it, which start one before another's
+        end. `then`: done after each."""
+        ops.linear(source, self.weight, out=self.qkv)
+        then()
+        ops.rope_and_cache(self.qkv, self.positions, self.cos_sin, self.keys, self.values, self.slots, Q, KV, DIM)
+        then()
+        out = self.attend(self.tiles)
+        then()
+        return out
 
     def sources(self, count: int) -> list[Tensor]:
-        return [2 * torch.randn_like(self.qkv) for _ in range(count)]
+        return [torch.randn(len(self.qkv), WIDTH, device="cuda").bfloat16() for _ in range(count)]
 
 
 FEW = [(1, 500)] * 3 + [(700, 3000), (40, 0)]
 MANY = [(1, 100 + 63 * i) for i in range(64)] + [(900, 2048), (129, 5)]
 SHORT = [(1, i) for i in range(200)] + [(8, 0), (16, 3)]
+CHAINED = [(1, 700 + i) for i in range(20)] + [(60, 300)]  # few enough for our own products, which start early too
+CASES = {"few": FEW, "many": MANY, "short": SHORT, "chained": CHAINED}
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY, SHORT], ids=["few", "many", "short"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", [0, 150])
-def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(rows: list[tuple[int, int]], window: int) -> None:
-    step = Step(rows, window)
-    assert step.tiles.share is not None and step.tiles.work is not None
+def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(case: str, window: int) -> None:
+    step = Step(CASES[case], window)
+    assert step.tiles.chunk_sms is not None and step.tiles.work is not None
     (source,) = step.sources(1)
     together = step.go(source)
     as_chunks = step.attend(step.cut(0))  # one kernel does all, whose every number test_prefill knows
@@ -87,19 +95,12 @@ def test_chunks_to_the_bit_and_single_tokens_nearly_as_alone(rows: list[tuple[in
     torch.testing.assert_close(together[: step.singles], as_chunks[: step.singles], atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("rows", [FEW, MANY, SHORT], ids=["few", "many", "short"])
-def test_nothing_is_read_before_it_is_written(rows: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_read_before_it_is_written(case: str) -> None:
     """Launched at once, and replayed as a graph of several layers: as with a wait after each kernel."""
-    step = Step(rows)
+    step = Step(CASES[case])
     sources = step.sources(6)
-    expected: list[Tensor] = []
-    for source in sources:
-        step.qkv.copy_(source)
-        torch.cuda.synchronize()
-        ops.rope_and_cache(step.qkv, step.positions, step.cos_sin, step.keys, step.values, step.slots, Q, KV, DIM)
-        torch.cuda.synchronize()
-        expected.append(step.attend(step.tiles))
-        torch.cuda.synchronize()
+    expected = [step.go(source, torch.cuda.synchronize) for source in sources]
     given = [torch.empty_like(source) for source in sources]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -65,6 +65,11 @@ def test_packed_ones_are_read_for_few_rows_and_plain_ones_for_many() -> None:
             assert not torch.equal(product(x, weight), whole), (name, m)
 
 
+def test_a_tied_head_is_packed_once() -> None:
+    weight = random_weight(*SHAPES["small"])
+    assert ops.keep_packed(weight) > 0 and ops.keep_packed(weight) == 0
+
+
 def test_what_cannot_be_packed_stays_as_it_is() -> None:
     narrow = ops.pack_linear(torch.randn(1000, 100, device="cuda").bfloat16())
     single = ops.pack_linear(torch.randn(1024, 512, device="cuda"))

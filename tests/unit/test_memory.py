@@ -174,6 +174,8 @@ def test_weights_both_ways_take_the_memory_of_both_but_for_the_embedding() -> No
     tied = replace(LLAMA_8B, tie_embeddings=True)
     plain, packed, both = (planned(tied, **kept).weights for kept in ({}, {"packed": True}, {"both": True}))
     assert both == pytest.approx(plain + packed, rel=1e-3)
+    odd = replace(LLAMA_8B, vocab=LLAMA_8B.vocab + 1)  # a head that cannot be packed is there once
+    assert planned(odd, both=True).weights - planned(LLAMA_8B, both=True).weights < -1.4 * head
 
 
 @given(st.integers(1, 300), st.integers(1, 4096), st.randoms(use_true_random=False))

@@ -115,3 +115,22 @@ def test_who_goes_on_speaking_is_not_lost_for_want_of_beats() -> None:
         clock.advance(0.1)
         dispatch.tick()
         assert speaking.lost == "lost"
+
+
+def test_nor_is_it_borne_for_long_once_it_was_replaced() -> None:
+    clock = ManualClock()
+    dispatch = Dispatch(RouterConfig(), clock)
+    register(dispatch, "w", "both")
+    ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
+    with dispatch.opened(ask, dispatch.choose(ask, set())) as leg:
+        for _ in range(5):
+            clock.advance(1.0)
+            dispatch.came(leg, 1)
+        model = ModelCard("m", "layout", ROOM, 8, ROOM, 16)
+        dispatch.register(Card("w", "2", "http://w2", (model,), "both"))
+        clock.advance(RouterConfig().lost_after)
+        dispatch.tick()
+        assert not leg.lost, "it speaks"
+        clock.advance(0.1)
+        dispatch.tick()
+        assert leg.lost

@@ -122,7 +122,7 @@ def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
 def refuse_packed(weights: str) -> None:
     """For an engine on a CPU."""
     if weights in ("packed", "both"):
-        hint = "files that are packed are served with --weights auto"
+        hint = "serve it with --weights auto, whatever its files are"
         raise InvalidRequest(f"weights is {weights}; the kernels of a CPU read plain ones", param="weights", hint=hint)
 
 
@@ -217,7 +217,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias
-    size = sum(packed_bytes(n, k) for n, k in matrices) if both else 0
+    size = sum(packed_bytes(n, k) for n, k in matrices if _packable(n, k)) if both else 0
     for n, k in matrices if config.tie_embeddings else [*matrices, head]:
         size += packed_bytes(n, k) if packed else dtype_bytes * n * k
     return size + F32 * (config.layers * vectors + hidden)
@@ -233,10 +233,14 @@ def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
 
 def packed_bytes(n: int, k: int) -> int:
     """Of a matrix, at most, if its weights are spread like those of trained ones; kernels/cuda/uw12.py packs it."""
-    if n % PACKED_GRAIN or k % PACKED_GRAIN:
+    if not _packable(n, k):
         return DTYPE_BYTES["bfloat16"] * n * k
     header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, places, and what rounds them and the list up
     return int(n * k * PACKED_BITS / 8) + n // PACKED_BLOCK * header
+
+
+def _packable(n: int, k: int) -> bool:
+    return n % PACKED_GRAIN == k % PACKED_GRAIN == 0
 
 
 def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:

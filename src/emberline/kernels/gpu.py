@@ -59,7 +59,9 @@ def settle(empty: PackedWeight, values: Tensor) -> int:
 
 
 def keep_packed(weight: PackedWeight) -> int:
-    if weight.dtype is not torch.bfloat16 or weight.handle is None or (packed := uw12.pack(weight.data)) is None:
+    if weight.packed is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
+        return 0  # a tied head is met twice
+    if (packed := uw12.pack(weight.data)) is None:
         return 0
     weight.packed = packed
     return packed.nbytes
@@ -164,12 +166,12 @@ def paged_attention(
     out = qkv.new_empty(len(qkv), q_heads * head_dim)
     at, beside = k_cache.data_ptr(), False
     if tiles.chunks is not None and len(tiles.chunks):  # first: singles fill what it leaves of the device
-        beside = tiles.share is not None
+        beside = tiles.chunk_sms is not None
         if at not in tiles.maps.prefill:
             tiles.maps.prefill[at] = prefill.PagedCache(k_cache, v_cache)
         prefill.prefill_attention(
             qkv, tiles.maps.prefill[at], block_tables, query_start, context, tiles.chunks, scale, q_heads,
-            window=window, out=out, share=tiles.share,
+            window=window, out=out, sms=tiles.chunk_sms,
         )  # fmt: skip
     if tiles.work is not None:
         assert tiles.scratch is not None

@@ -40,9 +40,9 @@ class Tiles:
     scratch: decode.Scratch | None = None
     chunks: Tensor | None = None  # [n, 2] int32: the row, and its first query
     sought: Tensor | None = None  # of these, the ones that hold a query whose logits are wanted; None: not told apart
-    share: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
     general: Tensor | None = None  # the same, where only the general kernel serves
     queries: int = 0  # of one of these
+    chunk_sms: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
     maps: Maps = field(default_factory=Maps)
 
     def last(self) -> Tiles:
@@ -95,8 +95,9 @@ class Cutter:
             cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
         if rest and cut is not None:
             bytes_ = int(context[:rest].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            few = share(cut, context, counts, self._heads[2], bytes_, sms)
-            tiles, sms = replace(tiles, share=put(np.array([few], np.int32))), max(sms - few, sms // 2)
+            few = sms_for_chunks(cut, context, counts, self._heads[2], bytes_, sms)
+            # Singles begin with what is left and end with all: parts for half of all keep both busy.
+            tiles, sms = replace(tiles, chunk_sms=put(np.array([few], np.int32))), sms // 2
         if rest:
             tiles = replace(tiles, work=self._work(context[:rest] + 1, sms, put), scratch=self._scratch)
         if rest == len(counts):
@@ -142,10 +143,10 @@ class Cutter:
         return worklist.capacity(rows, self._heads[1], self._sms)
 
 
-def share(cut: np.ndarray, context: np.ndarray, counts: np.ndarray, dim: int, reading: int, sms: int) -> int:
-    """Multiprocessors for the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a
-    tile takes longer than reading those. Else some are left out; to leave more gains nothing, since both live on what
-    the L2 hands out."""
+def sms_for_chunks(cut: np.ndarray, context: np.ndarray, counts: np.ndarray, dim: int, reading: int, sms: int) -> int:
+    """For the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a tile takes longer
+    than reading those. Else some are left out; to leave more gains nothing, since both live on what the L2 hands out.
+    """
     row, first = cut[:, 0], cut[:, 1]
     keys = context[row] + np.minimum(first + CHUNK_ROWS, counts[row])
     multiplying = float(keys.mean()) * 4 * CHUNK_ROWS * dim / MULTIPLY

@@ -56,7 +56,7 @@ def measure(
     report: Report, directory: Path | None = None, settings: dict[str, Any] | None = None, rounds: int = 0
 ) -> None:
     chosen = SETTINGS | (settings or {})
-    packed = chosen.get("weights") == "packed"
+    packed = chosen.get("weights") == "packed"  # its files too
     directory = _written(report, directory or default_directory(), packed)
     size = sum(file.stat().st_size for file in _shards(directory))
     starts = {"rehearsal": [_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
@@ -66,7 +66,7 @@ def measure(
         starts["ready_libraries_cached"].append(_start(directory, chosen, size, everything=False))
     report.config |= {"settings": chosen, "rules": RULES, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
-    prefix = ("cached" if warm else "cold") + ("_packed" if packed else "")
+    prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
     for name, group in starts.items():
         seconds = [start["ready"] for start in group]
         report.add(f"{prefix}_{name}_s", seconds, "s", peer=VLLM_READY, limit=size / DISK)

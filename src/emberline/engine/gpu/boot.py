@@ -105,7 +105,7 @@ def boot_gpu(
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
     if (weights.packed or settings.weights == "both") and weights.taken_bytes > plan.weights + plan.spare // 2:
-        taken = f"packed, the weights take {weights.taken_bytes} bytes"
+        taken = f"with weights {settings.weights} they take {weights.taken_bytes} bytes"
         raise ModelError(f"{taken}; {plan.weights} were planned for", hint="serve it with --weights plain")
     # It reads a little of every tensor: not while the disk is busy.
     runner.model = replace(model, fingerprint=identity(), weight_bytes=weights.taken_bytes)

@@ -66,6 +66,13 @@ DEVICE u32 column(u32 row, int flip) {
   return (row ^ (flip % COUNT << 4)) + flip / COUNT * (TILE * S::LINE);
 }
 
+// From L2: beside another kernel nothing tells the L1 that what it holds of the last layer's queries is old.
+DEVICE u32 load_l2(const u32* at) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(at));
+  return v;
+}
+
 // Queries as fragments. With fp8 keys they are halves, and columns 4j .. 4j+3 of 16 stand at 2j, 2j+1, 2j+8, 2j+9: that
 // is where a lane finds four bytes of keys.
 template <class S, int HALVES>
@@ -75,7 +82,7 @@ DEVICE void load_queries(u32 (&q)[S::STEPS][4], const bf16* heads, int group, in
     bool real = h < HALVES && row < group;
     const u32* from = reinterpret_cast<const u32*>(heads + row * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
     UNROLL for (int s = 0; s < S::STEPS; s++) {
-      u32 a = real ? from[8 * s] : 0, b = real ? from[8 * s + (S::F8 ? 1 : 4)] : 0;
+      u32 a = real ? load_l2(from + 8 * s) : 0, b = real ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
       q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
       q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
     }

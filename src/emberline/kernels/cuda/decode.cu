@@ -1,11 +1,11 @@
 // Attention of rows with one new token each over the paged cache. worklist.py cuts the keys of each row into items.
 //
 // A CTA works on units (item, kv head): the first by its index, the others off a queue; beside another kernel, whose
-// multiprocessors some CTAs get later, all off the queue. Its last warp brings tiles of
-// 64 keys through a ring of stages, running ahead into the next units; the other four each take their own 16 keys of
-// every tile, with a running softmax of their own, and are added up in shared memory, in fixed order, when the unit
-// ends. A row of one item is then done. Of a row cut up, each unit leaves a partial, and the last one to arrive merges
-// them by index, so that the result depends on the cuts and on nothing else.
+// multiprocessors some CTAs get later, all off the queue. Its last warp brings tiles of 64 keys through a ring of
+// stages, running ahead into the next units; the other four each take their own 16 keys of every tile, with a running
+// softmax of their own, and are added up in shared memory, in fixed order, when the unit ends. A row of one item is
+// then done. Of a row cut up, each unit leaves a partial, and the last one to arrive merges them by index, so that the
+// result depends on the cuts and on nothing else.
 #include "attend.cuh"
 
 constexpr int THREADS = 32 * (WORKERS + 1), NOTES = 8;
@@ -118,14 +118,15 @@ DEVICE Note note_of(const Call& call, int unit, int& length) {
 }
 
 // May run before the kernel before it has ended: until then it only reads the work list, tables, lengths, and tiles
-// without the newest key, none of which that kernel writes. `beside` one that writes nothing of what is read here, and
-// which began when all that does had ended, nothing waits; but this kernel does not end before that one.
+// without the newest key, none of which that kernel writes. `beside`: the kernel before is prefill's, which writes nothing
+// that is read here, and lets this one start only when all who do have ended. So there is no wait but at the end, which
+// must not come before its.
 template <class S>
 DEVICE void bring_all(Shared<S>& shared, const Maps& maps, const Call& call, int lane) {
   u64 policy = drop_from_l2();
   Ring<S> ring;
   bool waited = !call.early || call.beside;
-  if (waited && !call.beside) wait_for_previous_kernel();
+  if (!call.early && !call.beside) wait_for_previous_kernel();
   int total = *call.count * call.kv_heads, grid = gridDim.x, turn = 0;
   int given = call.beside ? 0 : grid;  // units that belong to a CTA from the start
   const auto take = [&] { return total > given && lane == 0 ? given + atomicAdd(call.queue, 1) : total; };

@@ -118,7 +118,7 @@ def decode_attention(
 
     `pdl`: the list, the tables, the contexts and all keys but the newest of each row were written before the first of
     the kernels that are chained by it, so they are read while the kernel before still runs.
-    `beside`: the kernel before is `prefill_attention` of the same step, and both run at the same time.
+    `beside`: the launch before it in the stream is `prefill_attention` of the same step, and both run at the same time.
     """
     assert (cached.kv_heads, cached.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MOST_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)

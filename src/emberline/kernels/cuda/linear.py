@@ -52,7 +52,7 @@ class Plan:
     buffers: int
     grid: int
     stride: int = 0  # of the headers of packed weights; 0: rows of bf16
-    beside: int = 0  # CTAs of a multiprocessor, at most; 0: as many as there is room for
+    at_once: int = 0  # CTAs of a multiprocessor, at most; 0: as many as there is room for
 
     def variant(self, epilogue: str) -> str:
         source = "Units" if self.stride else "Rows"
@@ -67,7 +67,7 @@ class Plan:
     def shared(self) -> int:
         """The bytes of the layout in linear.cu, and what it takes to align it. Where it is small, so much that no more
         CTAs come together than should: the next kernel's would crowd on some multiprocessors while others are idle."""
-        least = SHARED_LIMIT // (self.beside + 1) + 16 if self.beside else 0
+        least = SHARED_LIMIT // (self.at_once + 1) + 16 if self.at_once else 0
         return max(least, self._layout)
 
     @property
@@ -154,7 +154,8 @@ def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> P
         blocks, beside, stages = MEASURED_PACKED[tiles, n, k]
         plan = planned(n, k, blocks, tiles, ctas=beside * SMS, shared=SHARED_LIMIT // beside, stride=stride)
         if plan.stages:
-            return replace(plan, stages=min(plan.stages, stages), beside=beside if beside > 1 else 0)
+            # Where one is alone, what it leaves is for the next kernel.
+            return replace(plan, stages=min(plan.stages, stages), at_once=beside if beside > 1 else 0)
     return _chosen(n, k, tiles, gated, stride)
 
 

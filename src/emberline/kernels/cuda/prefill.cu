@@ -339,16 +339,16 @@ DEVICE void compute(u32 base, u32 group, const Work& work) {
   if (group == 0) wait_for_turn(group);  // the turn that nobody takes
 }
 
-// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none. `share`: how
-// many CTAs are to work; null for all. When the next kernel may start, the one before this has ended: so one that reads
-// nothing of ours need not wait for us.
+// 384 threads: one warp of the first warpgroup fetches, the two others compute. `window`: 1 << 30 for none. `most`: how
+// many CTAs are to work; null for all. The next kernel may start when the one before this has ended, and not earlier:
+// decode.cu relies on it, which runs beside this one.
 template <int D>
 __global__ void __launch_bounds__(384, 1)
 prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
         const __grid_constant__ TensorMap v_map, bf16* out, const int2* tiles, int items, const int* query_start,
         const int* context, const int* tables, int width, int q_heads, int group, int block_size, int window,
-        float scale, int* counters, const int* share) {
-  const int ctas = share ? min(*share, int(gridDim.x)) : gridDim.x;
+        float scale, int* counters, const int* most) {
+  const int ctas = most ? max(1, min(*most, int(gridDim.x))) : gridDim.x;
   if (blockIdx.x >= ctas) return;
   extern __shared__ u8 memory[];
   const u32 base = (shared_address(memory) + 1023) & ~1023u;

@@ -69,10 +69,10 @@ def prefill_attention(
     window: int = 0,
     out: Tensor | None = None,
     pdl: bool = True,
-    share: Tensor | None = None,
+    sms: Tensor | None = None,
 ) -> Tensor:
     """As `ref.paged_attention`; the new keys are in the cache already. `work` is `tiles` of the batch on the device.
-    `share`: an int32 there, how many multiprocessors to take; the others are left to what runs beside it.
+    `sms`: an int32 there, how many multiprocessors to take; the others are left to what runs beside it.
 
     Launches on one device must follow each other: they share the counters that hand out the work.
     """
@@ -87,7 +87,7 @@ def prefill_attention(
     arguments: list[Argument] = [
         tensor_map(qkv, (ROWS, 64)), cached.keys, cached.values, out, work, items, query_start, context, block_tables,
         block_tables.stride(0), q_heads, q_heads // cached.kv_heads, cached.block_size, window or NO_WINDOW,
-        scale * math.log2(math.e), _counters(qkv.device), share,
+        scale * math.log2(math.e), _counters(qkv.device), sms,
     ]  # fmt: skip
     grid = min(_multiprocessors(qkv.device), items)
     _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)

@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def fetched(self) -> int:
-        """Bytes of a slot that its own CTA asks for."""
+        """Bytes of a slot that its own CTA asks for, at most."""
         return self.slot - 128 * self.columns * (self.share - 1) // self.share
 
     @property

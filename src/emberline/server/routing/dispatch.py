@@ -44,7 +44,7 @@ class Dispatch:
         self.kv = KVIndex(config.kv_blocks, config.prefixes) if config.kv_events else None
         self.metrics = RouterMetrics()
         self._open: dict[str, dict[int, Leg]] = {}  # by worker id
-        self._retired: set[str] = set()  # ids of workers that were replaced and have requests open
+        self._retired: dict[str, float] = {}  # replaced workers with open requests: by id, the silence that is borne
         self._keys = itertools.count()
         self._detached: set[asyncio.Task[None]] = set()
 
@@ -75,7 +75,7 @@ class Dispatch:
             peers=_peers(card),
             kv_tokens=_kv_tokens(card),
         )
-        self._retired.discard(self.workers[card.name].id)  # it may have come back
+        self._retired.pop(self.workers[card.name].id, None)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
 
     def beat(self, beat: Beat) -> None:
@@ -150,10 +150,10 @@ class Dispatch:
             self._retire(self.workers.pop(name), lost=True)
             self._forget(name)
         for id_ in [id_ for id_ in self._retired if id_ not in self._open]:
-            self._retired.discard(id_)
-        for id_ in self._retired:
+            del self._retired[id_]
+        for id_, patience in self._retired.items():
             for leg in self._open[id_].values():
-                if now - leg.heard > self._config.stuck_after:
+                if now - leg.heard > patience:
                     leg.cut(Health.STUCK.value)
 
     def _forget(self, name: str) -> None:
@@ -184,7 +184,7 @@ class Dispatch:
         worker.ready = False
         if self.kv is not None:
             self.kv.forget(worker.id)
-        self._retired.add(worker.id)
+        self._retired[worker.id] = self._config.lost_after if lost else self._config.stuck_after
         if lost:
             self._cut(worker, Health.LOST)
 
