@@ -34,13 +34,11 @@ def test_few_rows_and_many_have_the_numbers_of_plain_weights_to_the_bit(shape: s
         assert torch.equal(product(x, weight), expected), len(x)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["small", "large"])  # what gates do to errors, test_wide_packed measures
 @pytest.mark.parametrize("m", [24, 33, 64, 65, 128])
 def test_between_them_none_is_further_from_exact_sums_than_twice_torch(shape: str, m: int) -> None:
     weight = random_weight(*SHAPES[shape])
     ops.keep_packed(weight)
-    if weight.gated:
-        pytest.skip("what gates does to errors, test_wide_packed measures")
     x = torch.randn(m, weight.k, device="cuda").bfloat16()
     exact = x.double() @ weight.data.double().t()
     error, theirs = ((y.double() - exact).norm() for y in (product(x, weight), x @ weight.data.t()))

@@ -118,9 +118,9 @@ DEVICE Note note_of(const Call& call, int unit, int& length) {
 }
 
 // May run before the kernel before it has ended: until then it only reads the work list, tables, lengths, and tiles
-// without the newest key, none of which that kernel writes. `beside`: the kernel before is prefill's, which writes nothing
-// that is read here, and lets this one start only when all who do have ended. So there is no wait but at the end, which
-// must not come before its.
+// without the newest key, none of which that kernel writes. `beside`: the kernel before is prefill's, which writes
+// nothing that is read here, and lets this one start only when all who do have ended. So there is no wait but at the
+// end, which must not come before its.
 template <class S>
 DEVICE void bring_all(Shared<S>& shared, const Maps& maps, const Call& call, int lane) {
   u64 policy = drop_from_l2();

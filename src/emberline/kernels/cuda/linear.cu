@@ -3,8 +3,8 @@
 // Who owns what. A CTA owns 16 BLOCKS outputs (rows of w) at a time and all of k, so nothing is summed across CTAs.
 // Warp i owns the units i, i + WARPS, .. of 64 k, and a private ring of slots that only it fills and reads: there is no
 // producer, and no CTA barrier while streaming. A slot is a tile of x (8 TILES rows) and one of w, 128 bytes a row,
-// swizzled; rows past n and units past k read as zero, rows past m are not fetched. It is refilled once its fragments are
-// in registers.
+// swizzled; rows past n and units past k read as zero, rows past m are not fetched. It is refilled once its fragments
+// are in registers.
 //
 // Where weights come from. `Rows`: bf16, through a tensor map. `Units`: packed, see uw12.cuh; a slot then has BLOCKS
 // units, which are decoded in registers to the very fragments that rows would give, so that both sum up the same
