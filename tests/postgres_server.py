@@ -6,11 +6,12 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from emberline.core.freeport import free_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,7 @@ def start_postgres(tools: Path) -> Postgres:
         names = {entry.pw_name for entry in pwd.getpwall()}
         user = "postgres" if "postgres" in names else "nobody"
         shutil.chown(home, user)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = Postgres(port, home / "data", tools, user)
+    server = Postgres(free_port(), home / "data", tools, user)
     initdb = [str(tools / "initdb"), "-D", str(server.data), "-U", "tester", "-A", "trust", "-E", "UTF8", "--no-sync"]
     subprocess.run([*initdb, "--locale=C"], user=user, check=True, stdout=subprocess.DEVNULL, timeout=90, cwd="/")
     server.start()

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from routers import free_port
+
+from emberline.core.freeport import free_port
 
 
 @dataclass(slots=True)

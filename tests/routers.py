@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import bytelevel
 import tiny
 from servers import SRC, Server
+
+from emberline.core.freeport import free_port
 
 
 def tiny_model(home: Path, context: int = 512) -> Path:
@@ -46,12 +47,6 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def get(url: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
@@ -106,7 +101,12 @@ class Fakes:
             module = ("-m", "emberline.cluster.fake", "--router", self.url, "--name", name)
             more = ("--role", role, *(("--shy",) if shy else ()))
             self.workers[name] = spawn(self.home / name, *module, *options, *more)
-        until(lambda: all(self._is_new(name, before[name]) for name in names))
+        until(lambda: self._are_up(names) and all(self._is_new(name, before[name]) for name in names))
+
+    def _are_up(self, names: Sequence[str]) -> bool:
+        for name in names:
+            assert self.workers[name].poll() is None, (self.home / name).read_text()
+        return True
 
     def _is_new(self, name: str, before: str | None) -> bool:
         row = self.row(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+
+from emberline.core.freeport import free_port
 
 SRC = Path(__file__).parents[1] / "src"
 
@@ -26,9 +27,7 @@ def start_server(
     log: Path, *arguments: str, timeout: float = 120.0, program: tuple[str, ...] = ("-m", "emberline.cli")
 ) -> Server:
     """`emberline serve` as a user runs it, on a port of its own, ready to answer."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, *program, "serve", "--port", str(port), *arguments]
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(SRC)})

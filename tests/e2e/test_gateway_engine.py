@@ -9,8 +9,10 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from routers import free_port, get, spawn, stop, until
+from routers import get, spawn, stop, until
 from servers import Server
+
+from emberline.core.freeport import free_port
 
 MODEL = "smollm2"
 GREEDY = {"temperature": 0}

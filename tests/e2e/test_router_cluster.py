@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import openai
-from routers import SRC, free_port, tiny_model, until
+from routers import SRC, tiny_model, until
+
+from emberline.core.freeport import free_port
 
 
 def alive(pid: int) -> bool:

@@ -21,6 +21,7 @@ from emberline.gateway.keys.keys import Key, Keys, hash_of, new_secret, shown_of
 from emberline.gateway.keys.masterkeys import FixedKeys, KeyFile, MasterKey, MasterKeys
 from emberline.gateway.keys.secretfile import SecretFile
 from emberline.gateway.keys.vault import Place, Sealed, Vault, forget_old, rotate, seal, unseal
+from emberline.gateway.store import watch
 from emberline.gateway.store.base import Audit, Change, Document, Store
 from emberline.gateway.store.sqlite import SQLiteStore
 from emberline.gateway.store.watch import Watch
@@ -143,6 +144,55 @@ def test_a_store_that_is_away_is_trusted_for_its_grace(world: World) -> None:
     world.clock.advance(2.0)
     with pytest.raises(StoreFailed):
         world.run(keys.identify(secret))
+
+
+@pytest.mark.parametrize("slept", [False, True])
+def test_who_has_nothing_to_go_on_with_waits_for_one_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch, slept: bool
+) -> None:
+    """When it is new, and when nobody asked for longer than the grace: a disk may take its time to wake up."""
+    monkeypatch.setattr(watch, "LONGEST", 0.001)
+    secret, keys = new_secret("virtual"), world.keys()
+    world.put(made(secret))
+    if slept:
+        assert world.run(keys.identify(secret))
+        world.clock.advance(31.0)
+    version, asked, awake = world.store.version, 0, asyncio.Event()
+
+    async def sleepy() -> int:
+        nonlocal asked
+        asked += 1
+        await awake.wait()
+        return await version()
+
+    async def do() -> None:
+        world.store.version = sleepy  # type: ignore[method-assign]
+        who_leaves, *others = (asyncio.create_task(keys.identify(secret)) for _ in range(8))
+        await asyncio.sleep(0.05)
+        who_leaves.cancel()
+        awake.set()
+        assert all(await asyncio.gather(*others)) and asked == 1
+
+    world.run(do())
+
+
+def test_nor_do_they_wait_for_ever(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "PATIENCE", 0.01)
+    secret, keys, version = new_secret("virtual"), world.keys(), world.store.version
+    world.put(made(secret))
+
+    async def hangs() -> int:
+        await asyncio.sleep(60)
+        return 0
+
+    async def do() -> None:
+        world.store.version = hangs  # type: ignore[method-assign]
+        found = await asyncio.gather(*(keys.identify(secret) for _ in range(8)), return_exceptions=True)
+        assert all(isinstance(each, StoreFailed) for each in found)
+        world.store.version = version  # type: ignore[method-assign]
+        assert await keys.identify(secret), "it is asked again with the next request"
+
+    world.run(do())
 
 
 def test_keys_of_the_configuration(world: World) -> None:

@@ -53,8 +53,9 @@ def life(dispatch: Dispatch, clock: ManualClock, number: int) -> None:
             if i == len(ENDINGS) - 1:  # the last ends when its worker is forgotten
                 if number % 2:
                     dispatch.leave(name, incarnation)
-                clock.advance(1000.0)
-                dispatch.tick()
+                for _ in range(1000):
+                    clock.advance(1.0)
+                    dispatch.tick()
     dispatch.tick()
 
 

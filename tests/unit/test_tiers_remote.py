@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
 
-from emberline.bench.master import Master, free_port, freeze
+from emberline.bench.master import Master, freeze
 from emberline.core.clock import ManualClock
 from emberline.core.config import kernel_dir
 from emberline.core.errors import InvalidRequest
+from emberline.core.freeport import free_port
 from emberline.kernels.cpu.build import build
 from emberline.kernels.cpu.library import load as load_library
 from emberline.kv.codec import Unweight

@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-from gateways import Gateways
+from gateways import HASTY, TIMEOUTS, Gateways
 from routers import until
 
 from emberline.gateway.streams.continuation import GO_ON
@@ -45,12 +47,24 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
     return {**first, **second, **named, **more}
 
 
-@pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+@contextmanager
+def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Iterator[Gateways]:
     fallbacks = [{"model": f"a-{name}-{to}/*", "to": [TO[to]]} for name in ("chat", "ant", "res") for to in TO]
-    made = Gateways(tmp_path_factory.mktemp("continued"), ("a", "b"), places, fallbacks=fallbacks)
+    made = Gateways(home, ("a", "b"), places, fallbacks=fallbacks, timeouts=timeouts)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    with started(tmp_path_factory.mktemp("continued")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    with started(tmp_path_factory.mktemp("hasty"), HASTY) as made:
+        yield made
 
 
 @pytest.fixture
@@ -64,8 +78,7 @@ def oai(gateway: Gateways) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="sk", max_retries=0, default_headers=WISH)
 
 
-@pytest.fixture
-def ant(gateway: Gateways) -> anthropic.Anthropic:
+def messages_client(gateway: Gateways) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=gateway.url, api_key="sk", max_retries=0, default_headers=WISH)
 
 
@@ -92,7 +105,8 @@ def test_the_chat_client(gateway: Gateways, oai: openai.OpenAI, source: str, to:
 
 @pytest.mark.parametrize("to", ["chat", "ant", "gem"])
 @pytest.mark.parametrize("fault", ["bad-event", "stall-later"])
-def test_the_messages_client(ant: anthropic.Anthropic, to: str, fault: str) -> None:
+def test_the_messages_client(gateway: Gateways, hasty: Gateways, to: str, fault: str) -> None:
+    ant = messages_client(hasty if fault == "stall-later" else gateway)
     with ant.messages.stream(model=f"a-ant-{to}/{fault}@3", messages=HELLO, max_tokens=MOST) as stream:
         kinds = [event.type for event in stream]
         whole = stream.get_final_message()
@@ -140,7 +154,8 @@ def test_nothing_is_said_twice(gateway: Gateways, oai: openai.OpenAI) -> None:
         assert stream.get_final_completion().choices[0].message.content == "word0 word1 word2 and on"
 
 
-def test_half_a_call_is_told_as_broken(gateway: Gateways, ant: anthropic.Anthropic) -> None:
+def test_half_a_call_is_told_as_broken(gateway: Gateways) -> None:
+    ant = messages_client(gateway)
     tools: Any = [{"name": "weather", "input_schema": {"type": "object"}}]
     with (
         pytest.raises(anthropic.APIError, match="ended in the middle"),

@@ -6,6 +6,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -15,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
-from gateways import Gateways
+from gateways import HASTY, TIMEOUTS, Gateways
 
 from emberline.gateway.providers.mistral import Flattened
 
@@ -69,14 +71,26 @@ def providers(urls: dict[str, str]) -> dict[str, Any]:
     return {slug: {"base_url": f"{urls['fake']}/{slug}", "key": keys.get(slug, f"key-of-{slug}")} for slug in slugs}
 
 
-@pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+@contextmanager
+def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Iterator[Gateways]:
     prices = {f"{slug}/{model}": PRICE for slug, (model, _) in PLACES.items()}
     fallbacks = [{"model": "llama3.1-8b", "to": ["groq/llama-3.3-70b-versatile"]}]
     more: Any = {"fallbacks": fallbacks, "models": {"fragile": "cerebras/llama3.1-8b"}, "breaker": {"failures": 1000}}
-    made = Gateways(tmp_path_factory.mktemp("providers"), ("fake",), providers, prices=prices, **more)
+    made = Gateways(home, ("fake",), providers, prices=prices, timeouts=timeouts, **more)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    with started(tmp_path_factory.mktemp("providers")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    with started(tmp_path_factory.mktemp("hasty"), HASTY) as made:
+        yield made
 
 
 @pytest.fixture
@@ -88,6 +102,10 @@ def gateway(gateways: Gateways) -> Gateways:
 
 @pytest.fixture
 def client(gateway: Gateways) -> openai.OpenAI:
+    return chat_client(gateway)
+
+
+def chat_client(gateway: Gateways) -> openai.OpenAI:
     headers = {"Authorization": "Bearer a-key-of-the-tests"}
     return openai.OpenAI(base_url=f"{gateway.url}{NATIVE}/compat", api_key="-", default_headers=headers, max_retries=0)
 
@@ -185,9 +203,11 @@ def test_a_cut_stream_is_no_success(gateway: Gateways, client: openai.OpenAI, sl
 
 @pytest.mark.parametrize("fault", ["bad-event", "stall", "stall-later", "drip", "empty", "wrong-type"])
 @pytest.mark.parametrize("slug", ["aws-bedrock", "cohere", "google-ai-studio", "mistral"])
-def test_faults(gateway: Gateways, client: openai.OpenAI, slug: str, fault: str) -> None:
+def test_faults(gateway: Gateways, hasty: Gateways, slug: str, fault: str) -> None:
     """Whoever decodes a provider's own way must find out as much as where bytes just pass."""
-    gateway.fakes["fake"].fault = fault
+    asked = hasty if fault in ("stall", "stall-later", "drip") else gateway
+    asked.fakes["fake"].fault = fault
+    client = chat_client(asked)
     model = f"{slug}/{PLACES[slug][0]}"
     with (
         pytest.raises(openai.APIError),

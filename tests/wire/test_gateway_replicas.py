@@ -13,7 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 from redis_server import redis_server
-from routers import free_port, get, spawn, stop, until
+from routers import get, spawn, stop, until
+
+from emberline.core.freeport import free_port
 
 LIMIT = 73
 BUDGET = 5_000  # micro-dollars

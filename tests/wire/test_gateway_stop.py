@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -15,13 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from emberline.core.freeport import free_port
+
 SRC = Path(__file__).parents[2] / "src"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from routers import free_port, get, spawn, start_router, stop, tiny_model, until
+from routers import get, spawn, start_router, stop, tiny_model, until
 from tracked import envelope, events_of, groups_of, name_of
+
+from emberline.core.freeport import free_port
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TRACKED = {"x-emberline-track": "1", "x-emberline-seed": "7", "x-emberline-created": "1700000000"}

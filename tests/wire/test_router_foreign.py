@@ -19,9 +19,9 @@ BODY = {"model": "m", "messages": LONG, "max_tokens": 7, "stream_options": {"inc
 
 
 @contextmanager
-def routed(home: Path, *servers: Scripted) -> Iterator[str]:
+def routed(home: Path, *servers: Scripted, more: tuple[str, ...] = ()) -> Iterator[str]:
     options = [word for server in servers for word in ("--foreign", server.option)]
-    router = start_router(home / "router", "--lost-after", "1.5", "--migration-wait", "1", *options)
+    router = start_router(home / "router", "--migration-wait", "1", *options, *more)
     try:
         decoding = [server.name for server in servers if server.role == "decode"]
         until(lambda: all(rows(router.url).get(name, {}).get("paired") for name in decoding))
@@ -102,7 +102,7 @@ def test_sglang_prefills_to_the_end_when_its_client_leaves(tmp_path: Path) -> No
 
 def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
     one = Scripted("vllm", "both")
-    with routed(tmp_path, one) as url:
+    with routed(tmp_path, one, more=("--lost-after", "1.5")) as url:
         until(lambda: one.name in rows(url))
         assert said(url, True) == "".join(WORDS)
         one.close()

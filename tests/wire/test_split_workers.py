@@ -13,8 +13,10 @@ from typing import Any
 
 import openai
 import pytest
-from routers import free_port, get, spawn, start_router, stop, tiny_model, until
+from routers import get, spawn, start_router, stop, tiny_model, until
 from servers import Server
+
+from emberline.core.freeport import free_port
 
 STORY = "Once upon a time there was a cache of keys and values that everybody wanted. "
 TOKENS = 120

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 
 from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import free_port
 from emberline.cluster.muster import absences, holdings, until_nothing
 from emberline.cluster.supervisor import Child, Supervisor, children
 from emberline.core.config import Role
 from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
 
 PATIENCE = 120.0  # seconds until all are there
 ANSWER = 5.0  # seconds for what they tell

@@ -22,9 +22,10 @@ import msgspec
 from emberline.bench import cores, processes
 from emberline.bench.caller import Caller
 from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import free_port, running
+from emberline.bench.launch import running
 from emberline.bench.report import Report
 from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
 
 T = TypeVar("T")
 

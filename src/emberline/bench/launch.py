@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
 
 PATIENCE = 300.0
 POLL = 0.01
@@ -77,9 +77,3 @@ def running(*command: str, **environment: str) -> Iterator[subprocess.Popen[byte
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

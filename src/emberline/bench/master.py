@@ -11,10 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+from emberline.core.freeport import free_port
 
 
 def freeze(pid: int) -> None:

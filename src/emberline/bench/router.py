@@ -15,9 +15,10 @@ import msgspec
 
 from emberline.bench import processes
 from emberline.bench.connection import Connection, HTTPFailed
-from emberline.bench.launch import free_port, running
+from emberline.bench.launch import running
 from emberline.bench.report import Report
 from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
 
 PATIENCE = 30.0
 PATH = "/v1/chat/completions"

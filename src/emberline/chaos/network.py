@@ -5,14 +5,13 @@ Links take a network that is ours: `unshare -rn emberline chaos --links`."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
 
 HERE = "127.0.0.1"
 THERE = "127.0.0.2"  # the hub, where there are no links
@@ -77,13 +76,7 @@ class Network:
 
     def free_port(self) -> int:
         """Where workers listen, and at the hub."""
-        while True:
-            with socket.socket() as here, socket.socket() as there:
-                here.bind((HERE, 0))
-                port = int(here.getsockname()[1])
-                with contextlib.suppress(OSError):
-                    there.bind((self.hub, port))
-                    return port
+        return free_port(HERE, self.hub)
 
     def close(self) -> None:
         for link in self._links or ():

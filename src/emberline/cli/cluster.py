@@ -8,7 +8,6 @@ import contextlib
 import http.client
 import json
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 from emberline.cli import tracing
 from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
+from emberline.core.freeport import free_port
 
 POLL = 0.5  # seconds
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
@@ -70,7 +70,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
 
     from emberline.cluster.supervisor import Supervisor, children
 
-    port = args.port or _free_port()
+    port = args.port or free_port()
     url = f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     traced = _traced(args)
@@ -150,9 +150,3 @@ def _status(url: str) -> Any:
 def _say(who: str, what: str) -> None:
     with contextlib.suppress(OSError):  # whoever read it is gone: no reason to stop looking after the others
         print(f"{time.strftime('%H:%M:%S')} {who:<10} {what}", flush=True, file=sys.stdout)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -103,6 +103,11 @@ class Membership:
             return Health.STUCK
         return Health.DRAINING if member.draining else Health.READY
 
+    def excuse(self, seconds: float, now: float) -> None:
+        """Nobody could be heard for so long."""
+        for member in self._members.values():
+            member.heard, member.moved = min(member.heard + seconds, now), min(member.moved + seconds, now)
+
     def forget(self, now: float) -> list[str]:
         """Names of those that nobody waits for any more: silent for long (they may come back), or after a goodbye."""
         gone = [name for name, member in self._members.items() if now - member.heard > self._limit(member)]

@@ -12,6 +12,7 @@ from emberline.gateway.errors import StoreFailed
 from emberline.gateway.store.base import Store
 
 LONGEST = 1.0  # seconds that a request waits for a store that hangs, one of many every `fresh` seconds
+PATIENCE = 10.0  # seconds that all wait when there is nothing to go on with
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -27,6 +28,7 @@ class Watch:
         self._fresh, self._grace = fresh, grace
         self._version = -1
         self._asked = self._answered = -grace - 1.0 + clock.now()
+        self._asking: asyncio.Task[None] | None = None  # for all
         self.failures = 0
 
     @property
@@ -38,17 +40,35 @@ class Watch:
         now = self._clock.now()
         if now - self._asked < self._fresh:
             return self._version
-        before, self._asked = self._asked, now  # others that come meanwhile go on with what is known
+        if now - self._answered > self._grace:
+            return await self._first()
+        self._asked = now  # others that come meanwhile go on with what is known
         try:
-            async with asyncio.timeout(LONGEST):
-                self._version = await self._store.version()
-            self._answered = now
-        except (StoreFailed, TimeoutError) as e:
+            await self._ask(LONGEST)
+        except (StoreFailed, TimeoutError):
             self.failures += 1
-            if now - self._answered > self._grace:
-                self._asked = before
-                raise StoreFailed("the store does not answer", hint="it is asked again with the next request") from e
         return self._version
+
+    async def _ask(self, longest: float) -> None:
+        now = self._clock.now()
+        async with asyncio.timeout(longest):
+            self._version = await self._store.version()
+        self._asked = self._answered = now
+
+    async def _first(self) -> int:
+        """Or the first after a while: it may have been away, as a disk that slept; all wait for one answer."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask(PATIENCE))
+            self._asking.add_done_callback(self._was_asked)
+        try:
+            await asyncio.shield(self._asking)
+        except (StoreFailed, TimeoutError) as e:
+            raise StoreFailed("the store does not answer", hint="it is asked again with the next request") from e
+        return self._version
+
+    def _was_asked(self, task: asyncio.Task[None]) -> None:
+        self._asking = None
+        self.failures += not task.cancelled() and task.exception() is not None
 
 
 class Remembered(Generic[K, V]):

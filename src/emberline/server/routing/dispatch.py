@@ -31,6 +31,8 @@ from emberline.server.routing.router_metrics import GONE, RouterMetrics
 
 log = logging.getLogger("emberline.router")
 
+STANDSTILL = 1.0  # seconds between ticks: what is longer was our own, and is held against nobody
+
 
 class Dispatch:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
@@ -46,6 +48,7 @@ class Dispatch:
         self._open: dict[str, dict[int, Leg]] = {}  # by worker id
         self._retired: dict[str, float] = {}  # replaced workers with open requests: by id, the silence that is borne
         self._keys = itertools.count()
+        self._ticked = clock.now()
         self._detached: set[asyncio.Task[None]] = set()
 
     # -- what workers say ----------------------------------------------------------------------------------------------
@@ -142,9 +145,12 @@ class Dispatch:
 
     def tick(self) -> None:
         """Who has been silent or stuck for too long is left, with what it had; called a few times a second."""
+        now = self._clock.now()
+        if (stood := now - self._ticked) > STANDSTILL:
+            self._excuse(stood, now)
+        self._ticked = now
         for worker in self.workers.values():
             self._look(worker)
-        now = self._clock.now()
         for name in self.membership.forget(now):
             log.info("worker %s is forgotten", name)
             self._retire(self.workers.pop(name), lost=True)
@@ -155,6 +161,13 @@ class Dispatch:
             for leg in self._open[id_].values():
                 if now - leg.heard > patience:
                     leg.cut(Health.STUCK.value)
+
+    def _excuse(self, seconds: float, now: float) -> None:
+        """We did not run (stopped, starved, the machine paused): who spoke meanwhile was not heard."""
+        log.warning("the router stood still for %.1f s", seconds)
+        self.membership.excuse(seconds, now)
+        for leg in (leg for legs in self._open.values() for leg in legs.values()):
+            leg.heard = min(leg.heard + seconds, now)
 
     def _forget(self, name: str) -> None:
         """What is kept by names of workers and models: whoever starts them may give each another."""
