@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from gateways import Gateways
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
 
@@ -37,3 +38,10 @@ def postgres() -> Iterator[Postgres]:
     started = start_postgres(tools)
     yield started
     stop_postgres(started)
+
+
+@pytest.fixture
+def gateway(gateways: Gateways) -> Gateways:
+    """A file's own (`gateways`), its fakes as if nothing had been asked of them."""
+    gateways.reset()
+    return gateways

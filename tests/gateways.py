@@ -84,6 +84,12 @@ class Gateways:
         self._server = Server(app, largest_message=1 << 20)
         await self._server.start(listener)
 
+    def __enter__(self) -> Gateways:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         async def stop() -> None:
             await self._server.stop(10.0)
@@ -97,7 +103,7 @@ class Gateways:
     def reset(self) -> None:
         for fake in self.fakes.values():
             fake.fault, fake.script, fake.after, fake.pace = "", [], 3, 0.0
-            fake.asked, fake.count, fake.gone, fake.says = [], 0, 0, ""
+            fake.asked, fake.count, fake.gone, fake.says, fake.unasked = [], 0, 0, "", False
 
     def post(
         self, path: str, body: Any, headers: dict[str, str] | None = None, method: str = "POST"

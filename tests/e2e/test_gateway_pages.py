@@ -36,7 +36,7 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    made = Gateways(
+    with Gateways(
         tmp_path_factory.mktemp("pages"),
         ("fake", "spare"),
         places,
@@ -45,21 +45,14 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
         prices={"oai/priced": PRICE},
         budgets=[{"name": "house", "limit": 50_000_000, "per": "month", "unpriced": "pass"}],
         fallbacks=[{"model": "500", "to": ["spare/rescuer"]}],
-    )
-    yield made
-    made.close()
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     with Chromium(tmp_path_factory.mktemp("profile"), width=1360, height=960) as chromium:
         yield chromium
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
 
 
 @pytest.fixture

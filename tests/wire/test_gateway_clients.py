@@ -41,15 +41,8 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     more = {"default_provider": "oai", "models": {"quick": ANTHROPIC}}
-    made = Gateways(tmp_path_factory.mktemp("clients"), ("fake",), places, **more)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with Gateways(tmp_path_factory.mktemp("clients"), ("fake",), places, **more) as made:
+        yield made
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,9 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
     return {**first, **second, **named, **more}
 
 
-@contextmanager
-def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Iterator[Gateways]:
+def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Gateways:
     fallbacks = [{"model": f"a-{name}-{to}/*", "to": [TO[to]]} for name in ("chat", "ant", "res") for to in TO]
-    made = Gateways(home, ("a", "b"), places, fallbacks=fallbacks, timeouts=timeouts)
-    yield made
-    made.close()
+    return Gateways(home, ("a", "b"), places, fallbacks=fallbacks, timeouts=timeouts)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +61,6 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     with started(tmp_path_factory.mktemp("hasty"), HASTY) as made:
         yield made
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
 
 
 @pytest.fixture

@@ -113,21 +113,13 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Heard]:
 
 def all_heard(home: Path, patience: int, wanted: list[Case]) -> dict[Case, Heard]:
     """`patience`: seconds without a byte that are borne."""
-    made = Gateways(
-        home,
-        ("first", "second"),
-        places,
-        fallbacks=[{"model": "safe-*", "to": ["second/well"]}],
-        breaker={"failures": 1_000_000},
-        timeouts={"connect": 10.0, "first_byte": patience, "between_events": patience, "total": 30.0},
-    )
-    try:
-        with ThreadPoolExecutor(24) as pool:
-            found = dict(zip(wanted, pool.map(lambda case: ask(made, case, patience), wanted), strict=True))
+    fallbacks = [{"model": "safe-*", "to": ["second/well"]}]
+    timeouts = {"connect": 10.0, "first_byte": patience, "between_events": patience, "total": 30.0}
+    more: Any = {"fallbacks": fallbacks, "timeouts": timeouts, "breaker": {"failures": 1_000_000}}
+    with Gateways(home, ("first", "second"), places, **more) as made, ThreadPoolExecutor(24) as pool:
+        found = dict(zip(wanted, pool.map(lambda case: ask(made, case, patience), wanted), strict=True))
         until(lambda: not any(fake.running for fake in made.fakes.values()))  # nothing is left open at a provider
         return found
-    finally:
-        made.close()
 
 
 def ask(made: Gateways, case: Case, patience: int) -> Heard:

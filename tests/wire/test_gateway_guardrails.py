@@ -47,9 +47,8 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     prices = {"judge/j": {"input": 1_000_000, "output": 1_000_000}}
     home = tmp_path_factory.mktemp("guarded")
-    made = Gateways(home, ("fake", "judge"), places, default_provider="oai", guardrails=RAILS, prices=prices)
-    yield made
-    made.close()
+    with Gateways(home, ("fake", "judge"), places, default_provider="oai", guardrails=RAILS, prices=prices) as made:
+        yield made
 
 
 @pytest.fixture

@@ -32,15 +32,10 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    made = Gateways(tmp_path_factory.mktemp("managed"), ("fake",), places, default_provider="oai", authentication=True)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with Gateways(
+        tmp_path_factory.mktemp("managed"), ("fake",), places, default_provider="oai", authentication=True
+    ) as made:
+        yield made
 
 
 def manage(gateway: Gateways, method: str, path: str, body: Any = None) -> Any:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -71,14 +70,11 @@ def providers(urls: dict[str, str]) -> dict[str, Any]:
     return {slug: {"base_url": f"{urls['fake']}/{slug}", "key": keys.get(slug, f"key-of-{slug}")} for slug in slugs}
 
 
-@contextmanager
-def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Iterator[Gateways]:
+def started(home: Path, timeouts: dict[str, float] = TIMEOUTS) -> Gateways:
     prices = {f"{slug}/{model}": PRICE for slug, (model, _) in PLACES.items()}
     fallbacks = [{"model": "llama3.1-8b", "to": ["groq/llama-3.3-70b-versatile"]}]
     more: Any = {"fallbacks": fallbacks, "models": {"fragile": "cerebras/llama3.1-8b"}, "breaker": {"failures": 1000}}
-    made = Gateways(home, ("fake",), providers, prices=prices, timeouts=timeouts, **more)
-    yield made
-    made.close()
+    return Gateways(home, ("fake",), providers, prices=prices, timeouts=timeouts, **more)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +87,6 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 def hasty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     with started(tmp_path_factory.mktemp("hasty"), HASTY) as made:
         yield made
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    gateways.fakes["fake"].unasked = False
-    return gateways
 
 
 @pytest.fixture

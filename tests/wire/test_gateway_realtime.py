@@ -112,21 +112,20 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
             "hidden": {"base_url": provider.url, "public": True},
         }
 
-    made = Gateways(
+    with Gateways(
         tmp_path_factory.mktemp("realtime"),
         (),
         places,
         {"max_body": 1 << 20},
         authentication=True,
-        timeouts={**TIMEOUTS, "first_byte": 5.0, "idle": 2.0, "session": 30.0},
+        timeouts={**TIMEOUTS, "idle": 4.0, "session": 30.0},
         allowed_models=["gpt-realtime*", "gemini-live", "refused", "elsewhere", "bare"],
         limits=[
             {"name": "few", "limit": 1, "per": "hour", "only": {"metadata.team": ["few"]}},
             {"name": "short", "limit": 60, "per": "day", "amount": "tokens", "only": {"metadata.team": ["short"]}},
         ],
-    )
-    yield made
-    made.close()
+    ) as made:
+        yield made
 
 
 def opened(gateway: Gateways, path: str = PATH, **more: Any) -> ClientConnection:

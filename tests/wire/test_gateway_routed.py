@@ -38,15 +38,8 @@ PRICES = {"first/x": {"input": 1_000_000, "output": 1_000_000}, "second/y": {"in
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     home = tmp_path_factory.mktemp("routed")
     breaker = {"failures": 1000}
-    made = Gateways(home, ("first", "second"), places, pools=POOLS, prices=PRICES, breaker=breaker)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with Gateways(home, ("first", "second"), places, pools=POOLS, prices=PRICES, breaker=breaker) as made:
+        yield made
 
 
 def to(**outputs: str) -> dict[str, Any]:

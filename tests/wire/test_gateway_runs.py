@@ -33,15 +33,8 @@ def started(home: Path, **settings: Any) -> Gateways:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    made = started(tmp_path_factory.mktemp("runs"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with started(tmp_path_factory.mktemp("runs")) as made:
+        yield made
 
 
 def run(gateway: Gateways, path: str, body: Any) -> tuple[int, dict[str, Any]]:

@@ -26,15 +26,8 @@ TEXT = "".join(f"word{i} " for i in range(8))
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     places = lambda urls: {"oai": {"base_url": urls["fake"], "speaks": ["openai-chat"]}}  # noqa: E731
-    made = Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=PATIENT)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with Gateways(tmp_path_factory.mktemp("socket"), ("fake",), places, authentication=True, timeouts=PATIENT) as made:
+        yield made
 
 
 def opened(gateway: Gateways, path: str = "/v1/default/default/", **more: Any) -> Connection:

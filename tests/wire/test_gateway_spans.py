@@ -37,15 +37,8 @@ def places(urls: dict[str, str]) -> dict[str, Any]:
 def gateways(tmp_path_factory: pytest.TempPathFactory, collecting: Collecting) -> Iterator[Gateways]:
     process = {"otlp": collecting.url, "otlp_headers": {"x-vendor-key": "k"}, "otlp_payloads": True}
     prices = {"oai/m": {"input": 1_000_000, "output": 2_000_000}}
-    made = Gateways(tmp_path_factory.mktemp("spans"), ("fake",), places, process, prices=prices)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def gateway(gateways: Gateways) -> Gateways:
-    gateways.reset()
-    return gateways
+    with Gateways(tmp_path_factory.mktemp("spans"), ("fake",), places, process, prices=prices) as made:
+        yield made
 
 
 def ask(gateway: Gateways, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str]:

@@ -59,7 +59,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("roles")
-    router = start_router(home / "router.log", "--split-tokens", "32", "--stuck-after", "3", "--lost-after", "2")
+    router = start_router(home / "router.log", "--split-tokens", "32", "--split-patience", "60", "--lost-after", "3")
     made = Cluster(home, router)
     made.start(*ROLES)
     yield made
