@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from gateways import Gateways
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
+
+if TYPE_CHECKING:
+    from gateways import Gateways
 
 
 def pytest_configure() -> None:

@@ -28,7 +28,7 @@ class Rooms:
 
 
 class Scripted:
-    def __init__(self, kind: str, role: str, rooms: Rooms | None = None) -> None:
+    def __init__(self, kind: str, role: str, rooms: Rooms | None = None, port: int = 0) -> None:
         self.kind, self.role, self.rooms = kind, role, rooms
         self.asked: list[dict[str, Any]] = []
         self.ended = 0
@@ -81,7 +81,7 @@ class Scripted:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()

@@ -21,7 +21,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[Fakes]:
-    made = Fakes(tmp_path, "--lost-after", "1.5")
+    made = Fakes(tmp_path, "--lost-after", "2")
     yield made
     made.close()
 

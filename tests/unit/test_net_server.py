@@ -399,7 +399,7 @@ def test_what_is_under_way_is_ended_when_it_stops() -> None:
         busy.say(GET)
         await begun.wait()
         await asyncio.sleep(0.05)
-        stopping = asyncio.create_task(server.stop(0.5))
+        stopping = asyncio.create_task(server.stop(1.5))
         assert await idle.rest() == b""
         with pytest.raises(OSError):
             await client()

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from emberline.cluster.card import Beat, Card, ModelCard
-from emberline.core.clock import ManualClock, SystemClock
+from emberline.core.clock import SystemClock
 from emberline.core.config import Role, RouterConfig
 from emberline.router.ask import Ask
 from emberline.router.call import Call
@@ -93,67 +93,3 @@ def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
         assert here.room == there.room == ROOM and not dispatch.num_open
 
     asyncio.run(main())
-
-
-def pass_seconds(dispatch: Dispatch, clock: ManualClock, seconds: float) -> None:
-    for _ in range(4):
-        clock.advance(seconds / 4)
-        dispatch.tick()
-
-
-def test_who_goes_on_speaking_is_not_lost_for_want_of_beats() -> None:
-    """They come late from a busy machine. It gets nothing new, but what it has is cut off only when that is silent too;
-    what it has not begun to answer, at once."""
-    clock = ManualClock()
-    dispatch = Dispatch(RouterConfig(), clock)
-    register(dispatch, "w", "both")
-    ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
-    decision = dispatch.choose(ask, set())
-    with dispatch.opened(ask, decision) as speaking, dispatch.opened(ask, decision) as silent:
-        for _ in range(8):
-            clock.advance(1.0)
-            dispatch.came(speaking, 1)
-            dispatch.tick()
-        assert (speaking.lost, silent.lost) == ("", "lost") and not decision.worker.ready
-        pass_seconds(dispatch, clock, RouterConfig().lost_after)
-        assert not speaking.lost
-        clock.advance(0.1)
-        dispatch.tick()
-        assert speaking.lost == "lost"
-
-
-def test_nor_is_it_borne_for_long_once_it_was_replaced() -> None:
-    clock = ManualClock()
-    dispatch = Dispatch(RouterConfig(), clock)
-    register(dispatch, "w", "both")
-    ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
-    with dispatch.opened(ask, dispatch.choose(ask, set())) as leg:
-        for _ in range(5):
-            clock.advance(1.0)
-            dispatch.came(leg, 1)
-            dispatch.tick()
-        model = ModelCard("m", "layout", ROOM, 8, ROOM, 16)
-        dispatch.register(Card("w", "2", "http://w2", (model,), "both"))
-        pass_seconds(dispatch, clock, RouterConfig().lost_after)
-        assert not leg.lost, "it speaks"
-        clock.advance(0.1)
-        dispatch.tick()
-        assert leg.lost
-
-
-def test_standing_still_is_held_against_nobody() -> None:
-    """The router itself was stopped for a minute: what was said meanwhile is still to be read."""
-    clock = ManualClock()
-    dispatch = Dispatch(RouterConfig(), clock)
-    register(dispatch, "w", "both")
-    ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
-    decision = dispatch.choose(ask, set())
-    with dispatch.opened(ask, decision) as leg:
-        dispatch.tick()
-        clock.advance(60.0)
-        dispatch.tick()
-        assert decision.worker.ready and not leg.lost
-        pass_seconds(dispatch, clock, RouterConfig().lost_after)
-        assert decision.worker.ready and not leg.lost
-        pass_seconds(dispatch, clock, 0.1)
-        assert not decision.worker.ready and leg.lost == "lost", "its silence counts from then on"

@@ -108,9 +108,11 @@ def test_a_room_is_not_used_again_before_the_engine_is_done(pair: Pair) -> None:
             receiver.pull(ticket, [3, 4], soon())
         assert pair.mooncake.rooms._count == given_up + 1
     pair.let_go()
-    receiver.pull(ticket, [3, 4], soon())
+    patient = pair.receiver()
+    patient.pull(ticket, [3, 4], soon())
     assert pair.mooncake.rooms._count == 3
     receiver.close()
+    patient.close()
 
 
 def test_nothing_more_is_read_for_who_has_left(pair: Pair) -> None:

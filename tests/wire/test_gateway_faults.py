@@ -1,6 +1,6 @@
 """The fault table: every way a provider fails, with a fallback and without, streamed and whole, for clients of two
 dialects, who wish a broken stream to be continued or not. Each is rescued or told as it is; the log and the cost say
-what happened. All cases run at once."""
+what happened. Many cases run at once."""
 
 from __future__ import annotations
 

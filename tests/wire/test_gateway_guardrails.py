@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,14 +16,14 @@ from gateways import Gateways
 CARD = "4111 1111 1111 1111"
 MAIL = "ada@example.com"
 COST = {"cf-aig-custom-cost": '{"per_token_in": 0.000003, "per_token_out": 0.000007}'}
-RAILS = {
+RAILS: dict[str, Any] = {
     "patterns": [
         {"name": "cards", "find": ["payment_card"], "action": "block"},
         {"name": "people", "find": ["email"], "action": "redact"},
         {"name": "places", "find": ["ipv4"], "action": "flag"},
     ],
     "judges": [
-        {"name": "hazards", "provider": "judge", "model": "j", "prompt": {"S1": "block", "S6": "flag"}, "seconds": 1.0},
+        {"name": "hazards", "provider": "judge", "model": "j", "prompt": {"S1": "block", "S6": "flag"}, "seconds": 10},
     ],
 }  # fmt: skip
 PATHS = {
@@ -236,7 +237,6 @@ def test_a_judge_is_asked_and_paid(gateway: Gateways) -> None:
         ("I would rather not say", "", 400, "request:unchecked:block"),
         ("unsafe", "", 400, "request:unchecked:block"),
         ("safe", "500", 400, "request:unchecked:block"),
-        ("safe", "silent", 400, "request:unchecked:block"),
     ],
 )
 def test_what_a_judge_says(gateway: Gateways, says: str, fault: str, status: int, found: str | None) -> None:
@@ -244,3 +244,12 @@ def test_what_a_judge_says(gateway: Gateways, says: str, fault: str, status: int
     told, headers, body, _ = ask(gateway, "openai-chat", "hm")
     assert told == status and ("2016" in body) == (status == 400)
     assert gateway.record(headers["cf-aig-log-id"]).metadata.get("guardrails") == found
+
+
+def test_a_judge_that_says_nothing(tmp_path: Path) -> None:
+    hasty = {"judges": [{**RAILS["judges"][0], "seconds": 1.0}]}
+    with Gateways(tmp_path, ("fake", "judge"), places, default_provider="oai", guardrails=hasty) as gateway:
+        gateway.fakes["judge"].fault = "silent"
+        told, headers, body, _ = ask(gateway, "openai-chat", "hm")
+        assert told == 400 and "2016" in body
+        assert gateway.record(headers["cf-aig-log-id"]).metadata.get("guardrails") == "request:unchecked:block"

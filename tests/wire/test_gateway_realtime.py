@@ -118,6 +118,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Ite
         places,
         {"max_body": 1 << 20},
         authentication=True,
+        breaker={"pause": 10.0},
         timeouts={**TIMEOUTS, "idle": 4.0, "session": 30.0},
         allowed_models=["gpt-realtime*", "gemini-live", "refused", "elsewhere", "bare"],
         limits=[

@@ -47,7 +47,7 @@ def to(**outputs: str) -> dict[str, Any]:
 
 
 def model(id: str, provider: str, name: str, **outputs: str) -> dict[str, Any]:
-    properties = {"provider": provider, "model": name, "timeout": 1000, "retries": 0}
+    properties = {"provider": provider, "model": name, "timeout": 2500, "retries": 0}
     return {"id": id, "type": "model", "properties": properties, "outputs": to(**outputs)}
 
 

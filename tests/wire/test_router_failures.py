@@ -27,7 +27,7 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[Fakes]:
-    made = Fakes(tmp_path, "--stuck-after", "2", "--lost-after", "1.5", "--migration-wait", "0")
+    made = Fakes(tmp_path, "--stuck-after", "2", "--lost-after", "2", "--migration-wait", "0")
     yield made
     made.close()
 
@@ -201,7 +201,7 @@ def test_who_finds_all_away_waits_for_them(tmp_path: Path) -> None:
 
 def test_a_request_that_was_only_there_is_answered(tmp_path: Path) -> None:
     """Two workers die while it is theirs, the third is all that is left: it waits until one is back."""
-    fakes = Fakes(tmp_path, "--migration-wait", "30", "--lost-after", "1.5")
+    fakes = Fakes(tmp_path, "--migration-wait", "30", "--lost-after", "2")
     try:
         fakes.start("a", "b", "c")
         second, last, first = sorted("abc", key=lambda name: affinity("s", name))  # as the session is sent to them

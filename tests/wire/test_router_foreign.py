@@ -102,8 +102,12 @@ def test_sglang_prefills_to_the_end_when_its_client_leaves(tmp_path: Path) -> No
 
 def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
     one = Scripted("vllm", "both")
-    with routed(tmp_path, one, more=("--lost-after", "1.5")) as url:
+    with routed(tmp_path, one, more=("--lost-after", "2")) as url:
         until(lambda: one.name in rows(url))
         assert said(url, True) == "".join(WORDS)
         one.close()
         until(lambda: rows(url)[one.name]["health"] == "lost")
+        again = Scripted("vllm", "both", port=one.port)
+        until(lambda: rows(url)[one.name]["health"] == "ready")
+        assert said(url, True) == "".join(WORDS) and len(again.asked) == 1
+        again.close()

@@ -28,7 +28,7 @@ RESUME, PREFILL, CHAT = "/cluster/resume", "/cluster/prefill", "/v1/chat/complet
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fakes]:
     """Workers that do everything."""
-    more = ("--stuck-after", "1.5", "--lost-after", "1.5", "--migration-wait", "0")
+    more = ("--stuck-after", "2", "--lost-after", "2", "--migration-wait", "0")
     made = Fakes(tmp_path_factory.mktemp("plain"), *more)
     made.start("a", "b", "c")
     yield made
@@ -38,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fakes]:
 @pytest.fixture(scope="module")
 def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fakes]:
     """One that prefills, two that decode."""
-    more = ("--stuck-after", "1.5", "--lost-after", "1.5", "--ticket-timeout", "1")
+    more = ("--stuck-after", "2", "--lost-after", "2", "--ticket-timeout", "2")
     made = Fakes(tmp_path_factory.mktemp("split"), *more)
     made.start("p", role="prefill")
     made.start("d", "e", role="decode")
@@ -208,7 +208,7 @@ def test_it_goes_on_though_the_others_are_full(tmp_path: Path) -> None:
 
 def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
     """Its worker dies while what was read of it cannot be passed on."""
-    fakes = Fakes(tmp_path, "--lost-after", "1.5")
+    fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
         fakes.start("a", "b")
         speech = Speech(7, Asked(max_tokens=60_000))
@@ -358,6 +358,11 @@ def test_a_split_stream_that_breaks_goes_on_elsewhere(split: Fakes, mode: str, a
     until(lambda: quiet(split))
 
 
+def fail_then(split: Fakes, before: int, mode: str) -> None:
+    until(lambda: split.tell("p")["prefilled"] > before)
+    split.tell("p", mode, after=0)
+
+
 @pytest.mark.parametrize("mode", ["well", "refuse", "bad", "missing", "break", "stall"])
 def test_who_goes_on_gets_its_blocks_too(split: Fakes, mode: str) -> None:
     """From who computed them, if that one can give them again."""
@@ -367,7 +372,7 @@ def test_who_goes_on_gets_its_blocks_too(split: Fakes, mode: str) -> None:
     split.tell(first, "break", after=5, times=1)
     before = {name: split.tell(name) for name in ("p", other)}
     if mode != "well":  # but only after it has computed them once
-        threading.Timer(0.3, split.tell, ("p", mode), {"after": 0}).start()
+        threading.Thread(target=fail_then, args=(split, before["p"]["prefilled"], mode)).start()
         split.tell(first, "stall", after=5, times=1)
     got, headers = ask(split)
     assert headers["x-emberline-prefill"] == "p" and is_well(got), got.decode()
@@ -395,7 +400,7 @@ def test_a_client_that_leaves_closes_both_legs(split: Fakes) -> None:
 
 
 def test_prefill_workers_answer_when_nobody_else_can(tmp_path: Path) -> None:
-    fakes = Fakes(tmp_path, "--lost-after", "1.5")
+    fakes = Fakes(tmp_path, "--lost-after", "2")
     try:
         fakes.start("p", role="prefill")
         assert is_well(ask(fakes)[0]) and fakes.tell("p")["prefilled"] == 0

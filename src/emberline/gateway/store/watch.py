@@ -4,6 +4,7 @@ a copy asks for it, at most every `fresh` seconds, so a key revoked on one repli
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -12,7 +13,7 @@ from emberline.gateway.errors import StoreFailed
 from emberline.gateway.store.base import Store
 
 LONGEST = 1.0  # seconds that a request waits for a store that hangs, one of many every `fresh` seconds
-PATIENCE = 10.0  # seconds that all wait when there is nothing to go on with
+PATIENCE = 10.0  # seconds that all wait at most when there is nothing to go on with
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -29,7 +30,6 @@ class Watch:
         self._version = -1
         self._asked = self._answered = -grace - 1.0 + clock.now()
         self._asking: asyncio.Task[None] | None = None  # for all
-        self.failures = 0
 
     @property
     def known(self) -> int | None:
@@ -43,17 +43,16 @@ class Watch:
         if now - self._answered > self._grace:
             return await self._first()
         self._asked = now  # others that come meanwhile go on with what is known
-        try:
+        with contextlib.suppress(StoreFailed, TimeoutError):
             await self._ask(LONGEST)
-        except (StoreFailed, TimeoutError):
-            self.failures += 1
         return self._version
 
     async def _ask(self, longest: float) -> None:
         now = self._clock.now()
         async with asyncio.timeout(longest):
-            self._version = await self._store.version()
-        self._asked = self._answered = now
+            version = await self._store.version()
+        if now >= self._answered:  # else a later question was answered before
+            self._version, self._answered, self._asked = version, now, max(self._asked, now)
 
     async def _first(self) -> int:
         """Or the first after a while: it may have been away, as a disk that slept; all wait for one answer."""
@@ -68,7 +67,8 @@ class Watch:
 
     def _was_asked(self, task: asyncio.Task[None]) -> None:
         self._asking = None
-        self.failures += not task.cancelled() and task.exception() is not None
+        if not task.cancelled():
+            task.exception()  # all who waited may have left
 
 
 class Remembered(Generic[K, V]):

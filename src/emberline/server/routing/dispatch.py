@@ -31,7 +31,8 @@ from emberline.server.routing.router_metrics import GONE, RouterMetrics
 
 log = logging.getLogger("emberline.router")
 
-STANDSTILL = 1.0  # seconds between ticks: what is longer was our own, and is held against nobody
+TICK = 0.25  # seconds from one to the next
+STANDSTILL = 2 * TICK  # without a tick: what is beyond was our own, and is held against nobody
 
 
 class Dispatch:
@@ -54,7 +55,7 @@ class Dispatch:
     # -- what workers say ----------------------------------------------------------------------------------------------
 
     def register(self, card: Card) -> None:
-        now = self._clock.now()
+        now = self._ran()
         old = self.membership.get(card.name)
         if not self.membership.register(card, now):
             raise Superseded(f"{card.name!r} belongs to a newer process", hint="give this worker another --worker-name")
@@ -84,7 +85,7 @@ class Dispatch:
     def beat(self, beat: Beat) -> None:
         if self.membership.replaced(beat.incarnation):
             raise Superseded(f"{beat.name!r} belongs to a newer process", hint="give this worker another --worker-name")
-        if not self.membership.beat(beat, self._clock.now()):
+        if not self.membership.beat(beat, self._ran()):
             raise NotFound(f"no worker {beat.name[:200]!r} of this incarnation is registered", hint="register again")
         worker = self.workers[beat.name]
         worker.doubted, worker.paired = False, frozenset(beat.paired)
@@ -144,11 +145,8 @@ class Dispatch:
         return member.card.url.rstrip("/")
 
     def tick(self) -> None:
-        """Who has been silent or stuck for too long is left, with what it had; called a few times a second."""
-        now = self._clock.now()
-        if (stood := now - self._ticked) > STANDSTILL:
-            self._excuse(stood, now)
-        self._ticked = now
+        """Who has been silent or stuck for too long is left, with what it had; called every `TICK`."""
+        now = self._ran()
         for worker in self.workers.values():
             self._look(worker)
         for name in self.membership.forget(now):
@@ -162,12 +160,17 @@ class Dispatch:
                 if now - leg.heard > patience:
                     leg.cut(Health.STUCK.value)
 
-    def _excuse(self, seconds: float, now: float) -> None:
-        """We did not run (stopped, starved, the machine paused): who spoke meanwhile was not heard."""
-        log.warning("the router stood still for %.1f s", seconds)
-        self.membership.excuse(seconds, now)
-        for leg in (leg for legs in self._open.values() for leg in legs.values()):
-            leg.heard = min(leg.heard + seconds, now)
+    def _ran(self) -> float:
+        """Now. If we did not run (stopped, starved, the machine paused), who spoke meanwhile was not heard; but even of
+        an endless row of such pauses some time counts."""
+        now = self._clock.now()
+        stood, self._ticked = now - self._ticked, now
+        if stood > STANDSTILL:
+            log.log(logging.WARNING if stood > 1.0 else logging.DEBUG, "the router stood still for %.1f s", stood)
+            self.membership.excuse(stood - TICK, now)
+            for leg in (leg for legs in self._open.values() for leg in legs.values()):
+                leg.heard = min(leg.heard + stood - TICK, now)
+        return now
 
     def _forget(self, name: str) -> None:
         """What is kept by names of workers and models: whoever starts them may give each another."""

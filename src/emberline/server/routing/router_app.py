@@ -20,7 +20,7 @@ from emberline.router.upstream import Upstream
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.metrics import exposition
 from emberline.server.pages import Page
-from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.dispatch import TICK, Dispatch
 from emberline.server.routing.relay import Relay
 from emberline.server.routing.router_metrics import Seen, status
 from emberline.server.site import Route, Site
@@ -31,7 +31,6 @@ log = logging.getLogger("emberline.router")
 PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
            "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
 SESSION = "x-session-affinity"
-TICK = 0.25  # seconds
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 

@@ -1,0 +1,111 @@
+"""Silence: of workers, who are left for it, and of the router itself, which is held against nobody."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import pytest
+
+from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.core.clock import ManualClock
+from emberline.core.config import RouterConfig
+from emberline.core.errors import Superseded
+from emberline.router.ask import Ask
+from emberline.server.routing.dispatch import TICK, Dispatch
+from emberline.server.routing.leg import Leg
+
+PATIENCE = RouterConfig().lost_after
+
+
+def card(incarnation: str) -> Card:
+    return Card("w", incarnation, f"http://w{incarnation}", (ModelCard("m", "layout", 10_000, 8, 10_000, 16),), "both")
+
+
+@dataclass
+class World:
+    """A worker, and what it is asked."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+
+    def __post_init__(self) -> None:
+        self.dispatch = Dispatch(RouterConfig(), self.clock)
+        self.dispatch.register(card("1"))
+        self.dispatch.beat(Beat("w", "1"))
+        self.ask = Ask.read(json.dumps({"model": "m", "prompt": "a story", "max_tokens": 100}).encode())
+        self.decision = self.dispatch.choose(self.ask, set())
+
+    @property
+    def ready(self) -> bool:
+        return self.decision.worker.ready
+
+    def asked(self) -> AbstractContextManager[Leg]:
+        return self.dispatch.opened(self.ask, self.decision)
+
+    def pass_seconds(self, seconds: float) -> None:
+        ticks = max(1, round(seconds / TICK))
+        for _ in range(ticks):
+            self.clock.advance(seconds / ticks)
+            self.dispatch.tick()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_who_goes_on_speaking_is_not_lost_for_want_of_beats(world: World) -> None:
+    """They come late from a busy machine. It gets nothing new, but what it has is cut off only when that is silent too;
+    what it has not begun to answer, at once."""
+    with world.asked() as speaking, world.asked() as silent:
+        for _ in range(8):
+            world.pass_seconds(1.0)
+            world.dispatch.came(speaking, 1)
+        assert (speaking.lost, silent.lost) == ("", "lost") and not world.ready
+        world.pass_seconds(PATIENCE)
+        assert not speaking.lost
+        world.pass_seconds(0.1)
+        assert speaking.lost == "lost"
+
+
+def test_nor_is_it_borne_for_long_once_it_was_replaced(world: World) -> None:
+    with world.asked() as leg:
+        for _ in range(5):
+            world.pass_seconds(1.0)
+            world.dispatch.came(leg, 1)
+        world.dispatch.register(card("2"))
+        world.pass_seconds(PATIENCE)
+        assert not leg.lost, "it speaks"
+        world.pass_seconds(0.1)
+        assert leg.lost
+
+
+def test_standing_still_is_held_against_nobody(world: World) -> None:
+    """The router itself was stopped for a minute: what was said meanwhile is still to be read."""
+    with world.asked() as leg:
+        world.clock.advance(60.0)
+        world.dispatch.tick()
+        assert world.ready and not leg.lost
+        world.pass_seconds(PATIENCE - TICK)
+        assert world.ready and not leg.lost
+        world.pass_seconds(0.1)
+        assert not world.ready and leg.lost == "lost", "their silence counts from then on"
+
+
+def test_nor_is_it_when_they_are_heard_before_the_next_tick(world: World) -> None:
+    with world.asked() as leg:
+        world.clock.advance(60.0)
+        world.dispatch.beat(Beat("w", "1", running=1))  # sent in the first second of that minute
+        assert world.ready and not leg.lost, "it is not stuck"
+    world.dispatch.register(card("2"))
+    world.clock.advance(60.0)
+    with pytest.raises(Superseded):
+        world.dispatch.register(card("1"))  # the newer one is not lost
+
+
+def test_whoever_is_dead_is_lost_even_to_a_router_that_is_always_late(world: World) -> None:
+    for _ in range(100):
+        world.clock.advance(1.1)
+        world.dispatch.tick()
+    assert not world.ready
