@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from enum import Enum
 from typing import Any
 
-from emberline.core.clock import Clock, SystemClock
+from emberline.core.clock import SystemClock
 from emberline.core.config import EngineConfig, FleetConfig
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable
 from emberline.core.events import Output, Stats
@@ -59,7 +59,6 @@ class AsyncEngine:
         rules: FleetConfig,
         *,
         stall_timeout: float = 120.0,
-        clock: Clock | None = None,
         command: tuple[str, ...] = (sys.executable, "-m", "emberline.engine.process"),
     ) -> None:
         self.models = dict(models)
@@ -74,7 +73,7 @@ class AsyncEngine:
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
         self._rules = rules
         self._stall_timeout = stall_timeout
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._command = command
         self._open: dict[str, asyncio.Queue[Output | EmberlineError]] = {}
         self._peers: dict[str, list[dict[str, Any]]] = {}

@@ -93,13 +93,12 @@ class Pulls:
         *,
         patience: float = PATIENCE,
         clock: Clock | None = None,
-        spawn: Callable[[Callable[[], None]], None] = in_thread,
     ) -> None:
-        """`patience`: seconds without a byte until the rest is computed here. `spawn`: runs something beside us."""
+        """`patience`: seconds without a byte until the rest is computed here."""
         self._source = source
         self._patience = patience
         self._clock = clock or SystemClock()
-        self._spawn = spawn
+        self._spawn = in_thread
         self._lock = threading.Lock()  # of the three below
         self._stats = TransferStats()
         self._expected: dict[str, Expected] = {}  # by request

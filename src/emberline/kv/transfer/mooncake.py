@@ -91,13 +91,13 @@ class Rooms:
 class Mooncake:
     """The engine of this process: one for all senders and receivers in it."""
 
-    def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp", device: str = "") -> None:
+    def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp") -> None:
         """Raises PeerUnreachable if it cannot be had. `probe` first: a broken wheel may take the process along."""
         try:
             self._engine = new_engine()
         except MooncakeMissing as error:
             raise PeerUnreachable(error.message, hint=error.hint) from error
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, device) != 0:
+        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
             raise PeerUnreachable(f"Mooncake does not start with {protocol} at {host}", hint="run emberline doctor")
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self.rooms = Rooms(self.register)
@@ -152,13 +152,12 @@ def serve_mooncake(
     sender: Sender,
     engine: Mooncake,
     host: str = "127.0.0.1",
-    port: int = 0,
     *,
     patience: float = PATIENCE,
     advertise: str | None = None,
 ) -> MooncakeServer:
     """Leases at this address; the endpoint says so, and a receiver learns there where the memory is."""
-    listener = listening(host, port)
+    listener = listening(host, 0)
     sender.endpoints["mooncake"] = f"{advertise or host}:{listener.getsockname()[1]}"
     return MooncakeServer(sender, engine, listener, patience)
 

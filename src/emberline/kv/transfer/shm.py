@@ -59,10 +59,10 @@ class ShmServer(Server):
             os.close(fd)
 
 
-def serve_shm(sender: Sender, segment: Segment, address: str | None = None, *, patience: float = PATIENCE) -> ShmServer:
-    """`sender` publishes from the segment's region. `address`: a name without a file, of this host's network."""
+def serve_shm(sender: Sender, segment: Segment, *, patience: float = PATIENCE) -> ShmServer:
+    """`sender` publishes from the segment's region."""
     assert sender.region is segment.region
-    listener, sender.endpoints["shm"] = unix.listening(address)
+    listener, sender.endpoints["shm"] = unix.listening()
     return ShmServer(sender, segment, listener, patience)
 
 

@@ -14,9 +14,9 @@ from emberline.kv.transfer.link import Dial
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-def listening(address: str | None = None) -> tuple[socket.socket, str]:
-    """The name is of this host's network; by default a new one."""
-    address = address or f"emberline-{secrets.token_hex(8)}"
+def listening() -> tuple[socket.socket, str]:
+    """With a new name, of this host's network."""
+    address = f"emberline-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind("\0" + address)
     listener.listen(128)
