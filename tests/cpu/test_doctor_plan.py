@@ -74,6 +74,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_kernels", lambda: iter(()))
     monkeypatch.setattr(doctor, "_software", lambda: iter(()))
     monkeypatch.setattr(doctor, "_gpu_kernels", lambda gpu: iter(()))
+    monkeypatch.setattr(doctor, "_transports", lambda gpu: iter(()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
