@@ -99,10 +99,32 @@ def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exce
         Embedder.load(directory)
 
 
-def test_other_pooling_is_refused(directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"), ({"pooling_mode": "max"}, "max"), ({}, "nothing")],
+)
+def test_other_pooling_is_refused(directory: Path, said: dict[str, object], match: str) -> None:
     (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
-    with pytest.raises(UnsupportedModel, match="pooling_mode_max_tokens"):
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedModel, match=match):
+        Embedder.load(directory)
+
+
+def test_the_newer_way_to_name_it(directory: Path) -> None:
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32, "pooling_mode": "cls"}')
+    assert Embedder.load(directory).pooling == "cls"
+
+
+def test_modules_that_we_have_not_are_refused(directory: Path) -> None:
+    kinds = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Normalize"]
+    (directory / "modules.json").write_text(json.dumps([{"type": kind} for kind in kinds]))
+    assert Embedder.load(directory).pooling == "mean"
+    (directory / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(UnsupportedModel, match="Dense"):
+        Embedder.load(directory)
+    (directory / "modules.json").write_text("{}")
+    with pytest.raises(ModelFileError, match="list"):
         Embedder.load(directory)
 
 

@@ -29,6 +29,17 @@ V1 = {
 }
 
 
+JOB_V2 = {
+    "proc/self/cgroup": "0::/jobs/job7/step\n",
+    **{name.replace("cgroup/", "cgroup/jobs/job7/"): text for name, text in V2.items()},
+    "sys/fs/cgroup/jobs/job7/step/memory.max": "max\n",
+}
+JOB_V1 = {
+    "proc/self/cgroup": "9:cpu,cpuacct:/jobs\n4:memory:/jobs/job7\n",
+    **{name.replace("memory/", "memory/jobs/job7/"): text for name, text in V1.items()},
+}
+
+
 @pytest.mark.parametrize(
     ("files", "free"),
     [
@@ -38,6 +49,8 @@ V1 = {
         (MACHINE | V2 | {"sys/fs/cgroup/memory.max": "max\n"}, 4_096_000),
         (MACHINE | V2 | {"sys/fs/cgroup/memory.current": "9000000\n"}, 0),
         (V2, 650_000),
+        (MACHINE | JOB_V2, 650_000),
+        (MACHINE | JOB_V1, 107_000),
         ({}, 0),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from emberline.hub import convert as conversion
 from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.convert import convert
 from emberline.hub.gguf import GGUF
+from emberline.hub.ggufconfig import generation_config
 from emberline.hub.gguftokenizer import tokenizer_files
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -113,6 +115,34 @@ def test_yarn_and_linear_scaling(tmp_path: Path) -> None:
         "factor": 4.0,
         "original_max_position_embeddings": 64,
     }
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None),
+        (
+            {"rope.scaling.factor": 4.0, "rope.scaling.type": "yarn", "rope.scaling.attn_factor": 1.0},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": pytest.approx(1.13863, abs=1e-5)},
+        ),
+    ],
+)
+def test_scaling_is_read_as_it_is_meant(tmp_path: Path, extra: dict[str, Any], expected: Any) -> None:
+    assert converted(tmp_path, "llama", extra=extra).config["rope_scaling"] == expected
+
+
+def test_a_part_that_is_not_rotated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="rotates 8 of 16"):
+        converted(tmp_path, "llama", extra={"rope.dimension_count": 8})
+
+
+def test_ends_are_known_by_their_text() -> None:
+    tokens, kinds = ["<s>", "</s>", "<|im_end|>", "<|eot_id|>"], array("i", [3, 3, 3, 1])
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    ends = generation_config({**metadata, "tokenizer.ggml.eos_token_id": 1})["eos_token_id"]
+    assert ends == [1, 2], "a token that people may write is none"
 
 
 def llama3_divisors(factor: float, theta: float, dim: int) -> NDArray[np.float32]:
@@ -247,6 +277,8 @@ def test_sentencepiece_vocabulary(tmp_path: Path) -> None:
         ({"tokenizer.ggml.scores": [0.0]}, ModelFileError),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, ModelFileError),
         ({"tokenizer.ggml.tokens": [1, 2]}, ModelFileError),
+        ({"tokenizer.ggml.tokens": 7}, ModelFileError),
+        ({"tokenizer.ggml.token_type": 1.0}, ModelFileError),
         ({"tokenizer.ggml.bos_token_id": 10**6}, ModelFileError),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "who-knows"}, UnsupportedModel),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["no such"]}, ModelFileError),

@@ -197,6 +197,8 @@ FILES = {
     "pytorch_model.bin": b"pickle",
     "original/consolidated.safetensors": b"",
     "onnx/config.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/model.safetensors": b"",
     "code.py": b"",
 }
 
@@ -225,7 +227,8 @@ def _online(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hub_repository_without_its_pickles(site: Site, tmp_path: Path) -> None:
     hub(site, FILES)
     folder = snapshot("org/name", "v1", tmp_path, progress=False, endpoint=site.url)
-    assert {p.name for p in folder.rglob("*") if p.is_file()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
     assert Checkpoint.open(folder).names() == ["a"]
     fetched = {path for method, path, _ in site.seen if method == "GET" and "/resolve/" in path}
     assert not any("bin" in path or "original" in path for path in fetched)

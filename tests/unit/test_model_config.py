@@ -135,6 +135,7 @@ UNSUPPORTED = [
     {"num_local_experts": 8},
     {"kv_lora_rank": 512},
     {"rope_scaling": {"rope_type": "mrope"}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
     {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
     {"model_type": "mistral", "sliding_window": 4, "layer_types": ["chunked_attention"] * 4},
 ]

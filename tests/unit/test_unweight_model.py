@@ -64,7 +64,7 @@ def test_unpacking_gives_the_same_files(tmp_path: Path, shards: int) -> None:
     assert model.verify(tmp_path / "packed", source, CODEC, nothing) == []
     model.unpack(tmp_path / "packed", tmp_path / "again", CODEC, nothing)
     assert contents(tmp_path / "again") == contents(source)
-    assert not list(tmp_path.glob("*.partial"))
+    assert {path.name for path in tmp_path.iterdir()} == {"plain", "packed", "again"}
 
 
 def test_a_checkpoint_answers_for_the_tensors_as_they_were(packed: Path) -> None:
@@ -188,7 +188,8 @@ def test_torn_and_altered_files_never_give_other_weights(packed: Path, data: st.
         {"codec": "zip"}, {"codec": "raw"}, {"codec": None}, {"dtype": "I16"}, {"dtype": "F32"}, {"dtype": "X"},
         {"dtype": "F16", "shape": [128, 96]}, {"shape": [97, 128]}, {"shape": [1 << 40, 1 << 40]}, {"shape": [-96, -1]},
         {"shape": "96"}, {"shape": [96.0, 128]}, {"first": 255}, {"lengths": "1"}, {"lengths": "11"}, {"lengths": None},
-        {"crc32": "x"}, {"crc32": 1}, {"sha256": "0" * 64}, {"sha256": None},
+        {"crc32": "x"}, {"crc32": 1}, {"sha256": "0" * 64}, {"sha256": None}, {"dtype": ["BF16"]},
+        {"codec": "raw", "shape": [10**3000, 10**3000]},
     ],
 )  # fmt: skip
 def test_lies_about_a_tensor_are_typed_errors(packed: Path, change: dict[str, object]) -> None:
@@ -287,6 +288,29 @@ def test_pull_packs_into_the_cache(
         places.append(Path(capsys.readouterr().out.strip()))
     assert places[0] == places[1] and places[0].is_relative_to(tmp_path / "cache" / "unweight")
     assert model.verify(places[0], source, CODEC, nothing) == []
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(["pull", str(source), "--unweight", "--quiet"]) == 0
+    place = Path(capsys.readouterr().out.strip())
+    assert place != places[0] and (place / "chat_template.jinja").exists(), "what goes along with them counts too"
+
+
+def test_what_a_link_leads_to_goes_along(tmp_path: Path) -> None:
+    source = unweight_models.write(tmp_path / "m")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.json").write_text("{}")
+    (source / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    (source / "round").symlink_to(source)
+    model.pack(source, tmp_path / "packed", CODEC, nothing)
+    assert (tmp_path / "packed" / "1_Pooling" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "packed" / "round").exists()
+    assert model.verify(tmp_path / "packed", source, CODEC, nothing) == []
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "packed.partial").mkdir()
+    (tmp_path / "packed.partial" / "thesis.txt").write_text("mine")
+    model.pack(unweight_models.write(tmp_path / "m"), tmp_path / "packed", CODEC, nothing)
+    assert (tmp_path / "packed.partial" / "thesis.txt").read_text() == "mine"
 
 
 SLOW = """
@@ -314,10 +338,10 @@ def test_killed_in_the_middle_nothing_appears_and_a_second_run_succeeds(tmp_path
     process.send_signal(signal.SIGKILL)
     process.wait(30)
     process.stdout.close()
-    assert not target.exists() and (tmp_path / "packed.partial" / "model.safetensors").exists()
+    assert not target.exists() and (tmp_path / ".packed.partial" / "model.safetensors").exists()
     model.pack(source, target, CODEC, nothing)
     assert model.verify(target, source, CODEC, nothing) == []
-    assert not (tmp_path / "packed.partial").exists()
+    assert not (tmp_path / ".packed.partial").exists()
 
 
 def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _packed_place(name: str, model: Path) -> Path:
     """Beside the checkpoints; another one when the model's files change."""
-    from emberline.unweight.model import weight_files
+    from emberline.unweight.model import copied_files, weight_files
 
     stats = [(file.resolve(), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(model)]
-    key = hashlib.sha256(repr(stats).encode()).hexdigest()[:12]
+    others = [(file.relative_to(model), hashlib.sha256(file.read_bytes()).digest()) for file in copied_files(model)]
+    key = hashlib.sha256(repr((stats, sorted(others))).encode()).hexdigest()[:12]
     slug = re.sub(r"[^A-Za-z0-9.]+", "-", name.removeprefix("hf:")).strip("-.")[-80:]
     return cache_dir() / "unweight" / f"{slug}-{key}"

@@ -1,15 +1,14 @@
-"""free_memory: what this process may still take of the machine's, without swapping and within its container's limit."""
+"""free_memory: what this process may still take of the machine's, without swapping and within its groups' limits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 # Of each version of control groups: the folder, the limit, what is used, and what is before the names in memory.stat.
-GROUPS = (
-    ("sys/fs/cgroup", "memory.max", "memory.current", ""),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-)
+V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
+V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -18,10 +17,21 @@ def free_memory(root: Path = Path("/")) -> int:
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    for folder, limit, used, prefix in GROUPS:
-        with suppress(OSError, ValueError, KeyError):  # such as of "max": no limit
-            group = root / folder
-            kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))  # given back when asked
-            found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
+    for top, limit, used, prefix in (V2, V1):
+        for group in _groups(root, root / top, "" if top == V2[0] else "memory"):
+            with suppress(OSError, ValueError, KeyError):  # such as of "max": no limit
+                kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))  # given when asked
+                found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
     return max(0, min(found, default=0))
+
+
+def _groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
+    """Ours and all above it: in a container often only the top, on a machine shared by jobs one deep below."""
+    yield top
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                parts = [part for part in path.split("/") if part not in ("", "..")]
+                yield from (top.joinpath(*parts[: i + 1]) for i in range(len(parts)))

@@ -1,4 +1,4 @@
-"""A JSON object in a file that came with a model: size-capped, typed errors, no surprises from the parser."""
+"""JSON in files that came with a model: size-capped, typed errors, no surprises from the parser."""
 
 from __future__ import annotations
 
@@ -12,27 +12,43 @@ MAX_BYTES = 64 << 20
 
 
 def parse_object(data: bytes | str, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as e:  # includes bad UTF-8, duplicate keys and absurdly long integers
-        raise ModelFileError(f"{what} is not valid JSON: {e}") from e
+    value = _parsed(data, what)
     if not isinstance(value, dict):
         raise ModelFileError(f"{what} must hold a JSON object, not {type(value).__name__}")
     return value
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ModelFileError(f"{path} is larger than {MAX_BYTES} bytes")
-        data = path.read_bytes()
-    except OSError as e:
-        raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
-    return parse_object(data, str(path))
+    return parse_object(_content(path), str(path))
 
 
 def read_optional(path: Path) -> dict[str, Any]:
     return read_object(path) if path.exists() else {}
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """A list of them; empty where there is no such file."""
+    value = _parsed(_content(path), str(path)) if path.exists() else []
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise ModelFileError(f"{path} must hold a list of JSON objects")
+    return value
+
+
+def _parsed(data: bytes | str, what: str) -> Any:
+    try:
+        text = data.decode() if isinstance(data, bytes) else data
+        return json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:  # includes bad UTF-8, duplicate keys and absurdly long integers
+        raise ModelFileError(f"{what} is not valid JSON: {e}") from e
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ModelFileError(f"{path} is larger than {MAX_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as e:
+        raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from emberline.core.errors import ModelFileError, UnsupportedModel
 from emberline.hub.dequant import dequantise
 from emberline.hub.gguf import GGUF
+from emberline.hub.gguftokenizer import CONTROL
 
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -33,6 +35,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -93,6 +96,9 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
     heads, hidden = fields.integer("attention.head_count"), fields.integer("embedding_length")
     if heads < 1 or hidden < 1:
         raise ModelFileError(f"{file.path} has {heads} heads and a hidden size of {hidden}")
+    head_dim = fields.integer("attention.key_length", hidden // heads)
+    if (rotated := fields.integer("rope.dimension_count", head_dim)) != head_dim:
+        raise UnsupportedModel(f"{file.path} rotates {rotated} of {head_dim} dimensions")
     config = {
         "architectures": [name],
         "model_type": model_type,
@@ -101,7 +107,7 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
-        "head_dim": fields.integer("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": _short(fields.number("attention.layer_norm_rms_epsilon")),
@@ -124,7 +130,7 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
 
 def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     fields = Fields(metadata)
-    ends = [fields.token(key) for key in ("eos", "eot", "eom")]
+    ends = [fields.token(key) for key in ("eos", "eot", "eom")] + _known_ends(metadata)
     return {
         "bos_token_id": fields.token("bos"),
         "eos_token_id": list(dict.fromkeys(e for e in ends if e is not None)),
@@ -132,13 +138,21 @@ def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _known_ends(metadata: dict[str, Any]) -> list[int | None]:
+    """Older files name only one end, and rely on these being known by their text."""
+    tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if not isinstance(tokens, list) or not isinstance(kinds, list | array):
+        return []
+    return [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in ENDS]
+
+
 def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
-    kind = fields.text(f"{fields.arch}.rope.scaling.type", "none")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0))  # the second is older
+    kind = fields.text(f"{fields.arch}.rope.scaling.type", "linear" if factor else "none")
     if ROPE_FREQS in file.tensors:
         return _llama3_scaling(file, fields)
     if kind == "none":
         return None
-    factor = fields.number("rope.scaling.factor")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
@@ -146,10 +160,12 @@ def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if fields.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
-    names = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "attn_factor": "attention_factor"}
-    for theirs, ours in names.items():
-        if fields.has(f"rope.scaling.{theirs}"):
-            scaling[ours] = fields.number(f"rope.scaling.{theirs}")
+    for name in ("beta_fast", "beta_slow"):
+        if fields.has(f"rope.scaling.yarn_{name}"):
+            scaling[name] = fields.number(f"rope.scaling.yarn_{name}")
+    if fields.has("rope.scaling.attn_factor"):  # theirs multiplies the usual value, which ours replaces
+        usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        scaling["attention_factor"] = fields.number("rope.scaling.attn_factor") * usual
     return scaling
 
 

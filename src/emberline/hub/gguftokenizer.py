@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -45,10 +46,10 @@ class _Vocabulary:
             raise ModelFileError("the GGUF vocabulary holds a token twice")
 
     def sequence(self, key: str, kind: type) -> list[Any]:
-        values = list(self.metadata.get(f"tokenizer.ggml.{key}", []))
-        if not all(isinstance(v, kind) for v in values):
+        values = self.metadata.get(f"tokenizer.ggml.{key}", [])
+        if not isinstance(values, list | array) or not all(isinstance(v, kind) for v in values):
             raise ModelFileError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
-        return values
+        return list(values)
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.metadata.get(f"tokenizer.ggml.{key}", default))

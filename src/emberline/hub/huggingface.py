@@ -7,7 +7,9 @@ from pathlib import Path
 from emberline.core.errors import DownloadError, ModelError
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-IGNORED = ["*/*", ".*", "consolidated*", "*.onnx.json"]  # other frameworks' and duplicate weights live there
+# Other frameworks' and duplicate weights live in folders; a sentence embedder's modules have theirs too, by number.
+IGNORED = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
+           "*.onnx.json"]  # fmt: skip
 
 
 def snapshot(repo: str, revision: str | None, cache: Path, progress: bool, endpoint: str | None = None) -> Path:

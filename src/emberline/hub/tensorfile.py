@@ -21,6 +21,7 @@ from emberline.core.jsonfile import parse_object
 
 MAX_HEADER = 100 << 20
 MAX_DIMENSIONS = 16
+MAX_SIZE = 1 << 62
 ALIGN = 64
 DTYPE_BYTES = {
     "F64": 8,
@@ -100,9 +101,9 @@ def _check_places(path: Path, tensors: dict[str, TensorInfo], at: int, size: int
 
 
 def read_header(path: Path) -> Header:
-    if not path.is_file():  # a pipe would be waited for
-        raise ModelFileError(f"{path} is missing, or not a file", hint="download the model again")
     try:
+        if not path.is_file():  # a pipe would be waited for
+            raise ModelFileError(f"{path} is missing, or not a file", hint="download the model again")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
@@ -126,7 +127,7 @@ def _unpacked(path: Path, header: Header, tensors: dict[str, TensorInfo]) -> dic
         hint = f"this emberline reads version {PACKED_VERSION}"
         raise UnsupportedModel(f"{path} is packed in version {version!r}", hint=hint)
     check = str(header.metadata.get("check"))
-    if len(check) != 64 or header_check(header.text, check) != check:
+    if len(check) != 64 or not check.isascii() or header_check(header.text, check) != check:
         raise _bad(path, "its header is not the one that was written")
     said = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
     if said.keys() != tensors.keys():
@@ -138,7 +139,7 @@ def _as_packed(path: Path, name: str, stored: TensorInfo, said: Any) -> TensorIn
     if not isinstance(said, dict):
         raise _bad(path, f"what it says of tensor {name!r} is malformed")
     dtype, shape = said.get("dtype"), said.get("shape")
-    if dtype not in DTYPE_BYTES or not isinstance(shape, list) or not _sizes(shape):
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES or not isinstance(shape, list) or not _sizes(shape):
         raise _bad(path, f"what it says of tensor {name!r} is malformed")
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, said)
 
@@ -160,8 +161,8 @@ def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _sizes(numbers: Sequence[Any]) -> bool:
-    """Few enough to be multiplied."""
-    return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in numbers)
+    """Few and small enough to be multiplied."""
+    return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n <= MAX_SIZE for n in numbers)
 
 
 def _bad(path: Path, why: str) -> ModelFileError:

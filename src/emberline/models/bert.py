@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, UnsupportedModel
-from emberline.core.jsonfile import read_optional
+from emberline.core.jsonfile import read_object, read_objects, read_optional
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.fields import Fields
 from emberline.models.weights import Weights
 
+MODULES = {"Transformer", "Pooling", "Normalize"}  # of sentence-transformers
+POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
 IGNORABLE = r"embeddings\.position_ids|pooler\.dense\.(weight|bias)"
 CHUNK = 4096  # tokens computed at once; bounds memory
 
@@ -165,9 +167,18 @@ def _check_supported(config: Fields) -> None:
 
 def _pooling(directory: Path) -> str:
     """Mean unless the checkpoint says otherwise. Vectors are normalised either way: a dot product is a cosine."""
-    fields = Fields(read_optional(directory / "1_Pooling" / "config.json"), "1_Pooling/config.json")
-    modes = [name for name, value in fields.values.items() if name.startswith("pooling_mode_") and value is True]
-    known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    if len(modes) > 1 or not known.keys() >= set(modes):
-        raise UnsupportedModel(f"pooling by {', '.join(modes)[:200]} is not supported", hint="supported: mean, cls")
-    return known[modes[0]] if modes else "mean"
+    kinds = {str(module.get("type")).rpartition(".")[2] for module in read_objects(directory / "modules.json")}
+    if others := ", ".join(sorted(kinds - MODULES)):
+        raise UnsupportedModel(
+            f"an embedder with {others[:200]} is not supported", hint=f"supported: {sorted(MODULES)}"
+        )
+    path = directory / "1_Pooling" / "config.json"
+    if not path.exists():
+        return "mean"
+    fields = read_object(path)
+    modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value is True]
+    modes += [one] if isinstance(one := fields.get("pooling_mode"), str) else []
+    if len(modes) != 1 or modes[0] not in POOLING:
+        told = ", ".join(modes)[:200] or "nothing"
+        raise UnsupportedModel(f"pooling by {told} is not supported", hint="supported: mean, cls")
+    return POOLING[modes[0]]

@@ -31,7 +31,12 @@ class RopeConfig:
     @staticmethod
     def from_hf(config: Fields, head_dim: int, max_position: int) -> RopeConfig:
         """transformers 5 writes all under rope_parameters; older files have rope_scaling, and rope_theta beside it."""
-        fields = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+        names = [name for name in ("rope_parameters", "rope_scaling") if config.has(name)]
+        fields = config.section(names[0] if names else "rope_scaling")
+        if len(names) == 2 and fields.values != config.section(names[1]).values:
+            raise UnsupportedModel(
+                "rope_parameters and rope_scaling say different things", hint="put what you want into rope_parameters"
+            )
         if any(isinstance(value, dict) for value in fields.values.values()):
             raise UnsupportedModel(f"{fields.where}: a different rope for each kind of layer is not supported")
         kind = fields.text("rope_type", fields.text("type", "default"))

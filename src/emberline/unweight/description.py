@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from math import prod
@@ -38,7 +39,8 @@ class Description:
         if codec != "huffman" or info.dtype not in WIDTHS:
             raise ModelFileError(f"{info.file} has a tensor of dtype {info.dtype} in the codec {str(codec)[:40]!r}")
         code = Code.parse(said.get("first"), said.get("lengths"))
-        return Description(info.dtype, info.shape, sha256, crc32, code, entropy if isinstance(entropy, float) else 0.0)
+        known = entropy if isinstance(entropy, float) and math.isfinite(entropy) else 0.0
+        return Description(info.dtype, info.shape, sha256, crc32, code, known)
 
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "codec": "raw"}

@@ -93,7 +93,7 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
         raise InvalidRequest(f"{target} exists already", hint="remove it, or choose another name")
     if target.resolve().is_relative_to(source.resolve()):
         raise InvalidRequest(f"{target} lies in {source}, which is to be copied")
-    work = target.with_name(target.name + ".partial")
+    work = target.with_name(f".{target.name}.partial")
     try:
         work.mkdir(parents=True, exist_ok=True)
         with _locked(work) as handle:
@@ -134,8 +134,13 @@ def _remove(paths: Iterator[Path]) -> None:
 def _others(directory: Path) -> Iterator[Path]:
     """Files that are no weights, and those that are but not the checkpoint's."""
     weights = set(weight_files(directory))
-    for folder, folders, files in os.walk(directory, onerror=_fail):
+    seen: set[str] = set()
+    for folder, folders, files in os.walk(directory, onerror=_fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if (real := os.path.realpath(folder)) in seen:  # by a link to where we have been
+            folders.clear()
+            continue
+        seen.add(real)
         yield from (path for name in files if not name.startswith(".") and (path := Path(folder) / name) not in weights)
 
 
@@ -143,22 +148,23 @@ def _fail(error: OSError) -> None:
     raise error
 
 
+def copied_files(directory: Path) -> Iterator[Path]:
+    """What goes along with the weights as it is."""
+    return (path for path in _others(directory) if path.suffix not in OTHER_WEIGHTS)
+
+
 def _copy_others(source: Path, work: Path) -> list[Path]:
-    left_out = []
-    for path in _others(source):
-        if path.suffix in OTHER_WEIGHTS:
-            left_out.append(path)
-            continue
+    for path in copied_files(source):
         to = work / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, to)
-    return left_out
+    return [path for path in _others(source) if path.suffix in OTHER_WEIGHTS]
 
 
 def _differing_others(original: Path, packed: Path) -> list[str]:
-    pairs = [(path, packed / path.relative_to(original)) for path in _others(original)]
+    pairs = [(path, packed / path.relative_to(original)) for path in copied_files(original)]
     return [
         f"{copy} is not {path}"
         for path, copy in pairs
-        if path.suffix not in OTHER_WEIGHTS and not (copy.is_file() and filecmp.cmp(path, copy, shallow=False))
+        if not (copy.is_file() and filecmp.cmp(path, copy, shallow=False))
     ]
