@@ -28,7 +28,7 @@ class Rooms:
 
 
 class Scripted:
-    def __init__(self, kind: str, role: str, rooms: Rooms | None = None, port: int = 0) -> None:
+    def __init__(self, kind: str, role: str, rooms: Rooms | None = None, port: int = 0, model: str = "m") -> None:
         self.kind, self.role, self.rooms = kind, role, rooms
         self.asked: list[dict[str, Any]] = []
         self.ended = 0
@@ -39,7 +39,7 @@ class Scripted:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                self.reply(200, {"data": [{"id": "m", "max_model_len": 4096}]})
+                self.reply(200, {"data": [{"id": model, "max_model_len": 4096}]})
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

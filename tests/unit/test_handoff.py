@@ -501,25 +501,42 @@ def test_leases_of_requests_that_wait_are_kept_alive() -> None:
     assert p.stats().transfer.ended == {"acknowledged": 1, "released": 1}  # type: ignore[union-attr]
 
 
+def test_a_peer_whose_address_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, d = pair_of()
+    assert p.dock and d.dock and d.pairing
+
+    def fails(peer: object, deadline: float) -> None:
+        "\ud800".encode("idna")
+
+    monkeypatch.setattr(d.dock.receiver, "pair", fails)
+    d.pairing.meet([asdict(p.dock.sender.peer)])
+    ends, pairs = time.monotonic() + 30, None
+    while time.monotonic() < ends and (pairs is None or not pairs.refused):
+        pairs = d.pairing.news() or pairs
+        time.sleep(0.005)
+    assert pairs is not None and "Unicode" in pairs.refused[p.dock.sender.peer.incarnation]
+
+
 def test_pairing_with_whom_it_should() -> None:
     p, d = pair_of()
     other, wide = engine("other"), engine("wide", size=24)
     assert p.dock and d.dock and d.pairing and other.dock and wide.dock
     peers = [asdict(one.dock.sender.peer) for one in (p, other, wide)]
-    d.pairing.meet([*peers, {"incarnation": "broken"}])
+    newer = {**peers[0], "incarnation": "newer", "layout": {**peers[0]["layout"], "unheard": 1}}
+    d.pairing.meet([*peers, {"incarnation": "broken"}, newer])
     ends, pairs = time.monotonic() + 30, None
-    while time.monotonic() < ends and (pairs is None or len(pairs.paired) + len(pairs.refused) < 4):
+    while time.monotonic() < ends and (pairs is None or len(pairs.paired) + len(pairs.refused) < 5):
         pairs = d.pairing.news() or pairs
         time.sleep(0.005)
     assert pairs is not None and pairs.paired == [peers[0]["incarnation"]]
-    assert pairs.refused.keys() == {peers[1]["incarnation"], "broken"} | {peers[2]["incarnation"]}
+    assert pairs.refused.keys() == {"broken", "newer", *(peer["incarnation"] for peer in peers[1:])}
     assert "reached" in pairs.refused[peers[1]["incarnation"]]
     acquaint(p, d, other)  # it is up at last
     ends = time.monotonic() + 30
     while time.monotonic() < ends and len(pairs.paired) < 2:
         pairs = d.pairing.news() or pairs
         time.sleep(0.005)
-    assert len(pairs.paired) == 2 and len(pairs.refused) == 2
+    assert len(pairs.paired) == 2 and len(pairs.refused) == 3
     assert len(d.dock.receiver._links) == 2
     d.pairing.close()
     assert d.pairing.news() == ([], {}) and d.dock.receiver._links == {}

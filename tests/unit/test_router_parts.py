@@ -246,6 +246,16 @@ def test_who_drains_stays_who_leaves_is_forgotten_and_who_was_cut_off_may_return
     assert members.register(card("a", "2"), 109.0)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://:8001", "http://w:80010", "http://w:0", "http://me@w", "ftp://w", "w:1", "http://[::1"]
+)
+def test_a_worker_that_nobody_could_ask_is_not_taken(url: str) -> None:
+    card = {"name": "w", "incarnation": "i", "url": url, "models": [{"name": "m"}]}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(card, Card)
+    assert msgspec.convert({**card, "url": "http://[::1]:8001"}, Card)
+
+
 def test_a_newer_worker_is_understood() -> None:
     model = {"name": "m", "experts": 8}
     card = {"name": "w", "incarnation": "i", "url": "http://w:1", "models": [model], "region": "eu"}

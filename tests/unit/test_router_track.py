@@ -87,6 +87,17 @@ def test_a_tracked_stream_goes_on_with_groups_or_not_at_all(next_: bytes) -> Non
         track.push(next_)
 
 
+@pytest.mark.parametrize("rubbish", [b"data: 1\n\n", b": said 0 1\n\n", b": cached -1\n\n", b": chain x\n\n"])
+def test_what_was_not_passed_on_is_not_handed_on(rubbish: bytes) -> None:
+    """A group that comes in one read with what is garbled: who goes on says it again."""
+    track, said = Track(), b": said 0 %d 9\n\ndata: 1\n\n"
+    assert track.push(b": cached 3\n\n" + said % 1) == b"data: 1\n\n"
+    with pytest.raises(Garbled):
+        track.push(b": cached 5\n\n" + said % 2 + rubbish)
+    handoff = track.handoff()
+    assert [each.tokens for each in handoff.said] == [(1,)] and handoff.cached_tokens == 3
+
+
 @pytest.mark.parametrize(
     ("stream", "ended"),
     [

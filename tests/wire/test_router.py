@@ -171,7 +171,13 @@ def test_a_body_that_cannot_be_read_is_refused(pair: Pair) -> None:
     import urllib.error
     import urllib.request
 
-    for body, status in ((b"{", 400), (b"[]", 400), (json.dumps({"model": 5}).encode(), 400)):
+    for body, status in (
+        (b"{", 400),
+        (b"[]", 400),
+        (json.dumps({"model": 5}).encode(), 400),
+        (b'{"model": "tiny", "stream": "yes"', 400),
+        (b'{"model": "tiny", "stream": "yes", "x": "\xff"}', 400),
+    ):
         with pytest.raises(urllib.error.HTTPError, match=str(status)) as raised:
             urllib.request.urlopen(urllib.request.Request(f"{pair.url}/v1/chat/completions", body), timeout=10)
         assert json.loads(raised.value.read())["error"]["message"]

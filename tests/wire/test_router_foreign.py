@@ -52,7 +52,8 @@ def test_vllm(tmp_path: Path, stream: bool) -> None:
         assert said(url, stream) == "".join(WORDS)
         assert len(p.asked) == 1 and d.asked == [{**BODY, "stream": stream, "kv_transfer_params": TICKET}]
         short = [{"role": "user", "content": "hello"}]
-        assert said(url, stream, messages=short) == "".join(WORDS) and len(p.asked) == 1
+        assert said(url, stream, messages=short, kv_transfer_params=TICKET) == "".join(WORDS) and len(p.asked) == 1
+        assert "kv_transfer_params" not in d.asked[-1], "a client does not say where blocks are"
         p.fails = True
         other = [{"role": "user", "content": "other " * 1000}]
         assert said(url, stream, messages=other) == "".join(WORDS)
@@ -107,7 +108,9 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path) -> None:
         assert said(url, True) == "".join(WORDS)
         one.close()
         until(lambda: rows(url)[one.name]["health"] == "lost")
-        again = Scripted("vllm", "both", port=one.port)
+        again = Scripted("vllm", "both", port=one.port, model="another")
         until(lambda: rows(url)[one.name]["health"] == "ready")
-        assert said(url, True) == "".join(WORDS) and len(again.asked) == 1
+        assert said(url, True, model="another") == "".join(WORDS) and len(again.asked) == 1
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            said(url, True)  # it has that one no more
         again.close()

@@ -71,7 +71,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     from emberline.cluster.supervisor import Supervisor, children
 
     port = args.port or free_port()
-    url = f"http://{args.host}:{port}"
+    url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     traced = _traced(args)
     router = ["--host", args.host, "--port", str(port), *keys, *traced, *(["--kv-events"] if args.kv_events else [])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,8 +33,9 @@ class Card(msgspec.Struct, frozen=True):
             raise ValueError("name and incarnation must be 1 to 128 printable ASCII characters")
         if not self.models:
             raise ValueError("models must not be empty")
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError("url must be an http or https URL")
+        parts = urlsplit(self.url)  # which raises ValueError itself, as its port does
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
+            raise ValueError("url must be an http or https URL of a host")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -54,6 +56,7 @@ class Beat(msgspec.Struct, frozen=True):
     ready: bool = True  # False: the engine starts again
     running: int = 0
     waiting: int = 0
+    loading: int = 0  # of those that run: their blocks come from elsewhere, and they need no step
     kv_usage: float = 0.0
     step: int = 0
     step_seconds: float = 0.0  # of the last step

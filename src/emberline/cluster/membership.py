@@ -72,7 +72,7 @@ class Membership:
         member = self._members.get(beat.name)
         if member is None or member.card.incarnation != beat.incarnation:
             return False
-        if beat.step != member.beat.step or not beat.running + beat.waiting:
+        if beat.step != member.beat.step or beat.running + beat.waiting <= beat.loading:
             member.moved = now
         member.beat, member.heard = beat, now
         return True

@@ -154,6 +154,7 @@ class Stats:
 
     step: int = 0
     running: int = 0
+    loading: int = 0  # of those: their blocks come from elsewhere, and they need no step
     waiting: int = 0
     asleep: int = 0  # of these, waiting for their model to wake
     deferred: int = 0  # of these, waiting for a sibling to compute the prompt they share

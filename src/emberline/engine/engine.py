@@ -213,6 +213,7 @@ class Engine:
         return Stats(
             step=self._steps,
             running=len(s.running),
+            loading=s.num_loading,
             waiting=s.num_waiting,
             deferred=s.num_deferred,
             blocks_total=self.kv.total,

@@ -56,7 +56,7 @@ class Pairing:
             try:
                 peer = Peer.parsed(told)
                 wanted[peer.incarnation] = peer
-            except BadTransfer as error:
+            except TransferError as error:  # such as a layout of a later release
                 unreadable[str(told.get("incarnation"))] = error.message
         with self._changed:
             new = [peer for name, peer in wanted.items() if name not in self._wanted]
@@ -90,6 +90,8 @@ class Pairing:
                 self._receiver.pair(peer, self._clock.now() + ATTEMPT)
             except TransferError as error:
                 failure = error
+            except Exception as error:  # of an address that is none
+                failure = BadTransfer(f"{type(error).__name__}: {error}")
             with self._changed:
                 if peer.incarnation not in self._wanted:
                     break

@@ -82,6 +82,8 @@ def _named(body: bytes) -> str:
         return _NAMED.decode(body).model
     except msgspec.ValidationError as e:
         raise InvalidRequest(f"the body does not say which model: {e}", param="model") from e
+    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 
 def _parts(asked: _Body) -> Iterator[msgspec.Raw]:

@@ -34,6 +34,10 @@ class Call:
     def with_headers(self, headers: Mapping[str, str]) -> Call:
         return replace(self, headers={**self.headers, **headers})
 
+    def without_fields(self, *names: str) -> Call:
+        """As it was written, where it has none of them."""
+        return self.with_fields({}, *names) if not _FIELDS.decode(self.body).keys().isdisjoint(names) else self
+
     def with_fields(self, fields: Mapping[str, Any], *without: str) -> Call:
         """Its body with other fields; all else stays as it was written."""
         body: dict[str, Any] = {name: raw for name, raw in _FIELDS.decode(self.body).items() if name not in without}

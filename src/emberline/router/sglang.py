@@ -30,7 +30,7 @@ class SGLang:
     detached: bool = True
 
     def plain(self, stream: bool) -> Call:
-        return self.call
+        return self.call.without_fields("bootstrap_host", "bootstrap_port", "bootstrap_room")  # of a client
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
         place = {"bootstrap_host": peer["host"], "bootstrap_port": peer["port"], "bootstrap_room": self.room}

@@ -108,8 +108,10 @@ class Track:
             data = b"".join(self._kept)
             self._kept.clear()
         out: list[bytes] = []
+        said = bytearray()
         at = done = 0  # [0, done) are whole groups, [done, at) comments before the next
-        cached, self._wanted = self.cached, 1
+        cached = told = self.cached
+        self._wanted = 1
         while (end := data.find(b"\n\n", at) + 2) > 1:
             line = data[at : end - 1]
             if line.startswith(b": said "):
@@ -118,30 +120,28 @@ class Track:
                     self._wanted = end - len(data)
                     break
                 out.append(data[begin:end])
-                self._said += line
-                self.cached, done = cached, end
+                said += line
+                told, done = cached, end
             elif line.startswith(b": cached "):
                 cached = _number(line.split(b" "), 2)
             elif line.startswith(b": chain "):
                 self.link = read_link(line[8:].decode("latin-1"))
             elif not line.startswith(b":"):
-                return b"".join(out) + self._without_groups(data[at:])
+                if said or self._said:
+                    raise Garbled(repr(data[at : at + 80]))
+                self._plain = Events()  # it began with comments, as others write them to keep a connection alive
+                return self._plain.push(data[at:])
             at = end
         if done < len(data):
             self._keep(data[done:])
+        self._said += said  # only now: who raises has passed on nothing
+        self.cached = told
         return b"".join(out)
 
     def _keep(self, rest: bytes) -> None:
         if len(rest) + self._wanted > LARGEST:
             raise Garbled(f"a group of more than {LARGEST} bytes")
         self._kept.append(rest)
-
-    def _without_groups(self, data: bytes) -> bytes:
-        """It began with comments, as others write them to keep a connection alive."""
-        if self._said:
-            raise Garbled(repr(data[:80]))
-        self._plain = Events()
-        return self._plain.push(data)
 
 
 def read_link(text: str) -> Link:

@@ -49,7 +49,7 @@ class VLLM:
     detached: bool = False
 
     def plain(self, stream: bool) -> Call:
-        return self.call
+        return self.call.without_fields("kv_transfer_params")  # of a client: they say where blocks are read
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
         one = {"stream": False, "max_tokens": 1, "kv_transfer_params": REMOTE}

@@ -37,6 +37,7 @@ class Sponsor:
         self._upstream = upstream
         self._period = period
         self._cards: dict[Foreign, Card] = {}  # of those that were found
+        self._away: set[Foreign] = set()  # those may come back as others
         self._servers = servers
 
     async def run(self) -> None:
@@ -47,21 +48,28 @@ class Sponsor:
 
     async def _attend(self, server: Foreign) -> None:
         while True:
+            well = False
             with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, msgspec.MsgspecError, ValueError):
                 async with asyncio.timeout(PATIENCE):
-                    await self._look(server)
+                    well = await self._look(server)
+            (self._away.discard if well else self._away.add)(server)
             await asyncio.sleep(self._period)
 
-    async def _look(self, server: Foreign) -> None:
+    async def _look(self, server: Foreign) -> bool:
+        """Whether it is well."""
         status, _ = await self._get(server, "/health")
         if status != 200:
-            return
+            return False
         card = self._cards.get(server)
-        if card is None or self._dispatch.membership.get(card.name) is None:
+        forgotten = card is None or self._dispatch.membership.get(card.name) is None
+        if card is None or forgotten or server in self._away:
             _, body = await self._get(server, "/v1/models")
-            card = self._cards[server] = _card(server, msgspec.json.decode(body, type=_Models))
-            self._dispatch.register(card)
+            found = _card(server, msgspec.json.decode(body, type=_Models))
+            if card is None or forgotten or _offers(found) != _offers(card):
+                card = self._cards[server] = found
+                self._dispatch.register(card)
         self._dispatch.beat(Beat(card.name, card.incarnation, paired=self._paired(card)))
+        return True
 
     def _paired(self, card: Card) -> tuple[str, ...]:
         """They find each other by themselves: all of a kind are paired."""
@@ -74,6 +82,10 @@ class Sponsor:
             return reply.status, await reply.whole()
         finally:
             reply.close()
+
+
+def _offers(card: Card) -> list[tuple[str, int]]:
+    return [(model.name, model.max_context) for model in card.models]
 
 
 def _card(server: Foreign, found: _Models) -> Card:

@@ -60,6 +60,7 @@ class Presence:
             ready=self._engine.state is State.READY and self._settled(),
             running=stats.running,
             waiting=stats.waiting,
+            loading=stats.loading,
             kv_usage=round(stats.kv_usage, 4),
             step=stats.step,
             step_seconds=stats.step_seconds,
