@@ -20,11 +20,12 @@ from emberline.gateway.cache.entry import Entry
 from emberline.gateway.cache.key import cache_key, canonical
 from emberline.gateway.cache.memory import OVERHEAD, MemoryCache
 from emberline.gateway.cache.sqlite import SqliteCache
-from emberline.gateway.call import Call, Reply
+from emberline.gateway.call import Call, Reply, Step
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
-from emberline.gateway.keys.identity import Identity
+from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.layers.cached import Cached, lifetime
+from emberline.gateway.providers.base import CREDENTIALS
 
 ON = {"cache_ttl": 60}
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5}
@@ -111,6 +112,20 @@ def test_a_custom_key_stands_for_the_body_but_not_for_the_tenant() -> None:
     assert cache_key(call(BODY, headers=header)) == cache_key(call({"other": 1}, headers=header, model="n"))
     assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, settings={"gateway": "other"}))
     assert cache_key(call(BODY, headers=header)) != cache_key(call(BODY, headers=header, stream=True))
+
+
+def test_a_custom_key_stands_for_the_steps_but_not_for_their_keys() -> None:
+    def key(headers: dict[str, str], endpoint: str = "chat/completions", who: Identity = ANONYMOUS) -> str:
+        made = call(b"[]", headers={"cf-aig-cache-key": "answer"}, identity=who)
+        first = Step("openai", "m", endpoint="chat/completions", headers={"authorization": "Bearer shared"}, body=b"{}")
+        made.steps = (first, Step("openai", "m", endpoint=endpoint, headers=headers, body=b"{}"))
+        return cache_key(made)
+
+    keys = [key({}), *(key({name: one}) for name in CREDENTIALS for one in ("ada's", "bob's"))]
+    keys += [key({}, f"chat/completions?{name}={one}") for name in ("key", "api_key") for one in ("ada's", "bob's")]
+    assert len(set(keys)) == len(keys)
+    assert key({"user-agent": "x"}, "elsewhere?alt=sse") == key({})
+    assert key({"authorization": "Bearer a"}, who=ADA) == key({"authorization": "Bearer b"}, who=ADA), "as of a call"
 
 
 @pytest.mark.parametrize(

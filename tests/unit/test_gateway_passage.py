@@ -11,7 +11,7 @@ import pytest
 from emberline.core.clock import ManualClock
 from emberline.gateway.errors import Broken
 from emberline.gateway.streams.meter import Meter
-from emberline.gateway.streams.passage import Passage
+from emberline.gateway.streams.passage import MOST, Passage
 
 PIECE = b'data: {"candidates":[{"content":{"parts":[{"text":"%b"}],"role":"model"}}]}\n\n'
 
@@ -30,12 +30,20 @@ class Said:
         self.closed = True
 
 
-async def passed(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
-    """What came through, how it ended, and what was raised."""
+def passage_of(dialect: str, said: Said) -> Passage:
     call = SimpleNamespace(
         dialect=dialect, deadline=100.0, settings=SimpleNamespace(timeouts=SimpleNamespace(between_events=5.0))
     )
-    passage = Passage(cast("Any", call), cast("Any", Said(*reads)), Meter(cast("Any", dialect)), None, ManualClock())
+    return Passage(cast("Any", call), cast("Any", said), Meter(cast("Any", dialect)), None, ManualClock())
+
+
+async def begun(said: Said) -> None:
+    await passage_of("openai-chat", said).begin(50.0, lambda *_: None)
+
+
+async def passed(dialect: str, *reads: bytes) -> tuple[bytes, str, str]:
+    """What came through, how it ended, and what was raised."""
+    passage = passage_of(dialect, Said(*reads))
     ended: list[str] = []
     await passage.begin(50.0, lambda _, how, code: ended.append(how))
     got = b""
@@ -59,3 +67,18 @@ def test_a_malformed_one_after_the_ending_harms_nobody() -> None:
     last = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
     got, how, code = asyncio.run(passed("openai-chat", chat, last + b"data: {nonsense\n\n"))
     assert (got, how, code) == (chat + last, "complete", "")
+
+
+@pytest.mark.parametrize("event", [b": a comment\n\n", b'data: {"id":"a","choices":[]}\n\n'])
+def test_what_has_no_content_is_not_kept_for_ever(event: bytes) -> None:
+    many = event * (65536 // len(event))
+    reads = [many] * (2 * MOST // len(many))
+    said = Said(*reads)
+    with pytest.raises(Broken, match="no content among the first"):
+        asyncio.run(begun(said))
+    assert (len(reads) - len(said.left)) * len(many) <= MOST + len(many)
+
+
+def test_a_first_content_that_is_large_is_one() -> None:
+    large = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * MOST)
+    asyncio.run(begun(Said(b": a comment\n\n", large)))

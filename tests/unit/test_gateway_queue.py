@@ -32,6 +32,7 @@ class Model:
         self.who: list[str] = []
         self.busy: list[str] = []  # errors, before there is room
         self.pause = 0.0
+        self.odd: dict[str, Any] = {}  # what is said, or raised, to whom
 
     async def __call__(self, request: Request, key_id: str) -> Reply:
         text = msgspec.json.decode(request.body)["messages"][0]["content"]
@@ -40,9 +41,11 @@ class Model:
             return Reply(429, {}, b"{}", error=self.busy.pop())
         self.asked.append(text)
         self.who.append(key_id)
+        if isinstance(odd := self.odd.get(text, text), Exception):
+            raise odd
         assert request.headers["cf-aig-gateway-id"] == "g" and request.path == "/accounts/a/ai/v1/chat/completions"
         usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
-        return Reply(200, {}, sse.dumps({"choices": [{"message": {"content": text}}], "usage": usage}))
+        return Reply(200, {}, sse.dumps({"choices": [{"message": {"content": odd}}], "usage": usage}))
 
 
 def played(home: Path, play: Callable[[SQLiteStore, Model, ManualClock], Awaitable[None]]) -> None:
@@ -133,6 +136,24 @@ def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         batch = await queue.add("a", "g", "m", "k1", REQUESTS)
         assert await queue._step()
         assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
+
+    played(tmp_path, play)
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else []
+
+
+@pytest.mark.parametrize("odd", [RuntimeError("as told"), nested(890)])
+def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, odd: Any) -> None:
+    async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
+        model.odd = {"3": odd}
+        queue = Queue(store, model, lambda: 0, wall)
+        batch = await queue.add("a", "g", "m", "k1", REQUESTS)
+        assert await queue._step() and not await queue._step()
+        rows = (await done(queue, batch.id))["responses"]
+        assert [row["id"] for row in rows if not row["success"]] == [3]
+        assert rows[3]["error"]["code"] == 3043 and model.asked.count("3") == 1
 
     played(tmp_path, play)
 

@@ -186,6 +186,12 @@ def test_an_endpoint_passed_through_is_read_by_its_shape(reply: dict[str, Any], 
     assert Usage.found("raw", reply) == usage
 
 
+@pytest.mark.parametrize("absurd", [1e300, float("inf"), 1 << 54, -1])
+def test_a_count_that_cannot_be_is_not_told(absurd: float) -> None:
+    assert Usage.read("openai-chat", {"prompt_tokens": absurd, "completion_tokens": 3}) == Usage(output=3)
+    assert Usage.read("gemini", {"promptTokenCount": absurd, "totalTokenCount": absurd}) == Usage()
+
+
 @pytest.mark.parametrize("said", [None, [], "usage", 3, {}, {"prompt_cache_hit_tokens": 4}])
 @pytest.mark.parametrize("dialect", sorted(READERS))
 def test_nothing_said_is_none(dialect: str, said: object) -> None:

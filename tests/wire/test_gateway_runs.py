@@ -12,7 +12,7 @@ import pytest
 from gateways import Gateways
 from routers import until
 
-from emberline.gateway.run import queue
+from emberline.gateway.run import queue, runs
 
 TEXT = "".join(f"word{i} " for i in range(8))
 RUN = "/client/v4/accounts/default/ai/run"
@@ -85,6 +85,50 @@ def test_a_stream(gateway: Gateways) -> None:
         [{"name": "weather", "arguments": {"city": "Paris"}}]
     ]
     assert found[-1]["usage"]["completion_tokens"] == 8
+
+
+def test_a_run_and_a_chat_share_what_is_kept(tmp_path: Path) -> None:
+    with started(tmp_path, cache_ttl=60) as gateway:
+        told = [run(gateway, "/m", {"prompt": "x"}) for _ in range(2)]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        status, headers, said = gateway.post("/accounts/default/ai/v1/chat/completions", chat, KEY)
+        assert [each[0] for each in told] == [200, 200] and told[0] == told[1]
+        assert status == 200 and headers["cf-aig-cache-status"] == "HIT" and "choices" in json.loads(said)
+        assert gateway.fakes["fake"].count == 1
+
+
+FORM = {"prompt": "x", "response_format": {"type": "json_object"}}
+
+
+def is_idle(gateway: Gateways) -> bool:
+    return b"gateway_open_requests 0" in gateway.post("/metrics", b"", method="GET")[2]
+
+
+def test_json_that_is_nested_too_deep_stays_text(gateway: Gateways) -> None:
+    gateway.fakes["fake"].says = "[" * 1500
+    status, headers, said = gateway.post(f"{RUN}/m", FORM, KEY)
+    assert status == 200 and json.loads(said)["result"]["response"] == "[" * 1500
+    assert gateway.record(headers["cf-aig-log-id"]).success and is_idle(gateway)
+    [row] = fetched(gateway, queued(gateway, [FORM]))["responses"]
+    assert row["success"] and row["result"]["response"] == "[" * 1500 and gateway.fakes["fake"].count == 2
+
+
+def test_json_that_can_just_be_read_holds_nobody_up(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    fake.says = "[" * 900 + "]" * 900
+    assert gateway.post(f"{RUN}/m", FORM, KEY)[0] == 200 and is_idle(gateway)
+    [row] = fetched(gateway, queued(gateway, [FORM]))["responses"]
+    assert row["error"]["code"] == 3043 and fake.count == 2, "there is no room for it among others"
+
+
+def test_a_reply_that_cannot_be_told_is_closed(gateway: Gateways, monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*_: Any) -> Any:
+        raise RuntimeError("as told")
+
+    monkeypatch.setattr(runs, "answered", odd)
+    assert gateway.post(f"{RUN}/odd", {"prompt": "x"}, KEY)[0] == 500
+    until(lambda: (record := gateway.newest()) is not None and record.model == "odd", 10)
+    assert is_idle(gateway)
 
 
 def test_no_room(gateway: Gateways) -> None:

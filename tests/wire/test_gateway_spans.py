@@ -86,6 +86,15 @@ def test_who_is_asked_goes_on_below_it(gateway: Gateways, collecting: Collecting
     assert asked["traceparent"] == f"00-{TRACE}-{span['spanId']}-01" and asked["tracestate"] == "vendor=1"
 
 
+def test_a_steps_key_is_in_no_span(gateway: Gateways, collecting: Collecting) -> None:
+    secret = {"headers": {"authorization": "Bearer sk-of-the-caller"}}
+    _, headers, _ = gateway.post("/v1/default/default", [STEP | secret])
+    _, facts = of(collecting, headers["cf-aig-log-id"])
+    assert gateway.fakes["fake"].asked[-1].headers["authorization"] == "Bearer sk-of-the-caller"
+    assert json.loads(facts["gen_ai.prompt_json"]) == STEP["query"]
+    assert "sk-of-the-caller" not in str(collecting.spans)
+
+
 def test_what_is_no_trace_is_not_passed_on(gateway: Gateways, collecting: Collecting) -> None:
     _, log = ask(gateway, {"traceparent": f"00-{TRACE}-{PARENT}", "tracestate": "vendor=1"})
     span, _ = of(collecting, log)

@@ -16,7 +16,7 @@ import msgspec
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
 
-VERSION = 2  # of what a key is made of
+VERSION = 3  # of what a key is made of
 SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
 SECRET = ("key", "api_key")  # query parameters that are credentials, of Gemini and others
 
@@ -59,8 +59,15 @@ def canonical(body: bytes) -> bytes:
 def _credentials(call: Call) -> list[str]:
     if call.identity.kind != "anonymous":
         return []
-    query = [part for part in call.query.split("&") if part.partition("=")[0] in SECRET]
-    return [*(call.headers.get(name, "") for name in CREDENTIALS), *query]
+    found = _secrets(call.headers, call.query)
+    for step in call.steps:  # a universal request has its keys there
+        found += _secrets(step.headers or {}, (step.endpoint or "").partition("?")[2])
+    return found
+
+
+def _secrets(headers: dict[str, str], query: str) -> list[str]:
+    said = [part for part in query.split("&") if part.partition("=")[0] in SECRET]
+    return [*(headers.get(name, "") for name in CREDENTIALS), *said]
 
 
 def _public(query: str) -> list[str]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+MOST = 1 << 53  # tokens; a provider that tells more has told nothing
+
 
 class Usage(msgspec.Struct, frozen=True):
     input: int = 0
@@ -102,9 +104,9 @@ def _count(said: Mapping[str, Any], *names: str) -> int:
     """The first of these that is a count; 0 if none is. Some providers write 12.0."""
     for name in names:
         value = said.get(name)
-        if type(value) is int and value >= 0:  # True is none
+        if type(value) is int and 0 <= value <= MOST:  # True is none
             return value
-        if type(value) is float and value.is_integer() and value >= 0:
+        if type(value) is float and 0 <= value <= MOST and value.is_integer():
             return int(value)
     return 0
 

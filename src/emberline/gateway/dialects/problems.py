@@ -77,7 +77,7 @@ def read_error(body: bytes) -> Problem:
     """Any dialect's: they are told apart by their shape."""
     try:
         said = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeError):
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return Problem(body[:500].decode(errors="replace") or "the provider gave no reason")
     return problem_of(said)
 

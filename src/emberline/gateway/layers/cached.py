@@ -106,16 +106,17 @@ class Cached:
         if reply.status != 200 or reply.error:
             self._land(ask, flight, "failed")
             return reply
-        recording = None if isinstance(reply.body, bytes) else Recording(reply.body, self._largest)
-        if recording is not None:
-            reply.body = recording
+        # As it is now: by its end others may have said it in other words.
+        kept = reply.body if isinstance(reply.body, bytes) else Recording(reply.body, self._largest)
+        reply.body = kept
 
         async def ended(reply: Reply) -> None:
             landing: Landing = "left" if reply.ended == "left" else "failed"
             entry = None
             try:
-                if reply.ended == "complete" and (entry := await self._stored(ask, reply, recording)) is not None:
-                    landing = "stored"
+                if reply.ended == "complete" and reply.status == 200:
+                    entry = await self._stored(ask, reply, kept)
+                    landing = "failed" if entry is None else "stored"
             finally:
                 self._land(ask, flight, landing)
             if entry is not None and look is not None:
@@ -151,16 +152,15 @@ class Cached:
         if look.near is not None and (would := await self._entry(look.near.key)) is not None:
             await self.semantic.compare(would, entry)
 
-    async def _stored(self, ask: _Ask, reply: Reply, recording: Recording | None) -> Entry | None:
-        if recording is None:
-            assert isinstance(reply.body, bytes)
-            whole, chunks = len(reply.body) <= self._largest, [reply.body]
+    async def _stored(self, ask: _Ask, reply: Reply, kept: bytes | Recording) -> Entry | None:
+        if isinstance(kept, bytes):
+            whole, chunks = len(kept) <= self._largest, [kept]
         else:
-            whole, chunks = recording.whole, recording.chunks
+            whole, chunks = kept.whole, kept.chunks
         if not whole:
             self.stats.too_large += 1
             return None
-        entry = Entry.of(reply, chunks, recording is not None)
+        entry = Entry.of(reply, chunks, isinstance(kept, Recording))
         await self._store.put(ask.key, entry.encoded(), ask.seconds)
         self.stats.stored += 1
         return entry

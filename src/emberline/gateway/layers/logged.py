@@ -40,7 +40,7 @@ def logged(journal: Journal, clock: Clock) -> Layer:
 
                 async def ended(reply: Reply) -> None:
                     seconds = clock.now() - call.began
-                    payload = None if kept is None else Payload(_asked(call, reply), b"".join(kept))
+                    payload = None if kept is None else Payload(asked(call, reply), b"".join(kept))
                     journal.put(record(call, reply, seconds), payload)
 
                 reply.endings.append(ended)
@@ -62,7 +62,7 @@ def heads(call: Call, reply: Reply) -> None:
     headers.update(call.notes)
 
 
-def _asked(call: Call, reply: Reply) -> bytes:
+def asked(call: Call, reply: Reply) -> bytes:
     """Of a list of steps, the body of the one that answered: the list itself has keys in it."""
     if call.redacted:
         return call.redacted[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 
 from emberline.gateway.call import Call, Handler, Layer, Reply
-from emberline.gateway.layers.logged import GONE, Tapped, record
+from emberline.gateway.layers.logged import GONE, Tapped, asked, record
 from emberline.gateway.logs.record import Record
 from emberline.trace.context import PARENT, STATE, Context
 from emberline.trace.span import About, Kind, Span
@@ -68,8 +68,8 @@ def _end(span: Span, call: Call, reply: Reply, kept: list[bytes] | None) -> None
     span.name = f"{made.request_type or 'call'} {made.model}".strip()
     span.about |= _about(made)
     if kept is not None:
-        asked = call.redacted[-1] if call.redacted else call.body
-        span.about |= {"gen_ai.prompt_json": _text(asked), "gen_ai.completion_json": _text(b"".join(kept))}
+        prompt, completion = _text(asked(call, reply)), _text(b"".join(kept))
+        span.about |= {"gen_ai.prompt_json": prompt, "gen_ai.completion_json": completion}
     span.end("" if made.success else made.error or made.ended)
 
 

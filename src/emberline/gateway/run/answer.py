@@ -17,8 +17,9 @@ Json = dict[str, Any]
 BUSY = 3040  # no room for it now
 BUSY_TEXT = "Capacity temporarily exceeded, please try again."
 _CODES = {400: 5006, 401: 10000, 403: 10000, 404: 5007, 413: 3006, 429: 2003}
-_FAILED = 3043  # of all that went wrong at the model
+FAILED = 3043  # of all that went wrong at the model
 _WAITS = ("upstream_refused", "upstream_resting")  # what becomes of a provider that has no room
+_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last: nested too deep
 
 
 def enveloped(result: Any) -> Json:
@@ -54,12 +55,12 @@ def told(asked: Question, reply: Reply) -> Json:
     if is_busy(reply):
         return failed(BUSY, BUSY_TEXT)
     if reply.status >= 400:
-        return failed(_CODES.get(reply.status, _FAILED), read_error(reply.body).message)
+        return failed(_CODES.get(reply.status, FAILED), read_error(reply.body).message)
     wants_json = isinstance(asked.body.get("response_format"), dict)
     try:
         return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
-    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as e:
-        return failed(_FAILED, f"the model's reply is not what it should be: {e!r}")
+    except (LookupError, TypeError, AttributeError, *_NO_JSON) as e:
+        return failed(FAILED, f"the model's reply is not what it should be: {e!r}")
 
 
 def result(kind: Kind, said: Json, wants_json: bool = False) -> Json:
@@ -72,7 +73,7 @@ def result(kind: Kind, said: Json, wants_json: bool = False) -> Json:
     message = said["choices"][0]["message"]
     made: Json = {"response": message.get("content")}
     if wants_json and isinstance(message.get("content"), str):
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(*_NO_JSON):
             made["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [_call(each["function"]) for each in calls]
@@ -85,7 +86,7 @@ def _used(said: Json) -> Json:
 
 def _call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(*_NO_JSON):
         arguments = msgspec.json.decode(arguments)
     return {"name": function.get("name"), "arguments": arguments}
 
@@ -115,7 +116,7 @@ class RunStream:
             return sse.DONE if payload else b""
         said = msgspec.json.decode(payload)
         if said.get("error"):
-            return sse.data(failed(_FAILED, problem_of(said).message))
+            return sse.data(failed(FAILED, problem_of(said).message))
         made = b"".join(self._choice(choice) for choice in said.get("choices") or ())
         return made + (sse.data({"response": "", "usage": said["usage"]}) if said.get("usage") else b"")
 

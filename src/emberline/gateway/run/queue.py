@@ -19,7 +19,7 @@ from emberline.gateway.call import Reply
 from emberline.gateway.errors import LimitExceeded, StoreFailed
 from emberline.gateway.gateway import Request
 from emberline.gateway.keys.identity import Identity
-from emberline.gateway.run.answer import is_busy, told
+from emberline.gateway.run.answer import FAILED, failed, is_busy, told
 from emberline.gateway.run.batch import Batch, Shelf, read
 from emberline.gateway.run.question import question
 from emberline.gateway.store.base import Document, Store
@@ -35,6 +35,7 @@ LEASE = 60.0  # seconds that a batch is one process's
 SAVE = 20.0  # seconds between two times that answers are kept
 LOOK = 5.0  # seconds between two looks for batches of other processes
 PATIENCE = 30.0  # seconds that a request lets others go first
+ROOM = 100  # levels that an answer may be nested in where it is kept and told
 KEPT = 86_400.0  # seconds that answers wait to be fetched, and that a batch has to become them
 PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds before a provider without room is asked again; then always the last
 _PASSES = (LimitExceeded.code, StoreFailed.code)  # as that does
@@ -177,18 +178,27 @@ class Queue:
 
     async def _answer(self, batch: Batch, at: int, request: Json) -> Json:
         row = {"id": at, "success": False, "external_reference": request.get("external_reference")}
+        try:
+            said = await self._said(batch, request)
+            _check_depth(said)
+        except Exception as e:  # its own, not the batch's: asked again it would be the same, and paid for again
+            log.exception("request %d of batch %s", at, batch.id)
+            said = failed(FAILED, f"the request could not be answered: {type(e).__name__}")
+        if said["success"]:
+            return {**row, "success": True, "result": said["result"]}
+        return {**row, "error": said["errors"][0]}
+
+    async def _said(self, batch: Batch, request: Json) -> Json:
+        """When there is room for it."""
         until = batch.created + KEPT * 1e3
         tried = 0
         while True:
             await self._turn()
             said, busy = await self._asked(batch, request)
             if not busy or self._now() > until:
-                break
+                return said
             await asyncio.sleep(PAUSES[min(tried, len(PAUSES) - 1)])
             tried += 1
-        if said["success"]:
-            return {**row, "success": True, "result": said["result"]}
-        return {**row, "error": said["errors"][0]}
 
     async def _asked(self, batch: Batch, request: Json) -> tuple[Json, bool]:
         asked = question(batch.model, _input(request))
@@ -228,6 +238,14 @@ class _Work(msgspec.Struct):
 
 def _input(request: Json) -> Json:
     return {name: value for name, value in request.items() if name != "external_reference"}
+
+
+def _check_depth(said: Json) -> None:
+    """RecursionError, if it could not be written, or read again, among others."""
+    deep: Any = said
+    for _ in range(ROOM):
+        deep = [deep]
+    msgspec.json.encode(deep)
 
 
 def _sum(answers: list[Json]) -> Json:

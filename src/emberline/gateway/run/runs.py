@@ -20,7 +20,7 @@ from emberline.gateway.options import Options, asking
 from emberline.gateway.paths import DEFAULT, Target
 from emberline.gateway.refusal import error_reply
 from emberline.gateway.run.answer import Json, answered, enveloped, failed, is_busy
-from emberline.gateway.run.question import question
+from emberline.gateway.run.question import Question, question
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.settings import Settings
 
@@ -75,7 +75,7 @@ class Runs:
             raise NotFound(f"there is nothing at {request.path[:200]!r}")
         try:
             said = msgspec.json.decode(request.body, type=dict)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise InvalidRequest(f"the body is not a JSON object: {e}") from e
         model, options = unquote(match["model"] or ""), Json()
         if not model:
@@ -117,7 +117,7 @@ class Runs:
             reply = await self._gateway.answer(made)
             pause = PAUSES[min(tried, len(PAUSES) - 1)]
             if not is_busy(reply) or asked.rejects or self._clock.now() + pause >= until:
-                return answered(told, reply)
+                return await _given(told, reply)
             await reply.close()
             await asyncio.sleep(pause)
         raise AssertionError("not reached")
@@ -142,6 +142,14 @@ def _wishes(options: Json, query: str) -> list[bool]:
         if options.get(name, False) not in (True, False) or said.get(name, "false") not in ("true", "false"):
             raise InvalidRequest(f"{name} must be true or false", param=name)
     return [options.get(name) is True or said.get(name) == "true" for name in _WISHES]
+
+
+async def _given(asked: Question, reply: Reply) -> Reply:
+    try:
+        return answered(asked, reply)
+    except BaseException:  # nobody else has it to close
+        await reply.close()
+        raise
 
 
 def _reply(said: Json) -> Reply:

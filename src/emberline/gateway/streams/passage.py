@@ -15,6 +15,7 @@ from emberline.gateway.streams.meter import Meter
 from emberline.gateway.upstream.upstream import Incoming
 
 GRACE = 1.0  # seconds from a stream's own ending to the connection's
+MOST = 4 << 20  # bytes that come before the first content
 
 Settle = Callable[["Passage", str, str], None]  # how it ended, and the code of what went wrong
 
@@ -34,7 +35,7 @@ class Passage:
 
     async def begin(self, until: float, settle: Settle) -> None:
         """To the first content, or an end that is one."""
-        signs = self.meter.signs
+        signs, came = self.meter.signs, 0
         while not signs.begun and not signs.ended:
             passed = await self._more(min(until, self._call.deadline), first=True)
             if signs.failed:
@@ -44,6 +45,9 @@ class Passage:
             if self.meter.broken is not None:
                 raise self.meter.broken
             if passed:
+                came += len(passed)
+                if came > MOST and not (signs.begun or signs.ended):
+                    raise Broken(f"no content among the first {came} bytes")
                 self._kept.append(self._said(passed))
         self._settle = settle
 
