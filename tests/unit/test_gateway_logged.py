@@ -30,6 +30,12 @@ def test_a_turn_can_be_searched_for() -> None:
     assert made.metadata == {"turn_id": "t7"} and made.session_id == "s1"
 
 
+def test_a_key_in_a_query_is_not_kept() -> None:
+    asked = call()
+    asked.id, asked.endpoint = "0" * 32, "v1beta/models/m:generateContent?key=a-secret"
+    assert record(asked, Reply(200, {}, b""), 1.0).path == "v1beta/models/m:generateContent"
+
+
 def test_what_tells_no_usage_has_no_cost() -> None:
     asked, prices = call(dialect="raw"), Prices(CatalogueFiles())
     asked.id = "0" * 32

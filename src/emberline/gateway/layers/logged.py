@@ -124,7 +124,7 @@ def record(call: Call, reply: Reply, seconds: float) -> Record:
         gateway=call.gateway,
         provider=reply.provider or call.provider,
         model=reply.model or call.model,
-        path=call.endpoint,
+        path=call.endpoint.partition("?")[0],  # a query may have a key in it
         dialect=call.dialect,
         request_type=KINDS.get(call.dialect, ""),
         status=reply.status,
