@@ -159,6 +159,50 @@ def test_a_body_that_breaks_is_told_to_the_client_and_to_who_reads_it() -> None:
     run(app, work)
 
 
+def test_trailers_are_no_headers() -> None:
+    seen = []
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await body_of(receive)
+        seen.append(dict(scope["headers"]))
+        await answer(send, b"")
+
+    async def work(client: Any, server: Server) -> None:
+        one = await client()
+        trailed = CHUNKED.removesuffix(b"\r\n") + b"authorization: me\r\nx: y\r\n\r\n"
+        for asked in (trailed, POST):
+            one.say(asked)
+            await one.reply()
+
+    run(app, work)
+    assert seen == [{b"transfer-encoding": b"chunked"}, {b"content-length": b"5"}]
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 9000, b"1;x="])
+def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
+    async def work(client: Any, server: Server) -> None:
+        one = await client()
+        one.say(CHUNKED.removesuffix(b"0\r\n\r\n"))
+        await asyncio.sleep(0.05)
+        one.say(endless + b"a" * 2 * visitor.LARGEST_HEAD)
+        assert (await one.reply())[0].startswith(b"HTTP/1.1 431 ")
+        await _all_left(server)
+
+    run(echo, work)
+
+
+def test_large_pieces_of_a_body_are_no_frame() -> None:
+    async def work(client: Any, server: Server) -> None:
+        one = await client()
+        body = b"x" * (1 << 20)
+        for _ in range(2):
+            one.say(b"POST /x HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        for _ in range(2):
+            assert len((await one.reply())[1]) == len(body) + 3
+
+    run(echo, work)
+
+
 def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visitor, "HEAD", 0.1)
     monkeypatch.setattr(visitor, "KEEP", 0.1)
@@ -283,6 +327,74 @@ def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch,
         while not server.host.guests:
             await asyncio.sleep(0.01)
         await _all_left(server)
+
+    run(app, work)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    monkeypatch.setattr(visitor, "STALLED", 0.3)
+    body = b"x" * (8 << 20)  # more than systems keep for one who does not read
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await answer(send, body)
+
+    async def work(client: Any, server: Server) -> None:
+        one = await client()
+        if not reads:
+            one.writer.transport.pause_reading()
+        one.say(GET * 3)
+        while not server.host.guests:
+            await asyncio.sleep(0.01)
+        if not reads:
+            await _all_left(server)
+            return
+        got = 0
+        for _ in range(10):  # for longer than nothing may be taken
+            got += len(await one.reader.readexactly(1 << 18))
+            await asyncio.sleep(0.1)
+        while got < 3 * len(body):
+            got += len(data := await one.reader.read(1 << 20))
+            assert data, "it was cut"
+
+    run(app, work)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        UPGRADE.replace(b"GET /", b"GET /" + b"x" * 9000),
+        UPGRADE.replace(b"Host: x", b"Host: x\r\ny: " + b"z" * 9000),
+        UPGRADE.replace(b"Host: x", b"Host: x" + b"\r\ny: z" * 150),
+        UPGRADE.replace(b"Host: x", b"Content-Length: 5"),  # which never comes
+        UPGRADE.replace(b"Host: x", b"Transfer-Encoding: chunked"),
+    ],
+)
+def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:
+    async def work(client: Any, server: Server) -> None:
+        server.host.largest_message = 1 << 20
+        one = await client()
+        one.say(asked)
+        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert await one.rest() == b""
+        await _all_left(server)
+
+    run(echo, work)
+
+
+def test_a_socket_is_refused_with_any_number() -> None:
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.http.response.start", "status": 529, "headers": []})
+        await send({"type": "websocket.http.response.body", "body": b"busy"})
+
+    async def work(client: Any, server: Server) -> None:
+        server.host.largest_message = 1 << 20
+        one = await client()
+        one.say(UPGRADE)
+        said = await one.rest()
+        assert said.startswith(b"HTTP/1.1 529 \r\n") and said.endswith(b"\r\n\r\nbusy")
 
     run(app, work)
 

@@ -15,6 +15,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.errors import Broken, TimedOut, Unreached
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.net import pool
 from emberline.net.connection import BUFFER
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -50,6 +51,7 @@ class Peer:
                 self.heads.append(head + await reader.readexactly(length))
                 reply = self.replies.pop(0)
                 if reply is None:
+                    await asyncio.sleep(self.pause)
                     break
                 size = self.pieces or len(reply) or 1
                 for start in range(0, len(reply), size):
@@ -150,6 +152,29 @@ def test_a_head_without_an_end_is_broken() -> None:
     run(work)
 
 
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 20_000, b"1;x="])
+def test_a_body_whose_frame_is_endless_is_broken(endless: bytes) -> None:
+    begun = CHUNKED[: CHUNKED.index(b"0\r\n")]
+
+    async def work(upstream: Upstream) -> None:
+        async with Peer(begun + endless + b"y" * 400_000, None) as peer:
+            with pytest.raises(Broken, match="trailer has more than"):
+                await fetch(upstream, peer.url)
+
+    run(work)
+
+
+def test_trailers_are_no_headers() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(CHUNKED.replace(b"x-trailer: 1", b"transfer-encoding: x\r\nx-trailer: 1")) as peer:
+            incoming = await upstream.send(Outgoing("GET", peer.url, {}, b""), 2.0)
+            assert await incoming.whole(2.0, 100) == b"hello"
+            assert incoming.headers == {"transfer-encoding": "chunked"}
+            incoming.close()
+
+    run(work)
+
+
 def test_a_bomb_does_not_go_off() -> None:
     packed = gzip.compress(b"\0" * (64 << 20))
     head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
@@ -186,6 +211,30 @@ def test_a_line_that_died_while_it_was_kept_is_nobodys_failure() -> None:
             with pytest.raises(Broken):
                 await fetch(upstream, peer.url)  # on a new line it is one
             assert len(peer.heads) == 1
+
+    run(work)
+
+
+def test_who_hangs_up_late_may_have_worked_and_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "SOON", 0.05)
+
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN, None, PLAIN, pause=0.2) as peer:
+            assert await fetch(upstream, peer.url) == (200, b"hello")
+            with pytest.raises(Broken):
+                await fetch(upstream, peer.url)
+            assert peer.connections == 1 and len(peer.heads) == 2
+
+    run(work)
+
+
+def test_lines_that_died_while_they_were_kept_lead_to_one_new_one() -> None:
+    async def work(upstream: Upstream) -> None:
+        async with Peer(PLAIN, PLAIN, PLAIN, None, PLAIN) as peer:
+            await asyncio.gather(*(fetch(upstream, peer.url) for _ in range(3)))
+            assert peer.connections == 3
+            assert await fetch(upstream, peer.url) == (200, b"hello")
+            assert peer.connections == 4 and len(peer.heads) == 5, "not on another kept one"
 
     run(work)
 

@@ -14,7 +14,7 @@ from emberline.net.errors import Broken, TimedOut
 
 FOREVER = math.inf  # seconds
 BUFFER = 1 << 16  # bytes of a reply that may wait here before its sender has to
-LARGEST_HEAD = 1 << 16  # bytes of a reply's headers
+LARGEST_HEAD = 1 << 16  # bytes of a reply's headers; of its trailers
 LARGEST_INFLATED = 16 << 20  # bytes that one piece of a compressed reply may become
 
 
@@ -33,7 +33,9 @@ class Connection(asyncio.Protocol):
     def _begin(self, bodyless: bool) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
-        self._head_size = self._unheaded = 0  # bytes of headers; of all that came before they were whole
+        self._head_size = 0  # bytes of headers
+        self._extra = 0  # of all that came since they were whole, or since a piece of the body
+        self._moved = False  # what came last had one of those
         self._headed = False  # the head is whole
         self._bodyless = bodyless
         self._chunks: list[bytes] = []
@@ -148,15 +150,14 @@ class Connection(asyncio.Protocol):
         if self.complete or self._error is not None:  # nobody asked
             self.abort()
             return
-        self.silent = False
+        self.silent = self._moved = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, zlib.error, Broken) as e:
             self._failed(e)
-        if not self._headed:
-            self._unheaded += len(data)
-            if self._unheaded > LARGEST_HEAD and not self.closed:
-                self._failed(_large())
+        self._extra = 0 if self._moved else self._extra + len(data)
+        if self._extra > LARGEST_HEAD and not self.closed:
+            self._failed(self._large())
         if self._size > BUFFER and not self._paused and not self.closed:
             assert self._transport is not None
             self._paused = True
@@ -190,7 +191,9 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
         if self._head_size > LARGEST_HEAD:
-            raise _large()
+            raise self._large()
+        if self._headed:  # it is a trailer
+            return
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
@@ -199,7 +202,8 @@ class Connection(asyncio.Protocol):
         if 100 <= self.status < 200:
             self.headers, self._head_size = {}, 0
             return
-        self._headed = True
+        self._headed = self._moved = True
+        self._head_size = 0
         if (coding := self.headers.get("content-encoding", "identity").lower()) != "identity":
             if coding not in ("gzip", "deflate"):
                 raise Broken(f"the reply is in an encoding that was not asked for: {coding[:40]}")
@@ -208,6 +212,7 @@ class Connection(asyncio.Protocol):
             self.complete = True
 
     def on_body(self, body: bytes) -> None:
+        self._moved = True
         if self._inflater is not None:
             body = self._inflater.decompress(body, LARGEST_INFLATED)
             if self._inflater.unconsumed_tail:
@@ -221,6 +226,5 @@ class Connection(asyncio.Protocol):
             self.complete = True
             self._keep = not self._bodyless and self._parser.should_keep_alive()
 
-
-def _large() -> Broken:
-    return Broken(f"the reply's head has more than {LARGEST_HEAD} bytes")
+    def _large(self) -> Broken:
+        return Broken(f"the reply's {'trailer' if self._headed else 'head'} has more than {LARGEST_HEAD} bytes")

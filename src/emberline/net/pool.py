@@ -17,6 +17,7 @@ from emberline.net.reply import Reply
 
 MOST_IDLE = 256  # connections to one place
 MOST_PLACES = 4096  # remembered
+SOON = 1.0  # seconds after a request: who hangs up later may have worked on it
 
 Dial = Callable[[str, int], Awaitable[socket.socket]]  # host and port
 
@@ -24,8 +25,8 @@ Dial = Callable[[str, int], Awaitable[socket.socket]]  # host and port
 class Pool:
     def __init__(self, *, connect: float, idle: float, again: bool = False, dial: Dial | None = None) -> None:
         """`connect`: seconds for a connection to be made; `idle`: that one is kept. `again`: one that was kept, and
-        ended before a byte of the reply, is taken for closed by then, and another is asked. `dial` connects to what is
-        to be checked."""
+        ended soon, before a byte of the reply, is taken for closed by then, and a new one is asked, once. `dial`
+        connects to what is to be checked."""
         self._connect_seconds, self._idle = connect, idle
         self._again = again
         self._dial = dial
@@ -54,18 +55,20 @@ class Pool:
         place = self._places.get((origin, checked)) or self._place(origin, checked)
         head = _head(method, path, place.header, headers, body)
         until = self._loop.time() + seconds
+        kept = place.kept(self._loop.time() - self._idle)
         while True:
-            kept = place.kept(self._loop.time() - self._idle)
             connection = kept or await self._connected(place, seconds)
             self._open.add(connection)
+            soon = self._loop.time() + SOON
             try:
                 connection.send(method, head, body)
                 await connection.head(until - self._loop.time())
             except BaseException as e:
                 self._done(place, connection)
                 closed = isinstance(e, Broken) and kept is not None and connection.silent
-                if not (closed and self._again):
+                if not (closed and self._again) or self._loop.time() > soon:
                     raise
+                kept = None
             else:
                 return Reply(connection, partial(self._done, place))
 

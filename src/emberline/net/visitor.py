@@ -5,7 +5,11 @@ what comes while one is answered waits, and is bounded. Who says nothing, or nev
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import math
+import sys
+import termios
 from collections import deque
 from typing import Any, cast
 from urllib.parse import unquote
@@ -18,7 +22,8 @@ from emberline.net.turn import Turn
 KEEP = 5.0  # seconds between two requests
 HEAD = 20.0  # seconds for a head to come
 LINGER = 20.0  # seconds for the last words to be taken
-LARGEST_HEAD = 1 << 16  # bytes, but for what comes with its end
+STALLED = 60.0  # seconds in which a client that is owed something takes nothing
+LARGEST_HEAD = 1 << 16  # bytes, but for what comes with its end; of trailers, too
 MOST_HEADERS = 200
 REFUSALS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
 
@@ -38,7 +43,9 @@ class Visitor(asyncio.Protocol):
         self._heading = False  # a head has begun, and not ended
         self._deaf = False  # nothing that comes is read any more
         self._paused = False
-        self._size = 0  # of the head
+        self._size = 0  # of what came since the last head or piece of a body
+        self._moved = False  # one of those was in what came last
+        self._untaken = 0  # bytes, when it was last looked
         self._due = math.inf  # when it is sent away, if nothing happens
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -51,6 +58,7 @@ class Visitor(asyncio.Protocol):
     def drained(self) -> asyncio.Future[None]:
         assert self.full and (self._drained is None or self._drained.done()), "one writer at a time"
         self._drained = self.loop.create_future()
+        self._watch()
         return self._drained
 
     def pause(self) -> None:
@@ -138,12 +146,15 @@ class Visitor(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.full = False
+        if self._turn is not None and self._transport is not None and not self._transport.is_closing():
+            self._due = math.inf
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         if self._deaf or self._parser is None:
             return
+        self._moved = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as e:
@@ -154,10 +165,9 @@ class Visitor(asyncio.Protocol):
         except httptools.HttpParserError as e:
             self._spoiled(431 if isinstance(e.__context__, _TooLarge) else 400)
             return
-        if self._heading:
-            self._size += len(data)
-            if self._size > LARGEST_HEAD:
-                self._spoiled(431)
+        self._size = 0 if self._moved else self._size + len(data)
+        if self._size > LARGEST_HEAD:
+            self._spoiled(431)
 
     def _spoiled(self, status: int) -> None:
         """What is under way is answered to its end."""
@@ -184,13 +194,13 @@ class Visitor(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > LARGEST_HEAD or len(self._headers) > MOST_HEADERS:
             raise _TooLarge
-        self._headers.append((name.lower(), value))
+        if self._heading:  # else it is a trailer, which no check of the head has seen
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
         assert parser is not None
-        self._heading = False
-        self._due = math.inf
+        self._heading, self._moved = False, True
         upgrades = parser.should_upgrade()
         if upgrades and self._wants_socket():
             return
@@ -206,6 +216,7 @@ class Visitor(asyncio.Protocol):
             self.pause()
 
     def on_body(self, body: bytes) -> None:
+        self._moved = True
         if self._reading is not None and not self._reading.complete:
             self._reading.came(body)
 
@@ -218,6 +229,7 @@ class Visitor(asyncio.Protocol):
 
     def _start(self, turn: Turn) -> None:
         self._turn = turn
+        self._due = math.inf  # but for one who does not take what is written
         turn.task = self.loop.create_task(turn.run())
         self._host.work.add(turn.task)
 
@@ -281,10 +293,26 @@ class Visitor(asyncio.Protocol):
 
     def _rings(self) -> None:
         self._alarm = None
-        if self.loop.time() >= self._due:
-            self.abort() if self._deaf else self.close()
-        elif self._due < math.inf:
-            self._ring_at(self._due)
+        if self.loop.time() < self._due:
+            if self._due < math.inf:
+                self._ring_at(self._due)
+        elif self._turn is not None and self._count_untaken() < self._untaken:
+            self._watch()
+        else:
+            self.abort() if self._deaf or self._turn is not None else self.close()
+
+    def _watch(self) -> None:
+        """Who takes nothing of what is written is sent away, who takes it slowly is not."""
+        self._untaken = self._count_untaken()
+        self._wait(STALLED)
+
+    def _count_untaken(self) -> int:
+        """With what the system keeps: it takes no more from us before much of that has gone."""
+        assert self._transport is not None
+        kept = bytearray(4)
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
+        return self._transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
 
 
 class _TooLarge(Exception):

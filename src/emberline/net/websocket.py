@@ -22,6 +22,7 @@ log = logging.getLogger("emberline.net")
 
 PING = 20.0  # seconds between two
 GOODBYE = 10.0  # seconds for the other side to close, too
+_STATUSES = frozenset(HTTPStatus)
 _SMALL = {"server_max_window_bits": 12, "client_max_window_bits": 12, "compress_settings": {"memLevel": 5}}
 
 
@@ -81,7 +82,10 @@ class WebSocket(asyncio.Protocol):
             elif isinstance(event, Frame):
                 self._heard(event)
         self._flush()
-        if self._talk.close_rcvd is not None:
+        if self._response is None and self._talk.handshake_exc is not None and not self._over:
+            # it has a body, or is larger than this one reads
+            self._refused(HTTPStatus.BAD_REQUEST, Headers(), b"")
+        elif self._talk.close_rcvd is not None:
             self._end(self._talk.close_rcvd.code)
             self._close()
         elif self._talk.parser_exc is not None and not self._over:
@@ -184,8 +188,9 @@ class WebSocket(asyncio.Protocol):
 
     def _refused(self, status: int, headers: Headers, body: bytes) -> None:
         headers["Content-Length"], headers["Connection"] = str(len(body)), "close"
-        self._talk.send_response(Response(status, HTTPStatus(status).phrase, headers, body))
-        self._flush()
+        phrase = HTTPStatus(status).phrase if status in _STATUSES else ""
+        if self._transport is not None:
+            self._transport.write(Response(status, phrase, headers, body).serialize())
         self._end(CloseCode.ABNORMAL_CLOSURE)
         self._close()
 
