@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tiny
 from bytelevel import EOS, VOCAB_SIZE, tokenizer_file
 
 from emberline import LLM, SamplingParams
-from emberline.core.errors import EngineUnavailable, InvalidRequest
+from emberline.core.errors import EngineUnavailable, InvalidRequest, Overloaded, UnsupportedModel
 from emberline.core.params import Grammar
 from emberline.core.request import Submission
 from emberline.engine.grammar import GrammarCompiler
@@ -93,6 +94,40 @@ def test_a_call_that_is_broken_off_leaves_the_engine_to_the_next(llm: LLM, monke
     llm.engine.step()
     assert llm.engine.idle
     assert llm.generate("one", plain, progress=False)[0].tokens == alone
+
+
+def test_a_batch_may_be_larger_than_the_queue(directory: Path, llm: LLM) -> None:
+    prompts, plain = [f"{i}" for i in range(8)], SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, n=2)
+    with LLM(directory, device="cpu", kv_memory=1 << 20, max_running=1, max_waiting=1) as small:
+        done = small.generate(prompts, plain, progress=False)
+        assert small.engine.idle
+    assert [(c.prompt, c.index) for c in done] == [(i, n) for i in range(8) for n in range(2)]
+    assert [c.tokens for c in done] == [c.tokens for c in llm.generate(prompts, plain, progress=False)]
+
+
+def test_what_no_queue_has_room_for_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise Overloaded("full")
+
+    monkeypatch.setattr(llm.engine, "add", full)
+    with pytest.raises(Overloaded):
+        llm.generate("one", progress=False)
+
+
+def test_a_model_without_a_chat_template_continues_prompts(tmp_path: Path) -> None:
+    tokenizer_file(tiny.write(tmp_path, tiny.config("llama", vocab_size=VOCAB_SIZE, eos_token_id=EOS)))
+    with LLM(tmp_path, device="cpu", kv_memory=1 << 20) as bare:
+        assert bare.generate("one", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)[0].tokens
+        with pytest.raises(UnsupportedModel, match="no chat template"):
+            bare.chat([{"role": "user", "content": "one"}])
+
+
+def test_the_least_of_tokens_comes_before_stop_strings(llm: LLM) -> None:
+    plain = SamplingParams(max_tokens=8, min_tokens=8, temperature=0.0, ignore_eos=True)
+    text = llm.generate("one", plain, progress=False)[0].text
+    assert llm.generate("one", replace(plain, stop=(text[2],)), progress=False)[0].text == text
+    sooner = llm.generate("one", replace(plain, stop=(text[2],), min_tokens=0), progress=False)[0]
+    assert sooner.text == text[:2] and sooner.finish_reason == "stop"
 
 
 def test_closed_it_leaves_nothing_but_its_blocks(directory: Path, tmp_path: Path) -> None:

@@ -106,6 +106,17 @@ def test_tokens_after_the_stop_are_not_taken(tokenizer: Tokenizer) -> None:
     assert len(detokenizer.offsets) == 2
 
 
+@pytest.mark.parametrize("sizes", [[], [2], [3], [7]])
+def test_stop_strings_wait_for_the_least_of_tokens(tokenizer: Tokenizer, sizes: list[int]) -> None:
+    ids = [i for c in "abcabxab" for i in tokenizer.encode(c)]
+    detokenizer = Detokenizer(tokenizer, stop=("ab",), at_least=4)
+    assert "".join(detokenizer.push(run) for run in cut(ids, sizes)) == "abcabx"  # the second begins too soon
+    assert detokenizer.stopped == "ab" and len(detokenizer.offsets) == 8
+    early = Detokenizer(tokenizer, stop=("ab",), at_least=4)
+    assert [early.push([i]) for i in ids[:4]] == [*"abca"]  # nothing is held back
+    assert early.flush() == ""
+
+
 def test_a_character_is_shown_when_it_is_whole(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂x")
     detokenizer = Detokenizer(tokenizer)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -38,6 +39,8 @@ READY_BUT_DEAF = BEGUN + "engine.shutdown(socket.SHUT_RD); engine.sendall(encode
 THEN_DIES = READY + "engine.recv(1 << 16)"
 THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
 THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
+THEN_HANGS = READY + "time.sleep(60)"
+KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
 BOOTS_FOR_EVER = """
 import sys, threading, types
 boots = types.ModuleType("emberline.engine.fleet_boot")
@@ -51,8 +54,9 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 @asynccontextmanager
-async def started(script: str) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), command=(sys.executable, "-c", script))
+async def started(script: str, stall_timeout: float = 120.0) -> AsyncIterator[AsyncEngine]:
+    command = sys.executable, "-c", script
+    engine = AsyncEngine({"m": EngineConfig("m")}, FleetConfig(), stall_timeout=stall_timeout, command=command)
     try:
         await asyncio.wait_for(engine.start(), 60)
         yield engine
@@ -143,9 +147,13 @@ def test_who_fails_over_a_report_ends_what_is_open(hasty: None) -> None:
     asyncio.run(main())
 
 
-def test_a_process_that_cannot_be_killed_holds_up_nobody(hasty: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize(("script", "stall_timeout"), [(THEN_HANGS_UP, 120.0), (THEN_HANGS, 0.4)])
+def test_a_process_that_cannot_be_killed_holds_up_nobody(
+    hasty: None, monkeypatch: pytest.MonkeyPatch, script: str, stall_timeout: float, run: Run
+) -> None:
     async def main() -> None:
-        async with started(THEN_HANGS_UP) as engine:
+        async with started(script, stall_timeout) as engine:
             pid = engine.pid
             assert pid is not None
             with monkeypatch.context() as patched:
@@ -153,6 +161,22 @@ def test_a_process_that_cannot_be_killed_holds_up_nobody(hasty: None, monkeypatc
                 end = await ask(engine)
             os.kill(pid, signal.SIGKILL)
             assert "does not end" in end.message
+
+    run(main())
+
+
+def test_a_pause_of_the_whole_machine_is_no_silence(hasty: None) -> None:
+    async def main() -> None:
+        async with started(KEEPS_REPORTING, stall_timeout=0.8) as engine:
+            pid = engine.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(1.2)  # nor does the loop go on
+            asyncio.get_running_loop().call_later(0.05, os.kill, pid, signal.SIGCONT)
+            await asyncio.sleep(1.2)
+            assert engine.pid == pid and engine.restarts == 0 and engine.state is State.READY
+            os.kill(pid, signal.SIGSTOP)  # it alone
+            assert isinstance(await ask(engine), EngineFailed)
 
     asyncio.run(main())
 

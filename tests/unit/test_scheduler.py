@@ -302,3 +302,20 @@ def test_scored_prompts_share_a_budget_of_their_own() -> None:
             if o.prompt_logprobs is not None:
                 found[o.id] = len(o.prompt_logprobs)
     assert seen == 3 * 700 and found == {f"scored{i}": 699 for i in range(3)}
+
+
+def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
+    e = engine(24, budget=6, running=8)
+    for i in range(4):
+        e.add(submission(f"a{i}", 6, start=100 * i, max_tokens=20))
+    for _ in range(6):
+        e.step()
+    e.clock.advance(1)
+    e.add(submission("b", 90, start=500, priority=Priority.BATCH, max_tokens=2))
+    outputs = run(e)
+    assert e.scheduler.preemptions
+    assert sum(o.cached_tokens for o in outputs) == e.kv.hits == 0
+    assert e.kv.queries == 4 * 6 + 90
+    assert not e.scheduler._found
+    e.add(submission("c", 90, start=500, max_tokens=2))
+    assert sum(o.cached_tokens for o in run(e)) == e.kv.hits == 88

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from emberline.core.config import DEFAULT_MODEL, EngineConfig
-from emberline.core.errors import EmberlineError, EngineUnavailable
+from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, UnsupportedModel
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
@@ -50,7 +50,7 @@ class LLM:
         """`model` is any name that `emberline pull` takes; `settings` are those of EngineConfig."""
         directory = resolve(str(model))
         self.tokenizer = Tokenizer.load(directory)
-        self.template = ChatTemplate.load(directory)
+        self.template = _template(directory)
         self.loaded = boot(EngineConfig(model=str(directory), **settings))
         self.engine = self.loaded.engine
         runner = self.engine.runner  # grammars may be a stranger's here too; its process is started by the first
@@ -87,10 +87,13 @@ class LLM:
         if params.grammar is not None:
             self._guard.check(params.grammar, param="grammar")
         jobs: Jobs = {}
+        bar = _Bar(len(many) * params.n, enabled=progress and sys.stderr.isatty())
         try:
             for i, prompt in enumerate(many):
-                jobs |= self._submit(i, prompt, params)
-            self._run(jobs, _Bar(len(jobs), enabled=progress and sys.stderr.isatty()))
+                self._submit(i, prompt, params, jobs, bar)
+            while not self.engine.idle:
+                self._step(jobs, bar)
+            bar.close()
         except BaseException:  # of a prompt, or Ctrl-C: nobody waits for the others now
             for name, _ in jobs:
                 self.engine.abort(name)
@@ -100,26 +103,38 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template: Any
     ) -> Completion:
+        if self.template is None:
+            raise UnsupportedModel("this model has no chat template", hint="use generate")
         text = self.template.render(list(messages), **template)
         return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
 
-    def _submit(self, i: int, prompt: str | list[int], params: SamplingParams) -> Jobs:
+    def _submit(self, i: int, prompt: str | list[int], params: SamplingParams, jobs: Jobs, bar: _Bar) -> None:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._count += 1
         name = f"llm-{self._count}"
-        self.engine.add(Submission(name, ids, params, timeout=float("inf")))
+        submission = Submission(name, ids, params, timeout=float("inf"))
+        while not self._is_added(submission):
+            self._step(jobs, bar)
         shown = params.skip_special_tokens, params.stop, params.include_stop
-        return {
-            (name, n): (Completion(i, n), Detokenizer(self.tokenizer, *shown, continuing=True)) for n in range(params.n)
-        }
+        for n in range(params.n):
+            text = Detokenizer(self.tokenizer, *shown, continuing=True, at_least=params.min_tokens)
+            jobs[name, n] = Completion(i, n), text
 
-    def _run(self, jobs: Jobs, bar: _Bar) -> None:
-        while not self.engine.idle:
-            for output in self.engine.step():
-                if (job := jobs.get((output.id, output.index))) is not None:  # or of a call that was broken off
-                    self._take(output, *job)
-                    bar.advance(len(output.tokens), output.finish is not None)
-        bar.close()
+    def _is_added(self, submission: Submission) -> bool:
+        """False: the engine is full, and has room for it once others have ended."""
+        try:
+            self.engine.add(submission)
+        except Overloaded:
+            if self.engine.idle:
+                raise
+            return False
+        return True
+
+    def _step(self, jobs: Jobs, bar: _Bar) -> None:
+        for output in self.engine.step():
+            if (job := jobs.get((output.id, output.index))) is not None:  # or of a call that was broken off
+                self._take(output, *job)
+                bar.advance(len(output.tokens), output.finish is not None)
 
     def _take(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
         if completion.finish_reason:
@@ -137,6 +152,13 @@ class LLM:
         elif output.finish is not None:
             completion.text += detokenizer.flush()
             completion.finish_reason = output.finish.value
+
+
+def _template(directory: Path) -> ChatTemplate | None:
+    try:
+        return ChatTemplate.load(directory)
+    except UnsupportedModel:
+        return None  # prompts can be continued without
 
 
 class _Bar:

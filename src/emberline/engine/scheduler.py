@@ -48,6 +48,7 @@ class Scheduler:
         self._loading: dict[str, Request] = {}  # those whose prefix is on its way from somewhere else
         self._unmet: dict[str, Request] = {}  # running, but the runner has not heard of these
         self._met: set[str] = set()
+        self._found: dict[str, int] = {}  # of preempted ones: cached tokens, before they computed any themselves
         self._ended: list[str] = []
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
@@ -262,6 +263,8 @@ class Scheduler:
         self.kv.free(request)
         self.running.remove(request)
         self._loading.pop(request.id, None)
+        if request.computed > request.cached:
+            self._found.setdefault(request.id, request.cached)
         request.status = Status.WAITING
         request.computed = request.planned = request.cached = 0
         request.preemptions += 1
@@ -296,6 +299,7 @@ class Scheduler:
         first = request.first_token is None
         if first:
             request.first_token = now
+            request.cached = min(request.cached, self._found.get(request.id, request.cached))
         request.tokens.append(sampled.token)
         request.check()
         finish, ticket = self._ending(request, stop=sampled.stop), None
@@ -362,6 +366,7 @@ class Scheduler:
             self._met.remove(request.id)
             self._ended.append(request.id)
         self._unmet.pop(request.id, None)
+        self._found.pop(request.id, None)
         self._release_followers(request)
 
     def _release_followers(self, leader: Request) -> None:

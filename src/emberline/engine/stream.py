@@ -196,7 +196,7 @@ class AsyncEngine:
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ)
         self.last_sign = self._clock.now()
         self._writer.write(encode(Start(self.models, self._rules)))
-        watcher = asyncio.create_task(self._watch(self._process))
+        watcher = asyncio.create_task(self._watch(self._process, self._writer))
         refusal: EmberlineError | None = None
         try:
             frames = Inbox()
@@ -255,15 +255,22 @@ class AsyncEngine:
                     inbox.put_nowait(message.error())
         return None
 
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """A process that reports nothing is stuck (an idle one reports too): it is ended, and all that waits for it."""
+    async def _watch(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
+        """A process that reports nothing is stuck (an idle one reports too): it is ended, and all that waits for it.
+        Ticks are counted: where the whole machine was paused, the clock went on for both."""
+        tick = min(1.0, self._stall_timeout / 4)
+        silent, heard = 0.0, self.last_sign
         while True:
-            await asyncio.sleep(min(1.0, self._stall_timeout / 4))
+            await asyncio.sleep(tick)
+            silent = silent + tick if self.last_sign == heard else 0.0
+            heard = self.last_sign
             booting = max(BOOT_TIMEOUT * len(self.models), self._stall_timeout)
             patience = self._stall_timeout if self.state is State.READY else booting
-            if self.silent_seconds > patience:
+            if silent > patience:
                 log.error("engine process silent for %.0f s: ending it", self.silent_seconds)
                 process.kill()
+                writer.transport.abort()  # one that does not end keeps its end of the line
+                return
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
         """One that a driver holds on to does not even end when it is killed: everybody else goes on without it."""

@@ -92,8 +92,9 @@ class KVManager:
         self._tables[request.id] = shared + [self._pool.take() for _ in range(wanted)]
         self._indexed[request.id] = len(shared)
         request.computed = request.planned = request.cached = len(shared) * self.block_size
-        self.queries += request.known
-        self.hits += request.cached
+        if not request.preemptions:  # later, its own blocks are found again
+            self.queries += request.known
+            self.hits += request.cached
         self._find_rest(request)
         return True
 

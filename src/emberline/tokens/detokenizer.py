@@ -21,14 +21,17 @@ class Detokenizer:
         include_stop: bool = False,
         continuing: bool = False,
         keep: frozenset[int] = frozenset(),
+        at_least: int = 0,
     ) -> None:
         """`continuing`: the text goes on from a prompt, so a SentencePiece model's first space is really a space.
-        `keep`: special tokens that are shown even if the others are skipped."""
+        `keep`: special tokens that are shown even if the others are skipped. `at_least`: the first so many tokens'
+        text is not searched for stop strings."""
         if tokenizer.alphabet is Alphabet.OPAQUE:
             raise UnsupportedModel("this model's tokenizer cannot be decoded token by token")
         self._token_bytes = tokenizer.token_bytes
         self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._stops, self._include_stop = tuple(s for s in stop if s), include_stop
+        self._at_least = at_least
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and not continuing
         self._held = ""
@@ -68,6 +71,8 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         """The stop string that ends first wins, of those the longest: the same however the text was cut."""
+        if len(self.offsets) <= self._at_least:
+            return text
         text = self._held + text
         found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:

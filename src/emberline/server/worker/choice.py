@@ -37,7 +37,13 @@ class Choice:
         self._tokenizer = tokenizer
         self._params = params
         self._text = Detokenizer(
-            tokenizer, params.skip_special_tokens, params.stop, params.include_stop, continuing=continuing, keep=kept
+            tokenizer,
+            params.skip_special_tokens,
+            params.stop,
+            params.include_stop,
+            continuing=continuing,
+            keep=kept,
+            at_least=params.min_tokens,
         )
         self._splitter = splitter
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
@@ -17,6 +18,7 @@ from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters: longer texts are tokenized beside the event loop
+MARK = "\ue0f1\ue0f2"  # private use: no template writes it
 CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
 
 
@@ -50,11 +52,14 @@ class Prompts:
                 param="thinking.budget_tokens",
                 hint="leave thinking out",
             )
+        mark = _mark(messages) if call.continue_last else ""
+        if mark:
+            messages = [*messages[:-1], _marked(messages[-1], mark)]
         dated = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
         text = self._template.render(
             messages, listed, call.generation_prompt and not call.continue_last, **call.template_args, **dated
         )
-        return _unfinished(text, messages[-1]) if call.continue_last else text
+        return _unfinished(text, mark) if mark else text
 
     async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
         if isinstance(text, list):
@@ -86,12 +91,25 @@ def _closing(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
     return ids if style is not None and spelled.removeprefix(" ") == style.end else []
 
 
-def _unfinished(text: str, last: dict[str, Any]) -> str:
-    """The rendered text up to the end of the last message's content: what the template adds to close it is cut off."""
+def _mark(messages: list[dict[str, Any]]) -> str:
+    """What nobody says."""
+    said, mark = json.dumps(messages, ensure_ascii=False), MARK
+    while mark in said:
+        mark += mark
+    return mark
+
+
+def _marked(last: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Where its content ends: that may be trimmed, or occur in what closes it too."""
     content = (last.get("content") or "").rstrip()
-    at = text.rfind(content)
-    if not content or at < 0:
+    return {**last, "content": content + mark} if content else last
+
+
+def _unfinished(text: str, mark: str) -> str:
+    """The rendered text up to the end of the last message's content: what the template adds to close it is cut off."""
+    at = text.rfind(mark)
+    if at < 0:
         raise InvalidRequest(
             "the last message has no text that this model's template shows, so it cannot be continued", param="messages"
         )
-    return text[: at + len(content)]
+    return text[:at]

@@ -1,0 +1,38 @@
+"""A message that is continued: the prompt ends where its content does, whatever the template makes of it."""
+
+from __future__ import annotations
+
+import pytest
+from bytelevel import build
+
+from emberline.api.call import Caller, ChatCall
+from emberline.api.toolstyle import HERMES
+from emberline.core.errors import InvalidRequest
+from emberline.core.params import SamplingParams
+from emberline.server.worker.prompts import MARK, Prompts
+from emberline.tokens.template import ChatTemplate
+from emberline.tokens.tokenizer import Tokenizer
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TRIMS = CHATML.replace("m.content", "m.content | trim")
+MUTE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+
+
+def continued(template: str, content: str, question: str = "q") -> str:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": content}]
+    call = ChatCall(Caller("m"), messages, SamplingParams(), continue_last=True)
+    return Prompts(Tokenizer(build()), ChatTemplate({"default": template}, {}), HERMES, 1000).render(call)
+
+
+@pytest.mark.parametrize("content", ["<", "|", "e", "end", " foo", "foo \n", MARK, f"a{MARK * 3}"])
+@pytest.mark.parametrize("question", ["q", "end", MARK])
+def test_it_ends_with_the_content(content: str, question: str) -> None:
+    before = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    assert continued(CHATML, content, question) == before + content.rstrip()
+    assert continued(TRIMS, content, question) == before + content.strip()
+
+
+@pytest.mark.parametrize(("template", "content"), [(CHATML, ""), (CHATML, " \n"), (MUTE, "foo"), (MUTE, MARK)])
+def test_what_is_not_shown_cannot_be_continued(template: str, content: str) -> None:
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        continued(template, content, content)
