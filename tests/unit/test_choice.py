@@ -1,13 +1,18 @@
-"""One completion's outputs as deltas: what its params say of its text holds."""
+"""One completion's outputs as deltas: what its params say holds, and an echo's tokens are where it is said."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
 
 from bytelevel import build
 
 from emberline.api.deltas import Delta, Finish, TextDelta
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
+from emberline.core.plan import TokenLogprob
 from emberline.server.worker.choice import Choice
+from emberline.server.worker.groups import Groups
 from emberline.tokens.tokenizer import Tokenizer
 
 
@@ -22,3 +27,17 @@ def test_the_least_of_tokens_comes_before_stop_strings() -> None:
     deltas = told(SamplingParams(stop=("b",), min_tokens=3), "abcabc")
     assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "abca"
     assert deltas[-1] == Finish(0, "stop", "b")
+
+
+def test_an_echos_tokens_are_where_it_is_said() -> None:
+    """A character may be several tokens, and these count once."""
+    tokenizer = Tokenizer(build())
+    text = "a \U0001f600 b \xfc c"
+    ids = tokenizer.encode(text, add_special=False)
+    groups = cast("Groups", SimpleNamespace(_tokenizer=tokenizer))
+    echoed = Groups._echoed(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
+    assert echoed.text == text
+    for info in echoed.tokens:
+        if "\ufffd" not in info.text:
+            assert text.startswith(info.text, info.offset), info
+    assert echoed.tokens[-1].offset == len(text) - 1

@@ -6,6 +6,7 @@ import argparse
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,13 +56,15 @@ def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_worker_is_drained_when_others_have_what_is_theirs() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": "p", "health": "draining", "open": 0, "transfer": {"leases": 2}, "seconds_since_beat": 0.5},
         {"name": "d", "health": "lost", "open": 1, "transfer": {"leases": 3}, "seconds_since_beat": 9.0},
         {"name": "vllm", "health": "ready", "open": 4, "transfer": None, "seconds_since_beat": 0.25},
     ]
-    left = {name: drain._left({"workers": rows}, name) for name in ("p", "d", "vllm", "gone")}
+    rows = [{**row, "incarnation": row["name"]} for row in rows]
+    left = {name: drain._left({"workers": rows}, name, name) for name in ("p", "d", "vllm", "gone")}
     assert left == {"p": (0, 2, 0.5), "d": (1, 0, -1.0), "vllm": (4, 0, 0.25), "gone": (0, 0, -1.0)}
+    assert drain._left({"workers": rows}, "vllm", "the one before") == (0, 0, -1.0)
 
 
 def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
+from emberline.gateway.cache import sqlite as sqlite_cache
 from emberline.gateway.cache.base import CacheStore
 from emberline.gateway.cache.entry import Entry
 from emberline.gateway.cache.key import cache_key, canonical
@@ -355,6 +357,27 @@ def test_memory_counts_its_bytes() -> None:
         for i in range(100):
             await cache.put(str(i % 30), b"x" * (37 * i % 900), 60)
         assert cache.size == sum(len(value) + OVERHEAD for _, value in cache._entries.values()) <= 10_000
+
+    asyncio.run(go())
+
+
+def test_sqlite_does_not_read_all_it_has_for_each_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_cache, "COUNTED", 50)
+    counted = 0
+    count = SqliteCache._count
+
+    def counting(self: SqliteCache, base: sqlite3.Connection) -> None:
+        nonlocal counted
+        counted += 1
+        count(self, base)
+
+    monkeypatch.setattr(SqliteCache, "_count", counting)
+
+    async def go() -> None:
+        async with store_of("sqlite", ManualClock(1000.0), tmp_path, most=1 << 20, largest=4_000) as store:
+            for i in range(200):
+                await store.put(str(i), b"x" * 100, 60)
+            assert counted == 4 and store.failures == 0
 
     asyncio.run(go())
 

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest, NotFound, Overloaded
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Request
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
+from emberline.gateway.run import batch as batches
 from emberline.gateway.run import queue as queues
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.store.sqlite import SQLiteStore
@@ -106,8 +107,10 @@ def test_a_process_that_died(tmp_path: Path) -> None:
     played(tmp_path, play)
 
 
-def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [200, 1])
+def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     monkeypatch.setattr(queues, "MOST_WAITING", 2)
+    monkeypatch.setattr(batches, "PAGE", page)
 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = Queue(store, model, lambda: 0, wall)

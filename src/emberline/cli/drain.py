@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.worker} takes requests again")
         return 0
     told, idle_since = None, time.monotonic()
+    process = _row(_ask(args.router, "/cluster/status"), args.worker).get("incarnation")
     while not args.no_wait:
-        left = _left(_ask(args.router, "/cluster/status"), args.worker)
+        left = _left(_ask(args.router, "/cluster/status"), args.worker, process)
         idle_since = time.monotonic() if left.open else idle_since
         if not any(left[:2]) and left.age < time.monotonic() - idle_since:
             break
@@ -56,11 +57,17 @@ class Left(NamedTuple):
     age: float  # seconds, of that word
 
 
-def _left(status: Any, name: str) -> Left:
-    """Nothing of a worker that has gone; one that is lost keeps nothing for anybody."""
-    row = next((row for row in status["workers"] if row["name"] == name), None)
-    if row is None or row["health"] == "lost":
-        return Left(0 if row is None else row["open"], 0, -1.0)
+def _row(status: Any, name: str) -> dict[str, Any]:
+    return next((row for row in status["workers"] if row["name"] == name), {})
+
+
+def _left(status: Any, name: str, process: str | None) -> Left:
+    """Nothing of a worker that has gone, or was started again; one that is lost keeps nothing for anybody."""
+    row = _row(status, name)
+    if row.get("incarnation") != process or not row:
+        return Left(0, 0, -1.0)
+    if row["health"] == "lost":
+        return Left(row["open"], 0, -1.0)
     return Left(row["open"], (row["transfer"] or {}).get("leases", 0), row["seconds_since_beat"])
 
 

@@ -16,6 +16,7 @@ T = TypeVar("T")
 WAIT = 2.0  # seconds for the disk; a call goes on without it
 REMEMBERED = 60.0  # seconds within which a second use of an entry is not worth writing down
 ROOM = 0.9  # of the size: what is left after some had to go
+COUNTED = 256  # entries put until all are counted anew: other processes may put some too
 
 SCHEMA = """
 PRAGMA journal_mode = WAL;
@@ -33,6 +34,8 @@ class SqliteCache:
         self._path, self._wall, self._most, self._largest = path, wall, most, min(most, largest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache")
         self._base: sqlite3.Connection | None = None
+        self._bytes = 0  # in it, as far as we know
+        self._put_since = COUNTED
         self.failures = 0
 
     async def get(self, key: str) -> bytes | None:
@@ -77,12 +80,18 @@ class SqliteCache:
         with base:
             base.execute("BEGIN IMMEDIATE")
             base.execute("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", row)
-            if self._total(base) > self._most:
+            self._bytes += len(value)
+            self._put_since += 1
+            if self._put_since > COUNTED or self._bytes > self._most:
+                self._count(base)
+            if self._bytes > self._most:
                 base.execute("DELETE FROM entries WHERE expires <= ?", (now,))
                 self._make_room(base)
+                self._count(base)
 
     def _make_room(self, base: sqlite3.Connection) -> None:
-        over = self._total(base) - int(self._most * ROOM)
+        self._count(base)
+        over = self._bytes - int(self._most * ROOM)
         if over <= int(self._most * (1 - ROOM)):
             return
         gone = []
@@ -93,5 +102,7 @@ class SqliteCache:
                 break
         base.executemany("DELETE FROM entries WHERE key = ?", gone)
 
-    def _total(self, base: sqlite3.Connection) -> int:
-        return int(base.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
+    def _count(self, base: sqlite3.Connection) -> None:
+        """Reads the whole table."""
+        self._bytes = int(base.execute("SELECT coalesce(sum(size), 0) FROM entries").fetchone()[0])
+        self._put_since = 0

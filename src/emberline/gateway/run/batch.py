@@ -17,6 +17,8 @@ Status = Literal["queued", "running", "done"]
 State: Kind = "batch"
 Part: Kind = "batch_part"
 
+PAGE = 200  # batches read at once
+
 
 class Batch(msgspec.Struct, kw_only=True):
     id: str  # begins with its time, so that ids are in the order in which they came
@@ -61,7 +63,7 @@ class Shelf:
 
     async def open(self, account: str = "", after: tuple[str, str] = ("", "")) -> list[Document]:
         """Some of them, the oldest first."""
-        return await self._store.documents(State, account, after=after, limit=200)
+        return await self._store.documents(State, account, after=after, limit=PAGE)
 
     async def find(self, account: str, id: str) -> tuple[Batch, Document] | None:
         found = await self._store.get(State, account, id)

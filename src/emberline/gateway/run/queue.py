@@ -74,13 +74,20 @@ class Queue:
             if each.get("stream"):
                 raise InvalidRequest("what is queued cannot be streamed", param="requests[].stream")
             question(model, _input(each))
-        waiting = [each for each in await self._shelf.open(account) if read(each).status != "done"]
-        if len(waiting) >= MOST_WAITING:
-            raise Overloaded(f"{len(waiting)} batches are waiting already", retry_after=60)
+        if (waiting := await self._waiting(account)) >= MOST_WAITING:
+            raise Overloaded(f"{waiting} batches are waiting already", retry_after=60)
         batch = Batch.new(account, gateway, model, key_id, asked, len(requests), self._now())
         await self._shelf.add(batch, requests)
         self._woken.set()
         return batch
+
+    async def _waiting(self, account: str) -> int:
+        """Batches of theirs that are not done, at most a little over what may."""
+        count, after = 0, ("", "")
+        while count < MOST_WAITING and (page := await self._shelf.open(account, after)):
+            count += sum(read(each).status != "done" for each in page)
+            after = (page[-1].id, page[-1].account)
+        return count
 
     async def look(self, account: str, id: str, identity: Identity) -> Json:
         """How it stands; its answers, if it is done."""

@@ -13,6 +13,7 @@ from emberline.server.metrics import Metrics
 from emberline.server.worker.choice import Choice, token_info
 from emberline.server.worker.order import Job, Order
 from emberline.server.worker.phases import Phases
+from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.tokenizer import Tokenizer
 
 
@@ -123,8 +124,7 @@ class Groups:
         text = self._tokenizer.decode(ids, skip_special=False)
         if logprobs is None:
             return PromptDelta(index, text)
-        infos, offset = [], 0
-        for token, logprob in zip(ids, [None, *logprobs], strict=True):
-            infos.append(token_info(self._tokenizer, token, logprob, offset))
-            offset += len(infos[-1].text)
-        return PromptDelta(index, text, infos)
+        places = Detokenizer(self._tokenizer, skip_special=False)
+        places.push(ids)
+        told = zip(ids, [None, *logprobs], places.offsets, strict=True)
+        return PromptDelta(index, text, [token_info(self._tokenizer, *each) for each in told])
