@@ -1,84 +1,18 @@
 """The server against clients that write their bytes themselves: requests in every cut, one after the other and all at
-once, what is too large or too slow, who leaves, and what is under way when it is told to stop."""
+once, what is too large, how replies are framed, and what is under way when it is told to stop."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pytest
+from net_served import CHUNKED, GET, POST, all_left, answer, body_of, echo, run
 
-from emberline.net import visitor, websocket
-from emberline.net.host import App, Receive, Send
+from emberline.net import visitor
+from emberline.net.host import Receive, Send
 from emberline.net.server import Server
 from emberline.net.turn import CutOff
-
-GET = b"GET /a%20b?c=%20d HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /x HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
-UPGRADE = (
-    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-)
-CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
-
-
-class Client:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
-
-    def say(self, data: bytes) -> None:
-        self.writer.write(data)
-
-    async def reply(self) -> tuple[bytes, bytes]:
-        """Head and body."""
-        head = await self.reader.readuntil(b"\r\n\r\n")
-        length = next((int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"content-length: ")), 0)
-        return head, await self.reader.readexactly(length)
-
-    async def rest(self) -> bytes:
-        return await self.reader.read()
-
-
-def run(app: App, work: Callable[[Callable[[], Awaitable[Client]], Server], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(20):
-            server = Server(app, proxied=True)
-            listener = socket.socket()
-            listener.bind(("127.0.0.1", 0))
-            await server.start(listener)
-            port = listener.getsockname()[1]
-
-            async def client() -> Client:
-                return Client(*await asyncio.open_connection("127.0.0.1", port))
-
-            try:
-                await work(client, server)
-            finally:
-                await server.stop(0.0)
-
-    asyncio.run(main())
-
-
-async def body_of(receive: Receive) -> bytes:
-    parts = []
-    while True:
-        message = await receive()
-        assert message["type"] == "http.request", message
-        parts.append(message["body"])
-        if not message["more_body"]:
-            return b"".join(parts)
-
-
-async def answer(send: Send, body: bytes, status: int = 200, headers: Any = ()) -> None:
-    sized = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": [sized, *headers]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def echo(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-    await answer(send, b"%b %b" % (scope["path"].encode(), await body_of(receive)))
 
 
 @pytest.mark.parametrize("asked", [POST, CHUNKED])
@@ -186,7 +120,7 @@ def test_a_body_whose_frame_is_endless_is_refused(endless: bytes) -> None:
         await asyncio.sleep(0.05)
         one.say(endless + b"a" * 2 * visitor.LARGEST_HEAD)
         assert (await one.reply())[0].startswith(b"HTTP/1.1 431 ")
-        await _all_left(server)
+        await all_left(server)
 
     run(echo, work)
 
@@ -201,28 +135,6 @@ def test_large_pieces_of_a_body_are_no_frame() -> None:
             assert len((await one.reply())[1]) == len(body) + 3
 
     run(echo, work)
-
-
-def test_who_says_nothing_is_sent_away_and_who_waits_for_a_reply_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitor, "HEAD", 0.1)
-    monkeypatch.setattr(visitor, "KEEP", 0.1)
-
-    async def slow(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await asyncio.sleep(0.4)
-        await echo(scope, receive, send)
-
-    async def work(client: Any, server: Server) -> None:
-        for beginning in (b"", GET[:10]):
-            one = await client()
-            one.say(beginning)
-            assert await one.rest() == b""
-        one = await client()
-        one.say(GET)
-        assert (await one.reply())[1] == b"/a b "
-        assert await one.rest() == b""
-        assert not server.host.guests
-
-    run(slow, work)
 
 
 def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
@@ -242,177 +154,6 @@ def test_a_body_is_asked_for_when_somebody_reads_it() -> None:
         wanted = False
         one.say(head + b"\r\n\r\n")
         assert (await one.reply())[0].startswith(b"HTTP/1.1 401 ")
-
-    run(app, work)
-
-
-def test_who_leaves_is_told_of() -> None:
-    heard: list[str] = []
-
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await body_of(receive)
-        heard.append((await receive())["type"])
-        await send({"type": "http.response.start", "status": 200, "headers": []})  # to nobody
-        await send({"type": "http.response.body", "body": b"x"})
-
-    async def work(client: Any, server: Server) -> None:
-        one = await client()
-        one.say(POST)
-        await asyncio.sleep(0.05)
-        one.writer.transport.abort()
-        while not heard:
-            await asyncio.sleep(0.01)
-
-    run(app, work)
-    assert heard == ["http.disconnect"]
-
-
-def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() -> None:
-    piece, many = b"x" * 65_536, 1000
-    given = 0
-    may = asyncio.Event()
-
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        nonlocal given
-        await may.wait()
-        size = len(await body_of(receive))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(many):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            given += 1
-        await send({"type": "http.response.body", "body": b"%d" % size})
-
-    async def work(client: Any, server: Server) -> None:
-        one = await client()
-        one.say(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
-        one.say(piece * many)
-        size, before = one.writer.transport.get_write_buffer_size, -1
-        while before != size():
-            before = size()
-            await asyncio.sleep(0.1)
-        assert size() > many * len(piece) // 2, "nobody has read it"
-        may.set()
-        await one.writer.drain()
-        before = -1
-        while before != given or not given:
-            before = given
-            await asyncio.sleep(0.1)
-        assert given < many // 2
-        got = b""
-        while not got.endswith(b"\r\n0\r\n\r\n"):
-            got = got[-100:] + await one.reader.read(1 << 20)
-        assert b"\r\n%x\r\n%d\r\n0\r\n" % (8, many * len(piece)) in got
-
-    run(app, work)
-
-
-async def _all_left(server: Server) -> None:
-    async with asyncio.timeout(10):
-        while server.host.guests:
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.parametrize("asked", [GET, GET.replace(b"Host: x", b"Connection: close")])
-def test_who_never_takes_its_reply_is_sent_away(monkeypatch: pytest.MonkeyPatch, asked: bytes) -> None:
-    monkeypatch.setattr(visitor, "KEEP", 0.05)
-    monkeypatch.setattr(visitor, "LINGER", 0.05)
-
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await answer(send, b"x" * (32 << 20))  # more than systems keep for one who does not read
-
-    async def work(client: Any, server: Server) -> None:
-        one = await client()
-        one.writer.transport.pause_reading()
-        one.say(asked)
-        while not server.host.guests:
-            await asyncio.sleep(0.01)
-        await _all_left(server)
-
-    run(app, work)
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
-    monkeypatch: pytest.MonkeyPatch, reads: bool
-) -> None:
-    monkeypatch.setattr(visitor, "STALLED", 0.3)
-    body = b"x" * (8 << 20)  # more than systems keep for one who does not read
-
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await answer(send, body)
-
-    async def work(client: Any, server: Server) -> None:
-        one = await client()
-        if not reads:
-            one.writer.transport.pause_reading()
-        one.say(GET * 3)
-        while not server.host.guests:
-            await asyncio.sleep(0.01)
-        if not reads:
-            await _all_left(server)
-            return
-        got = 0
-        for _ in range(10):  # for longer than nothing may be taken
-            got += len(await one.reader.readexactly(1 << 18))
-            await asyncio.sleep(0.1)
-        while got < 3 * len(body):
-            got += len(data := await one.reader.read(1 << 20))
-            assert data, "it was cut"
-
-    run(app, work)
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        UPGRADE.replace(b"GET /", b"GET /" + b"x" * 9000),
-        UPGRADE.replace(b"Host: x", b"Host: x\r\ny: " + b"z" * 9000),
-        UPGRADE.replace(b"Host: x", b"Host: x" + b"\r\ny: z" * 150),
-        UPGRADE.replace(b"Host: x", b"Content-Length: 5"),  # which never comes
-        UPGRADE.replace(b"Host: x", b"Transfer-Encoding: chunked"),
-    ],
-)
-def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
-        one = await client()
-        one.say(asked)
-        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 Bad Request\r\n")
-        assert await one.rest() == b""
-        await _all_left(server)
-
-    run(echo, work)
-
-
-def test_a_socket_is_refused_with_any_number() -> None:
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await send({"type": "websocket.http.response.start", "status": 529, "headers": []})
-        await send({"type": "websocket.http.response.body", "body": b"busy"})
-
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        said = await one.rest()
-        assert said.startswith(b"HTTP/1.1 529 \r\n") and said.endswith(b"\r\n\r\nbusy")
-
-    run(app, work)
-
-
-def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "GOODBYE", 0.05)
-
-    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        await send({"type": "websocket.accept"})
-        await send({"type": "websocket.send", "bytes": b"x" * (32 << 20)})
-
-    async def work(client: Any, server: Server) -> None:
-        server.host.largest_message = 1 << 20
-        one = await client()
-        one.say(UPGRADE)
-        assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-        one.writer.transport.pause_reading()
-        await _all_left(server)
 
     run(app, work)
 
