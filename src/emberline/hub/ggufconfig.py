@@ -35,7 +35,7 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # of turns
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
