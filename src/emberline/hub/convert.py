@@ -18,7 +18,7 @@ from emberline.hub.gguftokenizer import tokenizer_files
 from emberline.hub.making import locked, made
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
-VERSION = 2  # part of every cache key: raise it when the result of a conversion changes
+VERSION = 3  # part of every cache key: raise it when the result of a conversion changes
 CHUNK_BYTES = 8 << 20  # float32 bytes alive at once, per copy
 
 
