@@ -35,7 +35,7 @@ def test_every_fault_once(tmp_path: Path) -> None:
     ledger = json.loads(told.read_text())
     assert done.returncode == 0 and not ledger["troubles"], ledger["troubles"]
     assert {row["fault"] for row in ledger["faults"]} == kinds and ledger["all"]["count"] == len(kinds)
-    assert ledger["beside"]["answered"] >= len(kinds)  # one beside each, whatever the machine's pace
+    assert ledger["beside"]["answered"] > 50
     assert ledger["all"]["moved"] and ledger["all"]["noticed"]  # something did happen to them
     logs = [path for path in tmp_path.glob("*.log") if "Traceback" in path.read_text()]
     assert not logs, [path.read_text()[-2000:] for path in logs]

@@ -121,7 +121,7 @@ class Play:
             ending = await self._client().run(case, sight)
             self._passed(ending)
             pause = 1.0 if ending.verdict in (Verdict.ERROR, Verdict.CUT) else BREATH
-            await asyncio.sleep(max(pause, 2 * ending.seconds))
+            await asyncio.sleep(max(pause, ending.seconds))
 
     def _passed(self, ending: Ending) -> None:
         self.ledger.passed(ending, self._last[0], excused=self.scene.routerless(ending.began))
