@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,3 +92,23 @@ def test_with_little_room() -> None:
     assert sum(end - first for _, first, end, _ in work.items.tolist()) == lengths.sum()
     with pytest.raises(AssertionError):
         plan(lengths, 8, SMS, 2)
+
+
+def test_the_chunk_is_about_the_fastest_that_was_measured() -> None:
+    """worklist_timings.json: rows as (length, how many), and by the chunk what attention of one layer of an 8B Llama
+    took on an H200, in microseconds."""
+    timings = json.loads((Path(__file__).parent / "worklist_timings.json").read_text("utf-8"))
+    lost = {}
+    for name, case in timings.items():
+        lengths = [length for length, count in case["rows"] for _ in range(count)]
+        chunk = chunk_of(lengths, made(lengths))
+        lost[name] = case["us"][str(chunk)] / min(case["us"].values())
+    assert max(lost.values()) < 1.05, lost
+    assert sum(lost.values()) / len(lost) < 1.015, lost
+
+
+def test_beside_another_kernel_rows_are_cut_finer() -> None:
+    """What comes free later must find something left to do."""
+    lengths = np.array([4131] * 64, np.int32)
+    room = capacity(64, 8, SMS)
+    assert plan(lengths, 8, SMS, room, beside=True).count >= 2 * 64

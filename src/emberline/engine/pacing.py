@@ -6,10 +6,13 @@ adds. Both drift (more streams, longer contexts), so recent steps count more. No
 
 from __future__ import annotations
 
-from emberline.engine.gpu.shape import GRAIN, beside
+from emberline.engine.gpu.shape import GRAIN
 
 RECENT = 0.2  # the weight of the newest step
 LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
+# Prompts that have waited for PATIENCE targets get longer steps: one of so many, LONG targets each, and after a quiet
+# time some in a row. So 19 of 20 tokens keep to the target, and a burst of prompts is through sooner.
+PATIENCE, LONG, ONE_OF, IN_A_ROW = 8, 1.45, 20, 20
 
 
 class Pacer:
@@ -17,13 +20,19 @@ class Pacer:
         """`target`: seconds between two tokens of a stream."""
         self.target = target
         self._base, self._per_token = 0.005, 25e-6  # a guess that steps correct
+        self._saved = 0.0  # steps that may be long
 
-    def allowance(self, streams: int) -> int | None:
-        """Tokens of prompts for the next step; None: as many as there are, since nobody waits for a next token."""
+    def allowance(self, streams: int, waited: float = 0.0) -> int | None:
+        """Tokens of prompts for the next step; None: as many as there are, since nobody waits for a next token.
+        `waited`: seconds, of the prompt that waits for longest."""
         if not streams:
             return None
-        room = (self.target - self._base) / self._per_token
-        streams = beside(streams)
+        target = self.target
+        self._saved = min(self._saved + 1 / ONE_OF, IN_A_ROW)
+        if waited > PATIENCE * target and self._saved >= 1:
+            self._saved -= 1
+            target *= LONG
+        room = (target - self._base) / self._per_token
         return max(LEAST, (streams + int(room)) // GRAIN * GRAIN - streams)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:

@@ -112,7 +112,7 @@ class Scheduler:
                 chunks.append(request)
             elif remaining and request.status is Status.RUNNING:  # not preempted for one before it
                 self._plan(request, 1, planned)
-        budget, self._scored = self._chunk_budget(planned), MOST_SCORED
+        budget, self._scored = self._chunk_budget(planned, chunks), MOST_SCORED
         for request in chunks:
             if request.status is Status.RUNNING and (count := self._share(request, budget)):
                 budget -= self._plan(request, count, planned)
@@ -229,10 +229,14 @@ class Scheduler:
         planned[request.id] = count
         return count
 
-    def _chunk_budget(self, planned: dict[str, int]) -> int:
+    def _chunk_budget(self, planned: dict[str, int], chunks: list[Request]) -> int:
         """What is left for prompts beside the single tokens already planned."""
         left = self.config.max_batch_tokens - len(planned)
-        allowed = self._pacer.allowance(len(planned)) if self._pacer is not None else None
+        if self._pacer is None:
+            return left
+        first = chunks[0] if chunks else self.waiting.head()
+        waited = self.clock.now() - first.arrival if first is not None and first.first_token is None else 0.0
+        allowed = self._pacer.allowance(len(planned), waited)
         return left if allowed is None else min(left, allowed)
 
     def _make_room(self, request: Request, tokens: int, planned: dict[str, int]) -> bool:

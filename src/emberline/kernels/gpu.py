@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from emberline.kernels.ahead import Ahead
-from emberline.kernels.cuda import decode, gemm, prefill, uw12, wide
+from emberline.kernels.cuda import cublas, decode, gemm, prefill, uw12, wide
 from emberline.kernels.cuda import linear as skinny
 from emberline.kernels.cuda import sample as sampling
+from emberline.kernels.cuda.cublas import OURS, Kind, Problem
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.kernels.tiles import GATED_ROWS, Tiles
 from emberline.kernels.triton import activation, attention, norm, rope, rows
@@ -38,7 +39,7 @@ log_probs = sampling.log_probs
 UNPACKED = 8192 * 4096  # weights of a head that are unpacked at a time, at most
 # Weights kept both ways are read in 12 bits up to so many rows, in matrices of more weights than these.
 MOST_PACKED = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
-MANY_ROWS = 1024  # from which on our own large product, with silu(gate) * up built in, beats cuBLAS and one more kernel
+MANY_ROWS = 1024  # from which on our own large product mostly beats cuBLAS and one more kernel for silu(gate) * up
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -89,9 +90,9 @@ def linear(
         return _full(x, w, bias, out)
     with _rows(x, w, ahead) as rows_:
         if add_to is not None:
-            add_to.addmm_(x, rows_.t())
+            _add_product(x, rows_, add_to)
             return add_to if bias is None else add_to.add_(bias)
-        y = F.linear(x, rows_, None if bias is None else bias.to(x.dtype))
+        y = _matmul(x, rows_) if bias is None else F.linear(x, rows_, bias.to(x.dtype))
     return y if out is None else out.copy_(y)
 
 
@@ -111,11 +112,11 @@ def gate_up_silu(
         return product(out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
     with _rows(x, w, ahead) as rows_:
-        if len(x) >= MANY_ROWS and w.handle is not None and group == GATED_ROWS and gemm.supports(len(x), w.n, w.k):
+        if w.handle is not None and group == GATED_ROWS and _gated_by_ours(len(x), w):
             plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(rows_)
             early = plain is w.handle  # weights just unpacked may not be read early
             return gemm.linear(x, plain, out=y, gated=True, pdl=early)
-        both = F.linear(x, rows_)
+        both = _matmul(x, rows_, Kind.GATED)
     return activation.silu_mul(both, y, group, pdl=True)
 
 
@@ -214,6 +215,25 @@ def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
     if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.Packed)):
         return partial(wide.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
+
+
+def _gated_by_ours(m: int, w: PackedWeight) -> bool:
+    """By our large product, with silu(gate) * up built in. Where nothing was measured, from MANY_ROWS on."""
+    choice = cublas.choices.get(Problem(m, w.n, w.k, Kind.GATED))
+    return gemm.supports(m, w.n, w.k) and (m >= MANY_ROWS if choice is None else choice == OURS)
+
+
+def _matmul(x: Tensor, rows_: Tensor, kind: Kind = Kind.STORE) -> Tensor:
+    if not cublas.supports(x, rows_):
+        return F.linear(x, rows_)
+    return cublas.product(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
+
+
+def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
+    if cublas.supports(x, rows_):
+        cublas.product(x, rows_, out=to, kind=Kind.ADD)
+    else:
+        to.addmm_(x, rows_.t())
 
 
 def _most_packed(w: PackedWeight) -> int:

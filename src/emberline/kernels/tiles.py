@@ -22,7 +22,8 @@ GATED_ROWS = 16  # of gate, then as many of up, in turn: so that a kernel that h
 
 # Of an H200, a microsecond: bytes that all of it reads, and operations of a multiprocessor.
 READ, MULTIPLY = 4.1e6, 5.2e6
-LEFT = 6  # one of so many multiprocessors is left to single tokens while chunks are computed
+LEFT, LEAST = 6, 8  # one of so many multiprocessors, at least, is left to single tokens; or has chunks
+MOST_OF, HINDERED = 0.58, 0.65  # of the time of both together; of chunks' own, how much singles' takes longer
 
 
 @dataclass(slots=True)
@@ -88,18 +89,18 @@ class Cutter:
         if self._device.type != "cuda":
             return tiles
         rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
-        cut, sms = None, self._sms
+        cut = None
         if self._prefills and rest < len(counts):
             from emberline.kernels.cuda import prefill
 
             cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
         if rest and cut is not None:
             bytes_ = int(context[:rest].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            few = sms_for_chunks(cut, context, counts, self._heads[2], bytes_, sms)
-            # Singles begin with what is left and end with all: parts for half of all keep both busy.
-            tiles, sms = replace(tiles, chunk_sms=put(np.array([few], np.int32))), sms // 2
+            few = sms_for_chunks(cut, context, counts, self._heads, bytes_, self._sms)
+            tiles = replace(tiles, chunk_sms=put(np.array([few], np.int32)))
         if rest:
-            tiles = replace(tiles, work=self._work(context[:rest] + 1, sms, put), scratch=self._scratch)
+            work = self._work((context[:rest] + 1) * counts[:rest], put, beside=cut is not None)
+            tiles = replace(tiles, work=work, scratch=self._scratch)
         if rest == len(counts):
             return tiles
         if cut is not None:
@@ -129,12 +130,12 @@ class Cutter:
 
         return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens)
 
-    def _work(self, lengths: np.ndarray, sms: int, put: Callable[[np.ndarray], Tensor]) -> decode.Work:
+    def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool) -> decode.Work:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        made = worklist.plan(lengths, self._heads[1], sms, self._capacity(rows))
+        made = worklist.plan(lengths, self._heads[1], self._sms, self._capacity(rows), beside=beside)
         return decode.Work(put(made.data), rows, made.capacity)
 
     def _capacity(self, rows: int) -> int:
@@ -143,14 +144,20 @@ class Cutter:
         return worklist.capacity(rows, self._heads[1], self._sms)
 
 
-def sms_for_chunks(cut: np.ndarray, context: np.ndarray, counts: np.ndarray, dim: int, reading: int, sms: int) -> int:
+def sms_for_chunks(
+    cut: np.ndarray, context: np.ndarray, counts: np.ndarray, heads: tuple[int, int, int], reading: int, sms: int
+) -> int:
     """For the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a tile takes longer
-    than reading those. Else some are left out; to leave more gains nothing, since both live on what the L2 hands out.
-    """
+    than reading those. Else as many as are done when most of the reading is, so that both are under way most of the
+    time: one is bound by memory, the other by products, though both live on what the L2 hands out."""
     row, first = cut[:, 0], cut[:, 1]
     keys = context[row] + np.minimum(first + CHUNK_ROWS, counts[row])
-    multiplying = float(keys.mean()) * 4 * CHUNK_ROWS * dim / MULTIPLY
-    return sms if reading / READ < multiplying else sms - sms // LEFT
+    tile = 4 * CHUNK_ROWS * heads[2] / MULTIPLY * keys
+    multiplying, read = heads[0] * float(tile.sum()), reading / READ
+    if read < float(tile.mean()):
+        return sms
+    few = round(multiplying / (MOST_OF * (read + HINDERED * multiplying / sms)))
+    return min(max(few, sms // LEAST), sms - sms // LEFT)
 
 
 def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:

@@ -21,8 +21,10 @@ TILE = 64
 PARTS = 2  # at a time on a multiprocessor: it holds two CTAs
 SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # of a chunk: 1 2 3 4 6 8 12 ..
 BELOW, ABOVE = 4, 2  # of these, how many below a share and how many from there on are looked at
+# What chunks cost, in tiles, as timings of 26 batches on an H200 have it: a part, besides its tiles; one more partial
+# of a row to be merged; of the last part, which some wait for, how much. Up to FEW_ROUNDS, all wait for every round.
+EACH, MERGE, WAIT, ROUND = 0.3, 0.3, 0.25, 1.05
 FEW_ROUNDS = 3
-EACH, CUT = 1.5, 1.0  # what a part costs besides its tiles, and more if it is one of several, in tiles
 HEAD = 4  # ints before the items, which are read 16 bytes at a time
 
 
@@ -64,12 +66,12 @@ def ints(rows: int, capacity: int) -> int:
     return HEAD + 4 * capacity + rows + 1
 
 
-def plan(lengths: ArrayLike, kv_heads: int, sms: int, capacity: int) -> WorkList:
+def plan(lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, beside: bool = False) -> WorkList:
     """For rows that see `lengths` keys, their own included. A row of length 0 has no item, and its output stays as it
-    is."""
+    is. `beside`: some of the device comes free later than the rest."""
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE - 1)) // TILE
-    size = _chunk(tiles, kv_heads, PARTS * sms)
+    size = _chunk(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
     parts = -(-tiles // SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
         assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"
@@ -84,23 +86,21 @@ def plan(lengths: ArrayLike, kv_heads: int, sms: int, capacity: int) -> WorkList
     return made
 
 
-def _chunk(tiles: Ints, kv_heads: int, slots: int) -> int:
+def _chunk(tiles: Ints, kv_heads: int, slots: int, few: int) -> int:
     """Which of SIZES. Parts are handed out to `slots`, the longest first, so a few rounds take what their number says,
     and many what their sum says."""
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(SIZES, total / slots)
 
     def cost(size: int) -> float:
-        chunk = SIZES[size]
-        parts = -(-tiles // chunk)
-        units = int(parts.sum()) * kv_heads
-        rounds, part = units / slots, min(chunk, longest)
+        parts = -(-tiles // SIZES[size])
+        units, most = int(parts.sum()) * kv_heads, int(parts.max())
+        rounds, part = ceil(units / slots), -(-longest // max(1, most))
         work = total + EACH * units
-        if longest > chunk:
-            work += CUT * int(parts[parts > 1].sum()) * kv_heads
-        if rounds <= FEW_ROUNDS:
-            return max(ceil(rounds) * work / max(1, units), part + EACH)
-        return work / slots + part / 4
+        merging = MERGE * most if most > 1 else 0.0
+        if units <= few * slots:
+            return max((ROUND if rounds > 1 else 1.0) * rounds * work / max(1, units), part + EACH) + merging
+        return work / slots + WAIT * part + merging
 
     return min(range(max(0, share - BELOW), share + ABOVE), key=cost)
 

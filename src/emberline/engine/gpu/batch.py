@@ -1,7 +1,7 @@
 """Batch: a plan's work in the order the device takes it, as arrays. Pure numpy.
 
 rows of the step    [0, singles) have one token each     [singles, ...) are chunks of prompts
-tokens of the step  [0, singles) theirs                  [singles, ...) the chunks', one after the other
+tokens of the step  theirs                               the chunks', one after the other
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from emberline.core.plan import PENDING, Work
 from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.shape import Shape
 
-ARRAYS = ("rows", "starts", "counts", "tokens", "positions", "slots", "token_rows")
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     singles: int
     rows: np.ndarray  # [B] int64: the device's row of each
     starts: np.ndarray  # [B] int32: tokens in the cache before this step
-    counts: np.ndarray  # [B] int32
+    counts: np.ndarray  # [B] int32; of a padded step with chunks, singles may have none
     tokens: np.ndarray  # [T] int64, with PENDING where the device knows better
     positions: np.ndarray  # [T] int32
     slots: np.ndarray  # [T] int64
@@ -61,34 +59,34 @@ class Batch:
         wanted = np.arange(len(logit_rows))
         return Batch(len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted)
 
-    @staticmethod
-    def nobodys(shape: Shape, row: int) -> Batch:
-        """Of a row that nobody owns. Single tokens see one key; tokens of chunks, none. None writes anything."""
-        rows, total = np.full(shape.rows, row, np.int64), shape.singles + shape.tokens
-        counts = (np.arange(shape.rows) < shape.singles).astype(np.int32)
-        zeros, tokens = np.zeros(total, np.int32), np.zeros(total, np.int64)
-        logit_rows = np.arange(shape.rows) * (np.arange(shape.rows) < shape.singles)
-        return Batch(
-            shape.singles, rows, 0 * counts, counts, tokens, zeros, tokens - 1, tokens + row, logit_rows, rows[:0]
-        )
-
     def shaped(self, shape: Shape, row: int) -> Batch:
-        """With as much of nobody's behind the singles, and behind the chunks, as makes up a captured step."""
+        """With as much of nobody's as makes up a captured step: rows behind the singles and behind the chunks, and
+        tokens behind all others. `row` is nobody's. Its tokens write nothing; where all have one, each sees one key."""
         s, added = self.singles, shape.singles - self.singles
-        chunks, tokens = len(self.rows) - s, len(self.tokens) - s
-        singles_more = Batch.nobodys(Shape(added, 0, 0), row)
-        chunks_more = Batch.nobodys(Shape(0, shape.chunks - chunks, shape.tokens - tokens), row)
+        chunks, more = len(self.rows) - s, shape.singles + shape.tokens - len(self.tokens)
+        scored = self.logit_rows[s:]
+        unscored = np.zeros(shape.chunks - len(scored), np.int64)
+        singles = np.arange(shape.singles) if shape.chunks == 0 else np.pad(np.arange(s), (0, added))
 
-        def joined(name: str) -> np.ndarray:
-            ours = getattr(self, name)
-            return np.concatenate([ours[:s], getattr(singles_more, name), ours[s:], getattr(chunks_more, name)])
+        def rows(ours: np.ndarray, nobodys: int, of_chunks: int = 0) -> np.ndarray:
+            padding = (np.full(added, nobodys, ours.dtype), np.full(shape.chunks - chunks, of_chunks, ours.dtype))
+            return np.concatenate([ours[:s], padding[0], ours[s:], padding[1]])
 
-        scored = self.logit_rows[s:] + added
-        padding = np.zeros(shape.chunks - len(scored), np.int64)
-        logit_rows = np.concatenate([np.arange(shape.singles), scored, padding])
-        wanted = np.concatenate([np.arange(s), shape.singles + np.arange(len(scored))])
-        rows, starts, counts, ids, positions, slots, token_rows = map(joined, ARRAYS)
-        return Batch(shape.singles, rows, starts, counts, ids, positions, slots, token_rows, logit_rows, wanted)
+        def tokens(ours: np.ndarray, nobodys: int) -> np.ndarray:
+            return np.pad(ours, (0, more), constant_values=nobodys)
+
+        return Batch(
+            shape.singles,
+            rows(self.rows, row, row),
+            rows(self.starts, 0),
+            rows(self.counts, int(shape.chunks == 0)),
+            tokens(self.tokens, 0),
+            tokens(self.positions, 0),
+            tokens(self.slots, -1),
+            tokens(self.token_rows, row),
+            np.concatenate([singles, scored, unscored]),
+            np.concatenate([np.arange(s), shape.singles + np.arange(len(scored))]),
+        )
 
     @property
     def query_start(self) -> np.ndarray:

@@ -24,6 +24,7 @@ from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Cuda, Device
 from emberline.engine.gpu.region import DeviceRegion
 from emberline.engine.gpu.runner import GPURunner
+from emberline.engine.gpu.shape import sizes
 from emberline.engine.memory import MemoryPlan
 from emberline.engine.sampler import RowMaker
 from emberline.hub.checkpoint import Checkpoint
@@ -95,12 +96,13 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
+    tuned = _tune(model, settings) if device.torch.type == "cuda" else 0.0  # while all that is left is free
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
     eos = frozenset(config.eos)
     runner = GPURunner(model, cache, eos, RowMaker(config.vocab, eos, compiler), settings, device, context)
     ready = time.perf_counter()
-    seconds = {"plan": made - began, "runner": ready - made, **_fill(weights, runner)}
+    seconds = {"plan": made - began - tuned, "tune": tuned, "runner": ready - made, **_fill(weights, runner)}
     if settings.weights == "both":
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
@@ -183,6 +185,15 @@ def region_of(runner: GPURunner, device: Device) -> DeviceRegion:
     """Its cache, for other engines."""
     layout = runner.cache.shape.layout(runner.model.fingerprint, turned=False)
     return DeviceRegion(layout, runner.cache, device)
+
+
+def _tune(model: Decoder, settings: GPUConfig) -> float:
+    """Of all the sizes that steps have, by what their products are fastest: known from an earlier start, or measured.
+    Seconds."""
+    from emberline.kernels import tuning
+
+    weights = set(every(ops.PackedWeight, model.layers))
+    return tuning.tune(weights, model.config.hidden, sizes(settings.max_running, settings.max_batch_tokens))
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:

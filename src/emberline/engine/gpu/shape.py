@@ -10,16 +10,17 @@ from emberline.core.plan import Work
 CHUNKS = (8, 32)  # rows of chunks in a step
 MOST_TOKENS = 1024  # of them; larger steps take longer than launching them does
 GRAIN = 128  # tokens in a step with chunks: products of one more take as long as of so many more
-BESIDE = 64  # single tokens in a step that also has chunks come in multiples of this: there, padding costs little
+BESIDE = 64  # rows of single tokens in a step that also has chunks come in multiples of this: most of them cost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows [0, singles) have one token each; the others, chunks with so many tokens between them."""
+    """Rows [0, singles) have one token each, or none where there are chunks too; the others are chunks. Tokens of
+    chunks follow those of singles at once, so that padding is behind them all."""
 
     singles: int
     chunks: int
-    tokens: int  # of the chunks
+    tokens: int  # besides as many as there are rows for singles
 
     @staticmethod
     def of(singles: Sequence[Work], chunks: Sequence[Work]) -> Shape | None:
@@ -31,7 +32,7 @@ class Shape:
         if tokens > MOST_TOKENS or rows is None or any(w.prompt_logprobs for w in chunks):
             return None
         padded = beside(len(singles))
-        return Shape(padded, rows, -(-(padded + tokens) // GRAIN) * GRAIN - padded)
+        return Shape(padded, rows, -(-(len(singles) + tokens) // GRAIN) * GRAIN - padded)
 
     @property
     def rows(self) -> int:
@@ -47,7 +48,7 @@ def captured_size(rows: int) -> int:
 
 
 def beside(singles: int) -> int:
-    """So many single tokens, padded as in a step that also has chunks."""
+    """Rows for so many single tokens, in a step that also has chunks."""
     return -(-singles // BESIDE) * BESIDE
 
 
@@ -59,9 +60,14 @@ def shapes(max_running: int, max_batch_tokens: int) -> set[Shape]:
         Shape(padded, rows, total - padded)
         for padded in range(0, beside(max_running - 1) + 1, BESIDE)
         for rows in CHUNKS
-        for total in range(padded // GRAIN * GRAIN + GRAIN, padded + most + GRAIN, GRAIN)
+        for total in range(max(1, -(-padded // GRAIN)) * GRAIN, padded + most + GRAIN, GRAIN)
     }
     return alone | mixed
+
+
+def sizes(max_running: int, max_batch_tokens: int) -> set[int]:
+    """Tokens that captured steps have."""
+    return {shape.singles + shape.tokens for shape in shapes(max_running, max_batch_tokens)}
 
 
 def most_rows(rows: int) -> int:

@@ -1,0 +1,96 @@
+"""What was measured of products is kept and found again; only what is missing is measured. tests/gpu measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+import torch
+
+from emberline.kernels import tuning
+from emberline.kernels.cuda import cublas
+from emberline.kernels.cuda.cublas import OURS, Choice, Choices, Kind, Problem
+from emberline.kernels.packed import PackedWeight
+
+DOWN = Problem(896, 4096, 14336, Kind.ADD)
+FOUND = {DOWN: Choice(165, 2), Problem(1024, 28672, 4096, Kind.GATED): OURS}
+
+
+def weight(n: int, k: int, *, gated: bool = False, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    return PackedWeight(torch.empty(0), n, k, dtype, gated=gated)
+
+
+LAYER = [weight(6144, 4096), weight(4096, 4096), weight(28672, 4096, gated=True), weight(4096, 14336)]
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Problem]]:
+    """What was asked for, each time."""
+    asked: list[set[Problem]] = []
+
+    def measure(problems: Collection[Problem]) -> tuning.Found:
+        asked.append(set(problems))
+        return dict.fromkeys(problems, Choice(7, 1))
+
+    monkeypatch.setattr(tuning, "_measured", measure)
+    monkeypatch.setattr(tuning, "_kept_at", lambda: tmp_path / "kept" / "products.json")
+    monkeypatch.setattr(cublas, "available", lambda: True)
+    monkeypatch.setattr(cublas, "choices", Choices())
+    return asked
+
+
+def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "products.json"
+    assert tuning._load(file) == {}
+    tuning._save(file, FOUND)
+    assert tuning._load(file) == FOUND and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[[1, 2, 3]]", '[[1, 2, 3, "other", [4, 5]]]', '[[1, 2, 3, "add", 4]]', "5"]
+)
+def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "products.json"
+    file.write_text(damage)
+    assert tuning._load(file) == {}
+
+
+def test_only_what_is_missing_is_measured(measured: list[set[Problem]]) -> None:
+    tuning.tune(LAYER, 4096, [64, 128, 896])
+    assert measured == [
+        {
+            Problem(896, 6144, 4096, Kind.STORE),
+            Problem(896, 4096, 4096, Kind.ADD),
+            Problem(896, 28672, 4096, Kind.GATED),
+            DOWN,
+        }
+    ]
+    tuning.tune(LAYER, 4096, [896])
+    tuning.tune([*LAYER, weight(4096, 4096, dtype=torch.float16)], 4096, [896, 1024])
+    assert [{problem.m for problem in problems} for problems in measured] == [{896}, {1024}]
+    assert cublas.choices[DOWN] == Choice(7, 1) and {problem.m for problem in cublas.choices} == {896, 1024}
+
+
+def test_gates_that_do_not_alternate_by_groups_are_stored(measured: list[set[Problem]]) -> None:
+    tuning.tune([weight(40, 64, gated=True)], 64, [512])
+    assert measured == [{Problem(512, 40, 64, Kind.STORE)}]
+
+
+def test_without_cublas_nothing_is_measured(measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "available", lambda: False)
+    tuning.tune(LAYER, 4096, [896])
+    assert not measured and not cublas.choices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_machine_without_a_gpu_has_none() -> None:
+    assert not cublas.available()
+    assert not cublas.supports(torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.bfloat16))
+
+
+def test_the_file_is_readable(tmp_path: Path) -> None:
+    tuning._save(tmp_path / "products.json", FOUND)
+    rows = json.loads((tmp_path / "products.json").read_text())
+    assert [896, 4096, 14336, "add", [165, 2]] in rows

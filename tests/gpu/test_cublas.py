@@ -1,0 +1,77 @@
+"""Products by cuBLAS: whichever of its algorithms is chosen, the same numbers; and what was measured is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from emberline.kernels import ops, tuning
+from emberline.kernels.cuda import cublas
+from emberline.kernels.cuda.cublas import Choices, Kind, Matmul, Problem
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPES = [(896, 4096, 14336), (448, 28672, 4096), (1536, 6144, 4096), (300, 192, 128)]
+
+
+def drawn(m: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(m + n)
+    return torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").mul_(0.02).bfloat16()
+
+
+def error(got: Tensor, x: Tensor, w: Tensor) -> float:
+    return float((got.float() - x.float() @ w.float().t()).abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_proposal_gives_the_same_bits(shape: tuple[int, int, int]) -> None:
+    """They differ in their tiles alone: sums go over k in order, so that what is measured decides nothing but speed."""
+    x, w = drawn(*shape)
+    matmul = Matmul(Problem(*shape))
+    outs = [matmul(x, w, x.new_empty(shape[0], shape[1]), i) for i in range(len(matmul.choices))]
+    assert len(matmul.choices) > 1 or shape[0] == 300
+    assert error(outs[0], x, w) <= 2 * error(torch.nn.functional.linear(x, w), x, w)
+    for i, out in enumerate(outs):
+        assert torch.equal(out, outs[0]), matmul.choices[i]
+
+
+def test_what_is_added_to() -> None:
+    x, w = drawn(512, 256, 1024)
+    there = torch.randn(512, 256, device="cuda").bfloat16()
+    got = cublas.product(x, w, out=there.clone(), kind=Kind.ADD)
+    torch.testing.assert_close(got, (there.float() + x.float() @ w.float().t()).bfloat16(), atol=0.02, rtol=0.02)
+
+
+def test_in_a_graph() -> None:
+    x, w = drawn(512, 256, 1024)
+    out = torch.zeros(512, 256, device="cuda", dtype=torch.bfloat16)
+    expected = cublas.product(x, w, out=torch.empty_like(out))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cublas.product(x, w, out=out)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+
+def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
+    monkeypatch.setattr(cublas, "choices", Choices())
+    store, gated = (ops.pack_linear(torch.zeros(n, 256, device="cuda").bfloat16(), gated=n == 512) for n in (384, 512))
+    add = ops.pack_linear(torch.zeros(256, 512, device="cuda").bfloat16())
+    tuning.tune([store, gated, add], 256, [64, 384, 1024])
+    (file,) = tmp_path.glob("products-*.json")
+    found = tuning._load(file)
+    assert {(p.m, p.n, p.kind) for p in found} == {
+        (m, n, kind) for m in (384, 1024) for n, kind in ((384, Kind.STORE), (512, Kind.GATED), (256, Kind.ADD))
+    }
+    assert cublas.choices == found
+    monkeypatch.setattr(tuning, "_measured", lambda problems: pytest.fail("it is known"))
+    monkeypatch.setattr(cublas, "choices", Choices())
+    tuning.tune([store, gated, add], 256, [384])
+    assert cublas.choices == found
