@@ -15,6 +15,7 @@ from emberline.kernels.triton.attention import make_tiles, paged_attention, tile
 from emberline.kernels.triton.norm import rms_norm
 from emberline.kernels.triton.rope import rope_and_cache
 from emberline.kernels.triton.rows import gather_tokens
+from emberline.kernels.triton.widen import widen
 
 BF16, F32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -192,3 +193,17 @@ def check_rows(device: str, count: int, *, pdl: bool = False) -> None:
     out = torch.full((count,), -7, device=device)
     gather_tokens(tokens, rows, last, out, pdl=pdl)
     assert torch.equal(out, torch.where(tokens < 0, last[rows], tokens))
+
+
+def check_widen(device: str, rows: int, heads: int, size: int, dim: int, *, pdl: bool = False) -> None:
+    """Some blocks of some rows; what is not asked for stays as it is."""
+    k, v = (torch.randn(4 * rows, heads, size, dim, device=device).to(FP8) for _ in range(2))
+    tables = torch.randperm(4 * rows, device=device).int().view(rows, 4)
+    pieces = torch.tensor([[row, at] for row in range(rows) for at in range(row % 4)] + [[0, 0]] * 3).int().to(device)
+    count = torch.tensor([len(pieces) - 3], dtype=torch.int32, device=device)
+    keys, values = (torch.full((len(pieces), heads, size, dim), 7.0, dtype=BF16, device=device) for _ in range(2))
+    widen(k, v, keys, values, tables, pieces, count, pdl=pdl)
+    blocks = tables[pieces[:-3, 0].long(), pieces[:-3, 1].long()].long()
+    for cache, got in ((k, keys), (v, values)):
+        assert torch.equal(got[:-3], cache.view(torch.uint8)[blocks].view(FP8).to(BF16))
+        assert bool((got[-3:] == 7.0).all())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from emberline.kernels.tiles import sms_for_chunks
+from emberline.kernels.tiles import Cutter, Widened, sms_for_chunks
 
 
 def given(chunk: int, before: int, singles: int, context: int) -> int:
@@ -27,3 +28,22 @@ def test_the_more_there_is_to_multiply_the_more_of_them_chunks_get() -> None:
     assert 48 <= given(896, 3100, singles=62, context=4180) <= 72
     shares = [given(896, before, singles=64, context=4096) for before in (0, 500, 1000, 2000, 3000, 6000, 12000)]
     assert shares == sorted(shares) and len(set(shares)) > 4
+
+
+def test_widened_rows_lie_one_after_the_other() -> None:
+    """Of float8 keys, those that chunks see: each row's blocks in order, none of single tokens'."""
+    keys = torch.zeros(1, 1, 2, 16, 8)
+    cutter = Cutter((4, 2, 8), keys, torch.bfloat16, 4)
+    room = Widened(keys[0], keys[0], *(torch.zeros(0),) * 3, steps=torch.arange(9, dtype=torch.int32))
+    made = cutter._widened(room, np.array([100, 16, 33, 1]), 1, torch.from_numpy)
+    assert made.count.tolist() == [5] and made.bases.tolist() == [0, 0, 1, 4]
+    assert made.pieces[:5].tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 0]] and len(made.pieces) == 9
+    tables = made.laid().tables
+    assert tables is not None and tables[2, :3].tolist() == [1, 2, 3] and tables[3, 0] == 4
+
+
+def test_what_does_not_fit_is_not_widened() -> None:
+    cutter = Cutter((4, 2, 8), torch.zeros(1, 1, 2, 16, 8), torch.bfloat16, 4)
+    assert cutter.fits([10**6]), "nothing has to be"
+    cutter._room = Widened(*(torch.zeros(0),) * 5, steps=torch.arange(3))
+    assert cutter.fits([16, 17]) and not cutter.fits([16, 33])

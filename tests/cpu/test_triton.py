@@ -29,6 +29,7 @@ from triton_cases import (  # noqa: E402
     check_rope,
     check_rows,
     check_silu,
+    check_widen,
 )
 
 from emberline.kernels.triton import norm  # noqa: E402
@@ -37,6 +38,7 @@ from emberline.kernels.triton.attention import make_tiles, paged_attention, tile
 from emberline.kernels.triton.norm import rms_norm  # noqa: E402
 from emberline.kernels.triton.rope import rope_and_cache  # noqa: E402
 from emberline.kernels.triton.rows import gather_tokens  # noqa: E402
+from emberline.kernels.triton.widen import widen  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
@@ -156,6 +158,12 @@ def test_rows_in_the_interpreter(count: int) -> None:
     check_rows(CPU, count)
 
 
+@interpreted
+@pytest.mark.parametrize("rows,heads,size,dim", [(3, 2, 4, 8), (7, 1, 8, 4)])
+def test_widen_in_the_interpreter(rounding: None, rows: int, heads: int, size: int, dim: int) -> None:
+    check_widen(CPU, rows, heads, size, dim)
+
+
 def test_tiles() -> None:
     assert make_tiles(np.array([1, 0, 9, 4]), 4).tolist() == [[0, 0], [2, 0], [2, 4], [2, 8], [3, 0]]
     assert make_tiles(np.array([], dtype=np.int32), 4).shape == (0, 2)
@@ -203,6 +211,14 @@ def test_small_kernels_compile(built: list[SimpleNamespace]) -> None:
     assert len(built) == 5
     for kernel in (built[0], built[1]):  # sixteen bytes at a time
         assert "ld.global.v4" in kernel.asm["ptx"] and "st.global.v4" in kernel.asm["ptx"]
+
+
+@compiled
+def test_widen_compiles(built: list[Any]) -> None:
+    narrow, wide = torch.zeros(2, 8, 64, 128).to(FP8), torch.zeros(2, 8, 64, 128, dtype=BF16)
+    integers = torch.zeros(2, 2, dtype=torch.int32)
+    widen(narrow, narrow.clone(), wide, wide.clone(), integers, integers, integers[0], pdl=True)
+    assert "st.global.v4" in built[0].asm["ptx"]
 
 
 @compiled

@@ -16,6 +16,7 @@ from triton_cases import (
     check_rope,
     check_rows,
     check_silu,
+    check_widen,
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -90,3 +91,9 @@ def test_attention_over_a_long_context(window: int) -> None:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_rows(count: int, pdl: bool) -> None:
     check_rows(GPU, count, pdl=pdl)
+
+
+@pytest.mark.parametrize("rows,heads,size,dim", [(40, 8, 64, 128), (5, 3, 16, 64), (200, 1, 128, 128)])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_widen(rows: int, heads: int, size: int, dim: int, pdl: bool) -> None:
+    check_widen(GPU, rows, heads, size, dim, pdl=pdl)

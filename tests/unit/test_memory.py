@@ -41,7 +41,10 @@ def test_llama_8b_on_an_h200() -> None:
     assert found.weights == pytest.approx(8_030_261_248 * 2, rel=1e-4)  # its published count of parameters
     assert kv_token_bytes(LLAMA_8B, 2) == 131072
     assert found.kv_tokens > 850_000
-    assert planned(kv_dtype_bytes=1).kv_tokens == pytest.approx(2 * found.kv_tokens, abs=2 * 64)
+    narrow = planned(kv_dtype_bytes=1)  # half as large; but chunks see theirs as bf16, for which there must be room
+    widened = (narrow.scratch - found.scratch) // (131072 // 2)
+    assert 0 < widened < 0.01 * narrow.kv_tokens
+    assert narrow.kv_tokens == pytest.approx(2 * found.kv_tokens - widened, abs=2 * 64)
 
 
 @given(

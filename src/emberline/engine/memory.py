@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
-from emberline.engine.gpu.shape import GRAIN, MOST_TOKENS, shapes
+from emberline.engine.gpu.shape import CHUNKS, GRAIN, MOST_TOKENS, shapes
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -173,6 +173,9 @@ def plan(
     graphs = len(shapes(max_running, max_batch_tokens))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
+    if kv_dtype_bytes == DTYPE_BYTES["float8"]:
+        wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
+        scratch += wide * block_size * widened_blocks(block_size, max_context, max_batch_tokens)
     scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
     scratch += transfer * 2 * SLOTS * moved_at_once(kv_token_bytes(config, kv_dtype_bytes) // config.layers)
     fixed = {
@@ -197,6 +200,12 @@ def plan(
         block_size=block_size,
         max_context=max_context,
     )
+
+
+def widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
+    """Of float8 keys and values, those of a layer that chunks of prompts may see as bf16: of the longest prompt and of
+    as many short ones as a step has tokens for. Where they would see more, a slower kernel serves them."""
+    return -(-max_context // block_size) + -(-max_batch_tokens // block_size) + CHUNKS[-1]
 
 
 def usable(total: int, free: int, ours: int) -> int:

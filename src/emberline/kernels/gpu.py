@@ -25,7 +25,7 @@ from emberline.kernels.cuda import sample as sampling
 from emberline.kernels.cuda.cublas import OURS, Kind, Problem
 from emberline.kernels.packed import Layout, PackedWeight
 from emberline.kernels.tiles import GATED_ROWS, Tiles
-from emberline.kernels.triton import activation, attention, norm, rope, rows
+from emberline.kernels.triton import activation, attention, norm, rope, rows, widen
 
 __all__ = [
     "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "keep_packed", "linear", "log_probs", "newest_tokens",
@@ -168,10 +168,14 @@ def paged_attention(
     at, beside = k_cache.data_ptr(), False
     if tiles.chunks is not None and len(tiles.chunks):  # first: singles fill what it leaves of the device
         beside = tiles.chunk_sms is not None
-        if at not in tiles.maps.prefill:
-            tiles.maps.prefill[at] = prefill.PagedCache(k_cache, v_cache)
+        keys, values, tables = k_cache, v_cache, block_tables
+        if (wide_ := tiles.widened) is not None and wide_.tables is not None:
+            keys, values, tables = wide_.keys, wide_.values, wide_.tables
+            widen.widen(k_cache, v_cache, keys, values, block_tables, wide_.pieces, wide_.count, pdl=True)
+        if keys.data_ptr() not in tiles.maps.prefill:
+            tiles.maps.prefill[keys.data_ptr()] = prefill.PagedCache(keys, values)
         prefill.prefill_attention(
-            qkv, tiles.maps.prefill[at], block_tables, query_start, context, tiles.chunks, scale, q_heads,
+            qkv, tiles.maps.prefill[keys.data_ptr()], tables, query_start, context, tiles.chunks, scale, q_heads,
             window=window, out=out, sms=tiles.chunk_sms,
         )  # fmt: skip
     if tiles.work is not None:

@@ -6,7 +6,7 @@ queries. Other devices cut for themselves: theirs are empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,22 @@ class Maps:
 
 
 @dataclass(frozen=True, slots=True)
+class Widened:
+    """Keys and values of chunks' rows as bf16, where the cache has them in float8: a layer's at a time."""
+
+    keys: Tensor  # [blocks, heads, size, dim]
+    values: Tensor
+    pieces: Tensor  # [blocks, 2] int32: whose they are: the row, and which of its blocks
+    count: Tensor  # [1] int32: of the pieces
+    bases: Tensor  # [rows] int32: where a row's blocks begin
+    steps: Tensor  # [blocks] int32: 0 1 2 ..
+    tables: Tensor | None = None  # [rows, blocks] int32
+
+    def laid(self) -> Widened:
+        return replace(self, tables=self.bases[:, None] + self.steps)
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     singles: int
     work: decode.Work | None = None  # of the singles
@@ -44,20 +60,30 @@ class Tiles:
     general: Tensor | None = None  # the same, where only the general kernel serves
     queries: int = 0  # of one of these
     chunk_sms: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
+    widened: Widened | None = None
     maps: Maps = field(default_factory=Maps)
 
     def last(self) -> Tiles:
         """For the last layer, after which nobody asks for the other queries."""
         return self if self.sought is None else replace(self, chunks=self.sought)
 
+    def laid(self) -> Tiles:
+        """At the beginning of a step: with what the device makes of them once for all layers."""
+        return self if self.widened is None else replace(self, widened=self.widened.laid())
+
 
 class Cutter:
-    def __init__(self, heads: tuple[int, int, int], keys: Tensor, dtype: torch.dtype, rows: int) -> None:
-        """For steps of at most so many rows. `heads` of queries, of keys, and their size; `dtype` of activations."""
+    def __init__(
+        self, heads: tuple[int, int, int], keys: Tensor, dtype: torch.dtype, rows: int, *, widened: int = 0
+    ) -> None:
+        """For steps of at most so many rows. `heads` of queries, of keys, and their size; `dtype` of activations.
+        `widened`: blocks of float8 that there is to be room for as bf16, all rows of chunks together."""
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = Maps()
         self._decodes = self._prefills = False
         self._scratch: decode.Scratch | None = None
+        self._room: Widened | None = None
+        self._block = keys.shape[3]
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
@@ -65,6 +91,9 @@ class Cutter:
             self._decodes = narrow and decode.supports(*heads, keys.dtype, keys.shape[3])
             self._prefills = narrow and prefill.supports(keys[0])
             self._sms = decode.multiprocessors(keys.device)
+            if narrow and widened and keys.dtype is torch.float8_e4m3fn:
+                self._room = _room(keys, widened)
+                self._prefills = prefill.supports(self._room.keys)
             if self._decodes:
                 self._scratch = decode.Scratch(rows, self._capacity(rows), *heads, keys.device)
 
@@ -72,6 +101,10 @@ class Cutter:
     def fixed(self) -> bool:
         """Whether all that `cut` makes can have a shape of its own choice, as a graph needs it."""
         return self._device.type != "cuda" or (self._decodes and self._prefills)
+
+    def fits(self, lengths: Iterable[int]) -> bool:
+        """Whether chunks' rows of so many keys can be widened, if they must be."""
+        return self._room is None or sum(-(-n // self._block) for n in lengths) <= len(self._room.steps)
 
     def cut(
         self,
@@ -90,7 +123,7 @@ class Cutter:
             return tiles
         rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
         cut = None
-        if self._prefills and rest < len(counts):
+        if self._prefills and rest < len(counts) and self.fits((context + counts)[rest:].tolist()):
             from emberline.kernels.cuda import prefill
 
             cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
@@ -104,13 +137,22 @@ class Cutter:
         if rest == len(counts):
             return tiles
         if cut is not None:
-            tiles = replace(tiles, chunks=put(_padded(cut, most)))
+            widened = None if self._room is None else self._widened(self._room, context + counts, rest, put)
+            tiles = replace(tiles, chunks=put(_padded(cut, most)), widened=widened)
             return tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
         from emberline.kernels.triton import attention
 
         queries = attention.tile_queries(int(counts[rest:].max()), self._heads[0] // self._heads[1])
         cut = attention.make_tiles(counts[rest:], queries)
         return replace(tiles, general=put(_shifted(cut, rest)), queries=queries)
+
+    def _widened(self, room: Widened, lengths: np.ndarray, rest: int, put: Callable[[np.ndarray], Tensor]) -> Widened:
+        need = np.where(np.arange(len(lengths)) < rest, 0, -(-lengths // self._block)).astype(np.int32)
+        bases = (np.cumsum(need) - need).astype(np.int32)
+        pieces = np.zeros((len(room.steps), 2), np.int32)
+        row = np.repeat(np.arange(len(need)), need)
+        pieces[: len(row), 0], pieces[: len(row), 1] = row, np.arange(len(row)) - bases[row]
+        return replace(room, pieces=put(pieces), count=put(np.array([len(row)], np.int32)), bases=put(bases))
 
     def forget(self) -> None:
         """The caches may lie elsewhere when they are met again."""
@@ -119,8 +161,9 @@ class Cutter:
 
     def buffers(self) -> list[Tensor]:
         """What kernels keep for themselves between steps."""
-        scratch = self._scratch
-        return [] if scratch is None else [scratch.partials, scratch.tops, scratch.counters]
+        scratch, room = self._scratch, self._room
+        kept = [] if scratch is None else [scratch.partials, scratch.tops, scratch.counters]
+        return kept if room is None else [*kept, room.keys, room.values, room.steps]
 
     def most_bytes(self, rows: int, tokens: int) -> int:
         """Of what `cut` puts, for a step of so many rows and tokens."""
@@ -128,7 +171,8 @@ class Cutter:
             return 0
         from emberline.kernels import worklist
 
-        return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens)
+        widened = 0 if self._room is None else 8 * len(self._room.steps) + 4 * rows + 64
+        return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
     def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool) -> decode.Work:
         from emberline.kernels import worklist
@@ -158,6 +202,12 @@ def sms_for_chunks(
         return sms
     few = round(multiplying / (MOST_OF * (read + HINDERED * multiplying / sms)))
     return min(max(few, sms // LEAST), sms - sms // LEFT)
+
+
+def _room(keys: Tensor, blocks: int) -> Widened:
+    shape, none = (blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
+    k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=keys.device) for _ in range(2))
+    return Widened(k, v, none, none, none, torch.arange(blocks, dtype=torch.int32, device=keys.device))
 
 
 def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:

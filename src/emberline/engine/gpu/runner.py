@@ -23,6 +23,7 @@ from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.shape import Shape, most_rows
 from emberline.engine.gpu.staging import Sheet, Staging
 from emberline.engine.gpu.track import Captured, Inputs, Part, Track
+from emberline.engine.memory import widened_blocks
 from emberline.engine.sampler import RowMaker, scored_rows, token_logprobs
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
@@ -53,7 +54,9 @@ class GPURunner:
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(settings.max_running))
+        widened = widened_blocks(self._block, max_context, settings.max_batch_tokens)
+        rows_ = most_rows(settings.max_running)
+        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, rows_, widened=widened)
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
         self._track = Track(device.lane, Staging(size, device), model.ahead(device.lane, device.beside()))
@@ -137,7 +140,8 @@ class GPURunner:
         return finish
 
     def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
-        fixed = self.graphs and (not chunks or self._cutter.fixed)
+        ends = (w.start + len(w.tokens) for w in chunks)
+        fixed = self.graphs and (not chunks or (self._cutter.fixed and self._cutter.fits(ends)))
         return Shape.of(singles, chunks) if fixed else None
 
     def _part(self, singles: list[Work], chunks: list[Work]) -> Part:
@@ -208,7 +212,7 @@ class GPURunner:
                 logit_rows=inputs.logit_rows,
                 keys=self.cache.keys,
                 values=self.cache.values,
-                tiles=inputs.tiles,
+                tiles=inputs.tiles.laid(),
                 ahead=inputs.ahead.anew(),
             ),
             out=out,

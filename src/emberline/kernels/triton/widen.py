@@ -1,0 +1,49 @@
+"""widen: blocks of a float8 cache as bf16 in a place of their own, for a kernel that reads bf16 alone."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr, tensor
+
+from emberline.kernels.triton.jit import begin, jit
+
+PROGRAMS = 528  # four of a multiprocessor of an H200
+
+
+@jit
+def _widen(
+    k_cache: tensor, v_cache: tensor, keys: tensor, values: tensor, tables: tensor, pieces: tensor, count: tensor,
+    cache_stride: tensor, table_stride: tensor, HEADS: constexpr, SIZE: constexpr, PDL: constexpr,
+) -> None:  # fmt: skip
+    begin(PDL)
+    at = tl.arange(0, SIZE)
+    for unit in range(tl.program_id(0), tl.load(count) * HEADS, tl.num_programs(0)):
+        piece, head = unit // HEADS, unit % HEADS
+        row, index = tl.load(pieces + 2 * piece).to(tl.int64), tl.load(pieces + 2 * piece + 1)
+        block = tl.load(tables + row * table_stride + index).to(tl.int64)
+        source, target = block * cache_stride + head * SIZE + at, tl.cast(unit, tl.int64) * SIZE + at
+        tl.store(keys + target, tl.load(k_cache + source).to(keys.dtype.element_ty))
+        tl.store(values + target, tl.load(v_cache + source).to(values.dtype.element_ty))
+
+
+def widen(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    pieces: Tensor,
+    count: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Block i of `keys` and `values` becomes entry pieces[i, 1] of row pieces[i, 0] of the tables, for i < count[0].
+    All caches are [blocks, heads, size, dim], contiguous but for the first stride."""
+    _, heads, size, dim = k_cache.shape
+    assert keys.is_contiguous() and values.is_contiguous() and keys.shape[1:] == k_cache.shape[1:]
+    assert k_cache.stride() == v_cache.stride() and k_cache.stride()[1:] == (size * dim, dim, 1)
+    _widen[(PROGRAMS,)](
+        k_cache, v_cache, keys, values, tables, pieces, count, k_cache.stride(0), tables.stride(0), heads, size * dim,
+        pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
