@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     service.add_setting(parser, engine, "max_waiting", "more than these get a 429")
     parser.add_argument("--block-size", type=int, help="tokens of a KV block (default: by the device)")
     parser.add_argument(
-        "--itl-target-ms", type=float, help="on a GPU: prompts are cut so that streams get their next token this soon"
+        "--itl-target-ms",
+        type=float,
+        help="on a GPU: prompts are cut so that streams get nine of ten tokens this soon, the tenth half as late again",
     )
     parser.add_argument("--no-prefix-cache", action="store_true")
     service.add_setting(parser, server, "stall_timeout", "seconds until a silent engine is restarted")

@@ -11,8 +11,8 @@ from emberline.engine.gpu.shape import GRAIN
 RECENT = 0.2  # the weight of the newest step
 LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
 # Prompts that have waited for PATIENCE targets get longer steps: one of so many, LONG targets each, and after a quiet
-# time some in a row. So 19 of 20 tokens keep to the target, and a burst of prompts is through sooner.
-PATIENCE, LONG, ONE_OF, IN_A_ROW = 8, 1.45, 20, 20
+# time some in a row. So nine of ten tokens keep to the target, and a burst of prompts is through sooner.
+PATIENCE, LONG, ONE_OF, IN_A_ROW = 8, 1.45, 12, 40
 
 
 class Pacer:
