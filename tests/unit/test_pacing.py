@@ -13,7 +13,7 @@ from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
-from emberline.engine.pacing import IN_A_ROW, LEAST, ONE_OF, Pacer
+from emberline.engine.pacing import LEAST, MOST_SAVED, ONE_OF, Pacer
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,13 +71,23 @@ def test_a_stream_goes_on_beside_a_long_prompt(target: float | None) -> None:
 def test_prompts_that_have_waited_for_long_get_some_longer_steps() -> None:
     pacer = Pacer(0.03)
 
-    def grants(steps: int, waited: float) -> list[int]:
-        return [pacer.allowance(8, waited) or 0 for _ in range(steps)]
+    def grants(steps: int, waited: float, streams: int = 50) -> list[int]:
+        return [pacer.allowance(streams, waited) or 0 for _ in range(steps)]
 
-    usual = pacer.allowance(8)
+    usual = pacer.allowance(50)
     assert usual is not None
     assert grants(600, waited=0.2) == [usual] * 600, "nobody has waited for long"
     burst = grants(100, waited=0.3)
-    assert all(grant > 1.3 * usual for grant in burst[:IN_A_ROW]), "what was saved is used up at once"
-    assert sum(grant > usual for grant in burst) <= IN_A_ROW + 100 / ONE_OF, "and then they come one by one"
-    assert 7 <= sum(grant > usual for grant in grants(100, waited=0.3)) <= 10
+    row = MOST_SAVED // 50
+    assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"
+    assert sum(grant > usual for grant in burst) <= row + 100 / ONE_OF, "and then they come one by one"
+    assert 4 <= sum(grant > usual for grant in grants(100, waited=0.3)) <= 6
+
+
+def test_tokens_are_counted_not_steps() -> None:
+    """Steps of few streams save little for those of many."""
+    pacer = Pacer(0.03)
+    usual = pacer.allowance(50)
+    for _ in range(100):
+        pacer.allowance(2)
+    assert pacer.allowance(50, 0.3) == usual

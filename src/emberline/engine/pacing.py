@@ -10,9 +10,10 @@ from emberline.engine.gpu.shape import GRAIN
 
 RECENT = 0.2  # the weight of the newest step
 LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
-# Prompts that have waited for PATIENCE targets get longer steps: one of so many, LONG targets each, and after a quiet
-# time some in a row. So nine of ten tokens keep to the target, and a burst of prompts is through sooner.
-PATIENCE, LONG, ONE_OF, IN_A_ROW = 8, 1.45, 12, 40
+# Prompts that have waited for PATIENCE targets get longer steps, of LONG targets each: one token of ONE_OF may come so
+# late, and those that did not are saved up to MOST_SAVED. So nine of ten tokens keep to the target, and a burst of
+# prompts is through sooner.
+PATIENCE, LONG, ONE_OF, MOST_SAVED = 8, 1.45, 20, 1000
 
 
 class Pacer:
@@ -20,7 +21,7 @@ class Pacer:
         """`target`: seconds between two tokens of a stream."""
         self.target = target
         self._base, self._per_token = 0.005, 25e-6  # a guess that steps correct
-        self._saved = 0.0  # steps that may be long
+        self._saved = 0.0  # tokens that may be late
 
     def allowance(self, streams: int, waited: float = 0.0) -> int | None:
         """Tokens of prompts for the next step; None: as many as there are, since nobody waits for a next token.
@@ -28,9 +29,9 @@ class Pacer:
         if not streams:
             return None
         target = self.target
-        self._saved = min(self._saved + 1 / ONE_OF, IN_A_ROW)
-        if waited > PATIENCE * target and self._saved >= 1:
-            self._saved -= 1
+        self._saved = min(self._saved + streams / ONE_OF, MOST_SAVED)
+        if waited > PATIENCE * target and self._saved >= streams:
+            self._saved -= streams
             target *= LONG
         room = (target - self._base) / self._per_token
         return max(LEAST, (streams + int(room)) // GRAIN * GRAIN - streams)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from math import ceil
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -91,18 +90,20 @@ def _chunk(tiles: Ints, kv_heads: int, slots: int, few: int) -> int:
     and many what their sum says."""
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(SIZES, total / slots)
+    looked_at = range(max(0, share - BELOW), share + ABOVE)
+    parts = -(-tiles // np.array([SIZES[size] for size in looked_at], np.int32)[:, None])
+    counts, mosts = parts.sum(1).tolist(), parts.max(1).tolist()
 
-    def cost(size: int) -> float:
-        parts = -(-tiles // SIZES[size])
-        units, most = int(parts.sum()) * kv_heads, int(parts.max())
-        rounds, part = ceil(units / slots), -(-longest // max(1, most))
-        work = total + EACH * units
+    def cost(count: int, most: int) -> float:
+        units, part = count * kv_heads, -(-longest // max(1, most))
+        work, rounds = total + EACH * units, -(-units // slots)
         merging = MERGE * most if most > 1 else 0.0
         if units <= few * slots:
             return max((ROUND if rounds > 1 else 1.0) * rounds * work / max(1, units), part + EACH) + merging
         return work / slots + WAIT * part + merging
 
-    return min(range(max(0, share - BELOW), share + ABOVE), key=cost)
+    costs = [cost(count, most) for count, most in zip(counts, mosts, strict=True)]
+    return looked_at[costs.index(min(costs))]
 
 
 def _whole(made: WorkList, count: int, end: Ints, tiles: Ints) -> None:

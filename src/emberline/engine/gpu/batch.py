@@ -62,30 +62,38 @@ class Batch:
     def shaped(self, shape: Shape, row: int) -> Batch:
         """With as much of nobody's as makes up a captured step: rows behind the singles and behind the chunks, and
         tokens behind all others. `row` is nobody's. Its tokens write nothing; where all have one, each sees one key."""
-        s, added = self.singles, shape.singles - self.singles
-        chunks, more = len(self.rows) - s, shape.singles + shape.tokens - len(self.tokens)
+        s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
         scored = self.logit_rows[s:]
-        unscored = np.zeros(shape.chunks - len(scored), np.int64)
-        singles = np.arange(shape.singles) if shape.chunks == 0 else np.pad(np.arange(s), (0, added))
+        alone = shape.chunks == 0
 
-        def rows(ours: np.ndarray, nobodys: int, of_chunks: int = 0) -> np.ndarray:
-            padding = (np.full(added, nobodys, ours.dtype), np.full(shape.chunks - chunks, of_chunks, ours.dtype))
-            return np.concatenate([ours[:s], padding[0], ours[s:], padding[1]])
+        def rows(ours: np.ndarray, single: int, chunk: int) -> np.ndarray:
+            made = np.full(shape.rows, chunk, ours.dtype)
+            made[:s], made[s : shape.singles] = ours[:s], single
+            made[shape.singles : shape.singles + chunks] = ours[s:]
+            return made
 
         def tokens(ours: np.ndarray, nobodys: int) -> np.ndarray:
-            return np.pad(ours, (0, more), constant_values=nobodys)
+            made = np.full(total, nobodys, ours.dtype)
+            made[: len(ours)] = ours
+            return made
 
+        logit_rows = np.zeros(shape.rows, np.int64)
+        first = shape.singles if alone else s
+        logit_rows[:first] = np.arange(first)
+        logit_rows[shape.singles : shape.singles + len(scored)] = scored
+        wanted = np.arange(s + len(scored))
+        wanted[s:] += shape.singles - s
         return Batch(
             shape.singles,
             rows(self.rows, row, row),
-            rows(self.starts, 0),
-            rows(self.counts, int(shape.chunks == 0)),
+            rows(self.starts, 0, 0),
+            rows(self.counts, int(alone), 0),
             tokens(self.tokens, 0),
             tokens(self.positions, 0),
             tokens(self.slots, -1),
             tokens(self.token_rows, row),
-            np.concatenate([singles, scored, unscored]),
-            np.concatenate([np.arange(s), shape.singles + np.arange(len(scored))]),
+            logit_rows,
+            wanted,
         )
 
     @property
