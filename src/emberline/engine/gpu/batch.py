@@ -52,10 +52,10 @@ class Batch:
         slots = rows.mirror.take(at).astype(np.int64) * block_size + positions % block_size
         scored = [
             np.arange(end - len(w.tokens) if w.prompt_logprobs else end - 1, end)
-            for w, end in zip(work, ends.tolist(), strict=True)
+            for w, end in zip(chunks, ends[len(singles) :].tolist(), strict=True)
             if w.samples or w.prompt_logprobs
         ]
-        logit_rows = np.concatenate([np.zeros(0, np.int64), *scored]).astype(np.int64)
+        logit_rows = np.concatenate([np.arange(len(singles)), *scored]).astype(np.int64)
         wanted = np.arange(len(logit_rows))
         return Batch(len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted)
 
