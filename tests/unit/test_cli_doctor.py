@@ -76,7 +76,7 @@ def test_every_option_changes_it(run: Run, tmp_path: Path) -> None:
     for more in (("--max-running", 512), ("--max-batch-tokens", 32768), ("--dtype", "float32"), ("--transfer",)):
         assert kv_tokens(run(*ask, *more)[1]) < base, more
     assert kv_tokens(run(*ask, "--max-context", 4096)[1]) > base
-    assert kv_tokens(run(*ask, "--kv-dtype", "float8")[1]) == pytest.approx(2 * base, abs=128)
+    assert 2 * base * 0.98 < kv_tokens(run(*ask, "--kv-dtype", "float8")[1]) < 2 * base, "some is for chunks, as bf16"
     output = run(*ask, "--kv-dtype", "float8", "--max-context", 1000)[1]
     token = kv_token_bytes(ModelConfig.from_hf(LLAMA_8B), 1)
     assert f"{token / 1e3:.1f} kB a token, {token * 1000 / 1e6:.0f} MB a context of 1000 (float8)" in output
