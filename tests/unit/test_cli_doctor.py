@@ -70,6 +70,16 @@ def test_the_plan_is_the_engines_own(run: Run, tmp_path: Path) -> None:
     assert kv_tokens(output) == expected.kv_tokens
 
 
+@pytest.mark.parametrize("name", ["hf:org/name", "smollm2"])
+def test_a_model_that_is_not_here_is_not_fetched(
+    run: Run, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
+    code, output = run("--model", name)
+    assert code == 0 and f"{name} is not in the cache" in output and f"emberline pull {name}" in output
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_every_option_changes_it(run: Run, tmp_path: Path) -> None:
     ask = ("--model", write_model(tmp_path / "m"), "--gpu-memory", "80G")
     base = kv_tokens(run(*ask)[1])

@@ -110,6 +110,14 @@ def test_text_that_is_no_utf8_is_malformed(dialect: Any) -> None:
         check_whole(dialect, reply(dialect).whole().replace(b"word0", b"w\xff\xfe0"))
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_event_that_is_nested_too_deep_is_malformed(dialect: Any) -> None:
+    meter = Meter(dialect)
+    deep = b"[" * 100_000 + b"]" * 100_000
+    assert meter.push(b'data: {"type": "x", "deep": ' + deep + b"}\n\n") == b""
+    assert meter.broken is not None and "malformed" in str(meter.broken)
+
+
 def test_only_done_is_not_an_answer() -> None:
     meter = Meter("openai-chat")
     meter.push(b"data: [DONE]\n\n")

@@ -273,3 +273,9 @@ def test_models_are_listed_by_the_names_that_calls_take(named: bool, name: str) 
     listed = {model.id for model in asyncio.run(models.of(settings, ANONYMOUS, named=named))}
     assert name in listed and resolve(name, settings, named=named) == ("openai", "gpt-4o-mini")
     assert named == all("/" in each for each in listed)
+
+
+@pytest.mark.parametrize("where", ['"model": ', '"model": "m", "other": '])
+def test_a_body_that_is_nested_too_deep_is_refused(where: str) -> None:
+    with pytest.raises(InvalidRequest, match="not a JSON object"):
+        peek(b"{" + where.encode() + b"[" * 100_000 + b"]" * 100_000 + b"}")

@@ -22,7 +22,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.hub.huggingface import snapshot
 from emberline.hub.packageindex import IndexSettings
 from emberline.hub.pull import KNOWN, Wheel
-from emberline.hub.source import ALIASES, resolve
+from emberline.hub.source import ALIASES, NotPulled, resolve
 
 
 @pytest.fixture
@@ -244,6 +244,18 @@ def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
         snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
 
 
+def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -> None:
+    hub(site, FILES)
+    assert snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
+    for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
+        with pytest.raises(NotPulled, match=f"{name} is not in the cache") as told:
+            resolve(name, tmp_path, fetch=False)
+        assert told.value.hint == f"emberline pull {name}"
+    assert not site.seen
+    folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
+    assert snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
+
+
 def test_hub_repository_that_is_not_there(site: Site, tmp_path: Path) -> None:
     site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
     with pytest.raises(ModelError, match="has no hf:org/name"):
@@ -258,7 +270,7 @@ def test_hub_repository_of_pickles_only(site: Site, tmp_path: Path) -> None:
 
 def test_hub_names_reach_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(huggingface, "snapshot", lambda *args: seen.append(args) or tmp_path)
+    monkeypatch.setattr(huggingface, "snapshot", lambda *args, fetch: seen.append(args) or tmp_path)
     assert resolve("hf:org/na.me-1@refs/pr/1", tmp_path) == tmp_path
     assert resolve("hf:org/name", tmp_path, revision="v1", progress=False) == tmp_path
     assert seen == [("org/na.me-1", "refs/pr/1", tmp_path / "hf", True), ("org/name", "v1", tmp_path / "hf", False)]

@@ -187,6 +187,26 @@ def test_a_bomb_does_not_go_off() -> None:
     run(work)
 
 
+def _packed(body: bytes, *, length: bool = True) -> bytes:
+    framed = b"content-length: %d\r\n" % len(body) if length else b""
+    return b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n" + framed + b"\r\n" + body
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["told", "until the end"])
+@pytest.mark.parametrize("body", [gzip.compress(b"hello")[:-3], gzip.compress(b"hello") + b"more"], ids=["cut", "more"])
+def test_what_is_packed_ends_where_the_reply_does(body: bytes, length: bool) -> None:
+    """Else half of it would pass for all of it."""
+
+    async def work(upstream: Upstream) -> None:
+        async with Peer(_packed(body, length=length)) as peer:
+            with pytest.raises(Broken, match="packed"):
+                await fetch(upstream, peer.url)
+        async with Peer(_packed(b"", length=True)) as peer:  # nothing at all is not packed
+            assert await fetch(upstream, peer.url) == (200, b"")
+
+    run(work)
+
+
 def test_lines_are_kept() -> None:
     async def work(upstream: Upstream) -> None:
         async with Peer(PLAIN, CHUNKED, PLAIN, PLAIN) as peer:

@@ -206,17 +206,16 @@ def _between_gpus(gpu: GPU | None) -> Finding:
 
 def _model(args: argparse.Namespace, gpu: GPU | None) -> Iterator[Finding]:
     from emberline.hub.checkpoint import Checkpoint
-    from emberline.hub.pull import place
-    from emberline.hub.source import ALIASES, resolve
+    from emberline.hub.source import NotPulled, resolve
     from emberline.models.config import ModelConfig
 
     name = args.model
     try:
-        if name in ALIASES and not args.pull and not place(name, cache_dir()).is_dir():
-            yield Finding("model", f"{name} is not in the cache", None, f"emberline pull {name}")
-            return
-        checkpoint = Checkpoint.open(resolve(name))
+        checkpoint = Checkpoint.open(resolve(name, fetch=args.pull))
         config = ModelConfig.of(checkpoint)
+    except NotPulled as e:
+        yield Finding("model", e.message, None, e.hint or "")
+        return
     except EmberlineError as e:
         yield Finding("model", e.message, False, e.hint or "")
         return

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from emberline.cluster.card import Beat, Card, Welcome
+from emberline.net.notjson import NOT_JSON
 
 log = logging.getLogger("emberline.worker")
 
@@ -69,7 +70,7 @@ class Registrar:
                 await asyncio.sleep(pause)
                 try:
                     pause = await self._turn(session)
-                except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+                except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
                     pause = PAUSE
 

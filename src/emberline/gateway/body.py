@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from emberline.core.errors import InvalidRequest
+from emberline.net.notjson import NOT_JSON
 
 MODEL_LENGTH = 256
 
@@ -57,7 +58,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def peek(body: bytes) -> Peek:
     try:
         found = _PEEK.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise InvalidRequest(f"the body is not a JSON object: {e}") from e
     if isinstance(found.model, str) and len(found.model) > MODEL_LENGTH:
         raise InvalidRequest(

@@ -18,6 +18,7 @@ from emberline.gateway.providers.registry import Registry
 from emberline.gateway.settings import Settings
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.net.notjson import NOT_JSON
 
 PATIENCE = 2.0  # seconds
 LARGEST = 4 << 20
@@ -79,7 +80,7 @@ class ModelList:
             finally:
                 incoming.close()
             return msgspec.json.decode(body, type=_Rows).data if incoming.status == 200 else []
-        except (UpstreamFailed, msgspec.MsgspecError, UnicodeDecodeError):
+        except (UpstreamFailed, *NOT_JSON):
             return []
 
 

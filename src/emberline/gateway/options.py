@@ -13,6 +13,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.cost import Price
+from emberline.net.notjson import NOT_JSON
 
 MONTH = 31 * 86_400
 BACKOFFS = ("constant", "linear", "exponential")
@@ -185,7 +186,7 @@ def _json_object(text: str) -> dict[str, Any]:
         text = text.encode("latin-1").decode()
     try:
         found = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as e:
+    except NOT_JSON as e:
         raise ValueError(f"it must be a JSON object ({e})") from e
     return found
 

@@ -20,24 +20,40 @@ ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN, here so that a local 
 MAX_NAME = 4096
 
 
-def resolve(name: str, cache: Path | None = None, *, revision: str | None = None, progress: bool = True) -> Path:
+class NotPulled(ModelError):
+    """It has a name, but is not in the cache."""
+
+    code = "model_not_pulled"
+
+
+def resolve(
+    name: str,
+    cache: Path | None = None,
+    *,
+    revision: str | None = None,
+    progress: bool = True,
+    fetch: bool = True,
+) -> Path:
+    """`fetch`: what is not in the cache is brought there; otherwise that is NotPulled."""
     _check(name)
     cache = cache or cache_dir()
     try:
-        return _found(name, cache, revision, progress)
+        return _found(name, cache, revision, progress, fetch)
     except OSError as e:
         hint = f"models are kept in {cache}; EMBERLINE_CACHE names another place"
         raise ModelError(f"cannot get {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
-def _found(name: str, cache: Path, revision: str | None, progress: bool) -> Path:
+def _found(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     if name.startswith("hf:"):
-        return _from_hub(name[3:], cache, revision, progress)
+        return _from_hub(name[3:], cache, revision, progress, fetch)
     if revision is not None:
         raise ModelError(f"a revision was given with {name!r}", hint="only hf:org/name has revisions")
     if name in ALIASES:
-        from emberline.hub.pull import pull
+        from emberline.hub.pull import place, pull
 
+        if not fetch and not place(name, cache).is_dir():
+            raise _not_pulled(name)
         return pull(name, cache, progress)
     return _local(Path(name).expanduser(), name, cache)
 
@@ -47,7 +63,11 @@ def _check(name: str) -> None:
         raise ModelError(f"{name[:80]!r} is not a model name: empty, over-long or with control characters")
 
 
-def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool) -> Path:
+def _not_pulled(name: str) -> NotPulled:
+    return NotPulled(f"{name} is not in the cache", hint=f"emberline pull {name}")
+
+
+def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     repo, at, written = rest.partition("@")
     if at and revision not in (None, written):
         raise ModelError(f"hf:{rest} is asked for at revision {revision!r} too", hint="give the revision once")
@@ -58,7 +78,9 @@ def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool) -> P
         raise ModelError(f"{revision!r} is not a revision")
     from emberline.hub.huggingface import snapshot
 
-    return snapshot(repo, revision, cache / "hf", progress)
+    if (folder := snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
+        raise _not_pulled(f"hf:{rest}")
+    return folder
 
 
 def _local(path: Path, name: str, cache: Path) -> Path:

@@ -16,6 +16,7 @@ FOREVER = math.inf  # seconds
 BUFFER = 1 << 16  # bytes of a reply that may wait here before its sender has to
 LARGEST_HEAD = 1 << 16  # bytes of a reply's headers; of its trailers
 LARGEST_INFLATED = 16 << 20  # bytes that one piece of a compressed reply may become
+CUT_OFF = "what the reply had packed is cut off"
 
 
 class Connection(asyncio.Protocol):
@@ -42,6 +43,7 @@ class Connection(asyncio.Protocol):
         self._size = 0
         self._paused = False
         self._inflater: zlib._Decompress | None = None
+        self._packed = False  # some of what it is to inflate has come
         self._error: Broken | None = None
         self._keep = False
         self.complete = False
@@ -176,7 +178,8 @@ class Connection(asyncio.Protocol):
         self.closed = True
         if not self.complete and self._error is None:
             if error is None and self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
-                self.complete = True  # its end is the connection's
+                self.complete = not self._cut_off  # its end is the connection's
+                self._error = Broken(CUT_OFF) if self._cut_off else None
             else:
                 where = "in the middle of a reply" if self._headed else "before a reply began"
                 self._error = Broken(f"the connection ended {where}" + (f" ({error})" if error else ""))
@@ -214,17 +217,26 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._moved = True
         if self._inflater is not None:
+            self._packed = True
             body = self._inflater.decompress(body, LARGEST_INFLATED)
             if self._inflater.unconsumed_tail:
                 raise Broken("the reply becomes too large when it is unpacked")
+            if self._inflater.unused_data:
+                raise Broken("more follows what the reply had packed")
         if body:
             self._chunks.append(body)
             self._size += len(body)
 
     def on_message_complete(self) -> None:
         if self._headed:  # else it was a provisional one
+            if self._cut_off:
+                raise Broken(CUT_OFF)
             self.complete = True
             self._keep = not self._bodyless and self._parser.should_keep_alive()
+
+    @property
+    def _cut_off(self) -> bool:
+        return self._inflater is not None and self._packed and not self._inflater.eof
 
     def _large(self) -> Broken:
         return Broken(f"the reply's {'trailer' if self._headed else 'head'} has more than {LARGEST_HEAD} bytes")

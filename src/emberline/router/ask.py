@@ -10,6 +10,7 @@ from hashlib import blake2b
 import msgspec
 
 from emberline.core.errors import InvalidRequest
+from emberline.net.notjson import NOT_JSON
 from emberline.router.prefixmap import Point
 
 SHORTEST = 256  # bytes: what is shorter is not worth a detour
@@ -62,7 +63,7 @@ class Ask:
             asked = _BODY.decode(body)
         except msgspec.ValidationError:
             return Ask(_named(body), len(body), False, None, session)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
         parts = [memoryview(part) for part in _parts(asked)]
         most = asked.max_completion_tokens or asked.max_output_tokens or asked.max_tokens
@@ -82,7 +83,7 @@ def _named(body: bytes) -> str:
         return _NAMED.decode(body).model
     except msgspec.ValidationError as e:
         raise InvalidRequest(f"the body does not say which model: {e}", param="model") from e
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.handoff import Handoff
+from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.dialect import CHAIN, PRIVATE, Garbled, Ticket, Word, Words
 
@@ -31,7 +32,7 @@ class Lines:
         for line in filter(None, whole):
             try:
                 yield _WORD.decode(line)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            except NOT_JSON as e:
                 raise Garbled(str(e)) from e
 
     def close(self) -> Iterator[Word]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from emberline.core.handoff import Handoff, Said
+from emberline.net.notjson import NOT_JSON
 from emberline.router.chains import Link
 from emberline.router.dialect import Garbled
 from emberline.router.events import ENDINGS, Events, last_of
@@ -93,7 +94,7 @@ class Track:
             if line.startswith(b"data: {"):
                 try:
                     opening = msgspec.json.decode(line[6:], type=_Opening)
-                except msgspec.MsgspecError:
+                except NOT_JSON:
                     break
                 inner = opening.message or opening.response or opening
                 return inner.id, opening.created or inner.created_at

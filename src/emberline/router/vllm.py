@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.handoff import Handoff
+from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.dialect import Garbled, Ticket, Word, Words
 
@@ -37,7 +38,7 @@ class Whole:
     def close(self) -> Iterator[Word]:
         try:
             yield Word(ticket=msgspec.json.decode(self._data, type=_Reply).kv_transfer_params)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise Garbled(str(e)) from e
         yield Word(done={})
 

@@ -16,6 +16,7 @@ import msgspec
 from emberline.core.clock import Clock
 from emberline.core.config import TraceConfig
 from emberline.core.errors import EmberlineError
+from emberline.net.notjson import NOT_JSON
 from emberline.net.pool import Pool
 from emberline.trace.span import About, Span, attributes
 
@@ -138,5 +139,5 @@ def _wanted(headers: Mapping[str, str]) -> float:
 def _rejected(said: bytes) -> int:
     try:
         return max(0, int(msgspec.json.decode(said)["partialSuccess"]["rejectedSpans"]))
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError):
+    except (*NOT_JSON, KeyError, TypeError, ValueError):
         return 0  # whatever it says besides its status

@@ -11,6 +11,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.keys.identity import Identity
+from emberline.net.notjson import NOT_JSON
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def decoded(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.ValidationError as e:
         raise invalid(e) from e
-    except (msgspec.DecodeError, UnicodeError) as e:
+    except NOT_JSON as e:
         raise InvalidRequest(f"the body is not JSON: {e}") from e
 
 

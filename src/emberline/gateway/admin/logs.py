@@ -19,6 +19,7 @@ from emberline.gateway.logs.record import Record
 from emberline.gateway.store.base import Feedback, Page
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import DIMENSIONS, DURATIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
+from emberline.net.notjson import NOT_JSON
 
 ERASE_PAGE, ERASE_PATIENCE = 1000, 2.0
 EXPORT_PAGE = 500
@@ -204,5 +205,5 @@ def _shown(payload: bytes) -> Any:
     """JSON as it is, anything else as text."""
     try:
         return msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except NOT_JSON:
         return payload.decode("utf-8", "replace")

@@ -9,6 +9,7 @@ import msgspec
 from emberline.gateway.errors import UpstreamFailed
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.net.notjson import NOT_JSON
 
 LARGEST = 4 << 20  # bytes of an answer
 
@@ -46,7 +47,7 @@ class HttpEmbedder:
             finally:
                 incoming.close()
             rows = msgspec.json.decode(data, type=_Answer).data if incoming.status == 200 else []
-        except (UpstreamFailed, msgspec.MsgspecError, UnicodeError):
+        except (UpstreamFailed, *NOT_JSON):
             rows = []
         if len(rows) != len(texts):
             self.failures += 1

@@ -15,6 +15,7 @@ import msgspec
 
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
+from emberline.net.notjson import NOT_JSON
 
 VERSION = 3  # of what a key is made of
 SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
@@ -48,7 +49,7 @@ def canonical(body: bytes) -> bytes:
     try:
         found = msgspec.json.decode(body)
         sorted_ = msgspec.json.encode(found, order="deterministic")
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except NOT_JSON:
         return b"bytes:" + body
     # Quotes are as many in both unless a name was there twice; but a quote may hide in an escape.
     if body.count(b'"') != sorted_.count(b'"') or b"\\u0022" in body:

@@ -16,6 +16,7 @@ from emberline.gateway.cache.entry import Entry
 from emberline.gateway.cache.nearest import Near, Nearest, Vector, cosine, unit
 from emberline.gateway.cache.question import Question
 from emberline.gateway.call import Call
+from emberline.net.notjson import NOT_JSON
 
 SAME = 0.85  # cosine of two replies that say the same
 READ = 2000  # characters of a reply that are compared
@@ -85,7 +86,7 @@ def said(entry: Entry) -> str:
 def _json(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeError):
+    except NOT_JSON:
         return None
 
 

@@ -29,14 +29,14 @@ def bill(call: Call, reply: Reply, prices: Prices) -> None:
 
 
 def charged(call: Call, usage: Usage | None, price: Price | None) -> int | None:
-    """What the caller says it costs counts first. But virtual keys are in other people's hands: where money is counted
-    they cannot make a call cheaper than it is known to be."""
+    """What the caller says it costs counts first. But virtual keys are in other people's hands, and anybody has none:
+    where money is counted they cannot make a call cheaper than it is known to be."""
     known = cost(usage, price) if usage is not None else None
     custom = call.options.custom_cost
     if custom is None:
         return known
     said = custom.micros if custom.micros is not None or usage is None else cost(usage, custom.price)
-    if said is None or known is None or call.identity.kind != "virtual" or not _counts_money(call.settings):
+    if said is None or known is None or call.identity.kind == "token" or not _counts_money(call.settings):
         return said
     return max(said, known)
 

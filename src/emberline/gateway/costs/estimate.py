@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from emberline.net.notjson import NOT_JSON
+
 BYTES = 4  # of a token, about
 PICTURE = 800  # tokens of an image, a file or a sound, whatever its bytes
 LONGEST_WORD = 2000  # characters: what is longer and has no space is data, not text
@@ -18,7 +20,7 @@ def estimated_input(body: bytes) -> int:
         return max(1, len(body) // BYTES)
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return max(1, len(body) // BYTES)
     return max(1, len(body) // BYTES - _data(found))
 

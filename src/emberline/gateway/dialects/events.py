@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from emberline.gateway.errors import Broken
+from emberline.net.notjson import NOT_JSON
 
 T = TypeVar("T")
 
@@ -51,5 +52,5 @@ class EventDecoder(Generic[T]):
     def decode(self, event: bytes) -> T:
         try:
             return self._decoder.decode(event)
-        except (msgspec.MsgspecError, UnicodeError) as error:
+        except NOT_JSON as error:
             raise Broken(f"an event of the stream is not one of {self._whose}: {error}") from None

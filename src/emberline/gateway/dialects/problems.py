@@ -11,6 +11,7 @@ from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError
 from emberline.gateway.dialects.inner import Json, Spoken
 from emberline.gateway.errors import UpstreamFailed
+from emberline.net.notjson import NOT_JSON
 
 _GEMINI_STATUS = {
     400: "INVALID_ARGUMENT",
@@ -77,7 +78,7 @@ def read_error(body: bytes) -> Problem:
     """Any dialect's: they are told apart by their shape."""
     try:
         said = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except NOT_JSON:
         return Problem(body[:500].decode(errors="replace") or "the provider gave no reason")
     return problem_of(said)
 

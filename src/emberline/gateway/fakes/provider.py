@@ -14,6 +14,7 @@ import msgspec
 
 from emberline.gateway.fakes.foreign import reply_at
 from emberline.gateway.fakes.reply import FakeReply
+from emberline.net.notjson import NOT_JSON
 
 FAULTS = (
     "429",
@@ -128,7 +129,7 @@ class FakeProvider:
     def _chosen(self, asked: Asked) -> tuple[str, int]:
         try:
             name, _, after = str(asked.json.get("model")).partition("@")
-        except (msgspec.MsgspecError, AttributeError):
+        except (*NOT_JSON, AttributeError):
             name, after = "", ""
         if name in FAULTS:
             return name, int(after or self.after)

@@ -17,6 +17,7 @@ from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Broken
 from emberline.gateway.guardrails.policy import CATEGORIES, Judge, Verdict
 from emberline.gateway.options import Options
+from emberline.net.notjson import NOT_JSON
 
 log = logging.getLogger("emberline.gateway")
 
@@ -106,7 +107,7 @@ def _messages(judge: Judge, text: str) -> list[dict[str, str]]:
 def _content(body: bytes) -> Any:
     try:
         return msgspec.json.decode(body)["choices"][0]["message"]["content"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError) as e:
+    except (*NOT_JSON, LookupError, TypeError) as e:
         raise Broken("it did not answer with a message") from e
 
 

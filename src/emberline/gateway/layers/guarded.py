@@ -21,6 +21,7 @@ from emberline.gateway.guardrails.scanner import Scanner, redacted, worst
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
 from emberline.gateway.refusal import error_reply, last_words
+from emberline.net.notjson import NOT_JSON
 
 HEADER = "cf-aig-dlp"
 LONGEST_HEADER = 20  # findings told in it
@@ -241,5 +242,5 @@ def _decoded(body: bytes) -> Any:
         return msgspec.json.decode(body)
     except UnicodeDecodeError:
         return _decoded(body.decode("utf-8", "replace").encode())
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return None

@@ -21,6 +21,7 @@ from emberline.gateway.providers.sigv4 import ALGORITHM, Credentials, signed
 from emberline.gateway.upstream.decoder import Decoder
 from emberline.gateway.upstream.outgoing import Outgoing, decoded
 from emberline.gateway.upstream.upstream import Incoming, Upstream
+from emberline.net.notjson import NOT_JSON
 
 RUNTIME, MANTLE = "bedrock-runtime", "bedrock-mantle"
 HOSTS = {RUNTIME: "https://bedrock-runtime.{region}.amazonaws.com", MANTLE: "https://bedrock-mantle.{region}.api.aws"}
@@ -115,7 +116,7 @@ def _key(text: str) -> _Key | None:
     if text.startswith("{"):
         try:
             return msgspec.json.decode(text, type=_Key)
-        except msgspec.MsgspecError as e:
+        except NOT_JSON as e:
             raise InvalidRequest(
                 f"the key of aws-bedrock cannot be read: {e}", hint="it has accessKeyId, secretAccessKey and region"
             ) from None

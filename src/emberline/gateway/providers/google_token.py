@@ -21,6 +21,7 @@ from emberline.gateway.errors import Broken, Refused, TimedOut
 from emberline.gateway.providers.base import near
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.net.notjson import NOT_JSON
 
 SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 TOKEN_URL = "https://oauth2.googleapis.com/token"
@@ -59,7 +60,7 @@ class Account(msgspec.Struct):
             return None
         try:
             return msgspec.json.decode(text, type=Account)
-        except msgspec.MsgspecError as e:
+        except NOT_JSON as e:
             raise InvalidRequest(f"the credentials for Google cannot be read: {e}") from None
 
     @property
@@ -119,7 +120,7 @@ class GoogleTokens:
             raise Refused(said, kind=kind, status=status, headers={}, body=body)  # type: ignore[arg-type]
         try:
             return msgspec.json.decode(body, type=_Token)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise Broken(f"what Google gave is no token: {e}") from e
 
 

@@ -15,6 +15,7 @@ from emberline.gateway.providers.chatty import Chatty, decoded_field
 from emberline.gateway.streams.splitter import Splitter, payload_of
 from emberline.gateway.upstream.decoder import Decoder
 from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.net.notjson import NOT_JSON
 
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 _FOREIGN = ("name", "refusal", "reasoning_content", "reasoning", "audio", "annotations", "function_call")
@@ -98,7 +99,7 @@ def _flat(payload: bytes, name: str) -> bytes | None:
                         said["reasoning_content"] = said.get("reasoning_content", "") + thoughts
                     elif part["type"] == "text":
                         said["content"] += part["text"]
-    except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (*NOT_JSON, KeyError, TypeError, AttributeError):
         return None  # whoever reads it next will say so
     return msgspec.json.encode(found)
 

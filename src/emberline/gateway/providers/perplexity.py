@@ -10,6 +10,7 @@ from emberline.gateway.providers.chatty import Chatty
 from emberline.gateway.streams.splitter import Splitter, payload_of
 from emberline.gateway.upstream.decoder import Decoder
 from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.net.notjson import NOT_JSON
 
 
 class Perplexity(Chatty):
@@ -56,5 +57,5 @@ _EVENT = msgspec.json.Decoder(_Event)
 def _reason(payload: bytes) -> bool:
     try:
         return any(choice.finish_reason for choice in _EVENT.decode(payload).choices)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return False  # whoever reads it next will say so

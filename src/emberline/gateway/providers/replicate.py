@@ -18,6 +18,7 @@ from emberline.gateway.providers.replicate_reply import Predicted
 from emberline.gateway.upstream.decoder import Given
 from emberline.gateway.upstream.outgoing import Outgoing, decoded
 from emberline.gateway.upstream.upstream import Incoming, Upstream
+from emberline.net.notjson import NOT_JSON
 
 Json = dict[str, Any]
 LARGEST = 8 << 20  # bytes of a prediction
@@ -111,7 +112,7 @@ def _quiet(headers: Mapping[str, str]) -> dict[str, str]:
 def _prediction(body: bytes) -> _Prediction:
     try:
         return msgspec.json.decode(body, type=_Prediction)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise Broken(f"the reply is no prediction: {e}") from e
 
 

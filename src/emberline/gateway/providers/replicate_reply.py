@@ -9,6 +9,7 @@ import msgspec
 from emberline.api import sse
 from emberline.gateway.errors import Broken
 from emberline.gateway.providers.chunked import Chunked, failed
+from emberline.net.notjson import NOT_JSON
 
 Json = dict[str, Any]
 
@@ -28,7 +29,7 @@ class Predicted(Chunked):
     def whole(self, body: bytes) -> bytes:
         try:
             found = msgspec.json.decode(body, type=_Prediction)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise Broken(f"the reply is no prediction: {e}") from e
         if found.status != "succeeded":
             raise Broken(f"the prediction is {found.status}: {str(found.error or 'no reason given')[:300]}")
@@ -49,7 +50,7 @@ class Predicted(Chunked):
     def _done(self, payload: bytes) -> bytes:
         try:
             reason = msgspec.json.decode(payload or b"{}", type=_Done).reason
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except NOT_JSON:
             reason = ""
         return failed(f"the prediction was ended: {reason}") if reason else self.chunk({}, "stop") + sse.DONE
 

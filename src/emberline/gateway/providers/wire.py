@@ -17,6 +17,7 @@ from emberline.gateway.dialects.prefill import marked
 from emberline.gateway.dialects.translate import GRAMMARS, StreamTranslator, translate_reply, translate_request
 from emberline.gateway.providers.base import CHANGED, Provider
 from emberline.gateway.upstream.outgoing import Outgoing
+from emberline.net.notjson import NOT_JSON
 
 TALK: tuple[Spoken, ...] = ("openai-chat", "anthropic", "openai-responses", "gemini")  # can become each other
 SHARED = ("content-type", "accept", "user-agent")  # headers that are no provider's own
@@ -103,7 +104,7 @@ def _put(call: Call, provider: Provider, key: str | None) -> Outgoing:
     what is wrong with it. If nothing is, the mistake is ours."""
     try:
         return provider.request(call, key)
-    except (LookupError, TypeError, AttributeError, UnicodeError, msgspec.MsgspecError):
+    except (LookupError, TypeError, AttributeError, *NOT_JSON):
         said = decode(call.body, Json)
         if (spoken := next((each for each in TALK if each == call.dialect), None)) is not None:
             GRAMMARS[spoken].parse(said)

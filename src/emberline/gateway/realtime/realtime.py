@@ -21,6 +21,7 @@ from emberline.gateway.realtime.channel import Channel, dial
 from emberline.gateway.settings import Timeouts
 from emberline.gateway.upstream.outgoing import Outgoing
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.net.notjson import NOT_JSON
 
 OPENED = 101  # the status of a session
 AWAY = 1001  # the code of a socket whose other side is gone
@@ -117,7 +118,7 @@ def named_model(first: str | bytes) -> str | None:
     """Of a session of Gemini's, whose first message says it; None: it does not."""
     try:
         found = msgspec.json.decode(first)
-    except (msgspec.MsgspecError, UnicodeError):
+    except NOT_JSON:
         return None
     match found:
         case {"setup": {"model": str(model)}}:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from emberline.gateway.costs.usage import Usage
+from emberline.net.notjson import NOT_JSON
 
 _SIGN = re.compile("response.done|usageMetadata")  # OpenAI's and those alike; Gemini's
 _BINARY_SIGN = re.compile(_SIGN.pattern.encode())
@@ -19,7 +20,7 @@ def realtime_usage(message: str | bytes) -> Usage | None:
         return None
     try:
         found = msgspec.json.decode(message)
-    except (msgspec.MsgspecError, UnicodeError):
+    except NOT_JSON:
         return None
     match found:
         case {"type": "response.done", "response": {"usage": dict(said)}}:

@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
+from emberline.net.notjson import NOT_JSON
 
 
 class CallFacts:
@@ -45,7 +46,7 @@ class CallFacts:
     def _body(self) -> Any:
         try:
             return msgspec.json.decode(self._call.body)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except NOT_JSON:
             return None
 
 

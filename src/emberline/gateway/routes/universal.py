@@ -15,6 +15,7 @@ from emberline.gateway.paths import climbs
 from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.settings import Settings
+from emberline.net.notjson import NOT_JSON
 
 MOST = 10
 _CONFIG = {
@@ -46,7 +47,7 @@ _STEPS = msgspec.json.Decoder(list[_Step])
 def read_steps(body: bytes, asked: Options, settings: Settings, registry: Registry) -> tuple[Step, ...]:
     try:
         steps = _STEPS.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise InvalidRequest(f"the body is not a list of steps: {e}") from e
     if not 1 <= len(steps) <= MOST:
         raise InvalidRequest(f"there are {len(steps)} steps; there must be 1 to {MOST}")

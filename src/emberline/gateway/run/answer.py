@@ -12,6 +12,7 @@ from emberline.gateway.call import Reply, Stream
 from emberline.gateway.dialects.problems import problem_of, read_error
 from emberline.gateway.run.question import Kind, Question
 from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.net.notjson import NOT_JSON
 
 Json = dict[str, Any]
 BUSY = 3040  # no room for it now
@@ -19,7 +20,6 @@ BUSY_TEXT = "Capacity temporarily exceeded, please try again."
 _CODES = {400: 5006, 401: 10000, 403: 10000, 404: 5007, 413: 3006, 429: 2003}
 FAILED = 3043  # of all that went wrong at the model
 _WAITS = ("upstream_refused", "upstream_resting")  # what becomes of a provider that has no room
-_NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # the last: nested too deep
 
 
 def enveloped(result: Any) -> Json:
@@ -59,7 +59,7 @@ def told(asked: Question, reply: Reply) -> Json:
     wants_json = isinstance(asked.body.get("response_format"), dict)
     try:
         return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
-    except (LookupError, TypeError, AttributeError, *_NO_JSON) as e:
+    except (LookupError, TypeError, AttributeError, *NOT_JSON) as e:
         return failed(FAILED, f"the model's reply is not what it should be: {e!r}")
 
 
@@ -73,7 +73,7 @@ def result(kind: Kind, said: Json, wants_json: bool = False) -> Json:
     message = said["choices"][0]["message"]
     made: Json = {"response": message.get("content")}
     if wants_json and isinstance(message.get("content"), str):
-        with contextlib.suppress(*_NO_JSON):
+        with contextlib.suppress(*NOT_JSON):
             made["response"] = msgspec.json.decode(message["content"])
     if calls := message.get("tool_calls"):
         made["tool_calls"] = [_call(each["function"]) for each in calls]
@@ -86,7 +86,7 @@ def _used(said: Json) -> Json:
 
 def _call(function: Json) -> Json:
     arguments: Any = function.get("arguments") or "{}"
-    with contextlib.suppress(*_NO_JSON):
+    with contextlib.suppress(*NOT_JSON):
         arguments = msgspec.json.decode(arguments)
     return {"name": function.get("name"), "arguments": arguments}
 

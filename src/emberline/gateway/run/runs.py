@@ -23,6 +23,7 @@ from emberline.gateway.run.answer import Json, answered, enveloped, failed, is_b
 from emberline.gateway.run.question import Question, question
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.settings import Settings
+from emberline.net.notjson import NOT_JSON
 
 LARGEST = 10 << 20  # bytes of a batch
 PAUSES = (0.25, 0.5, 1.0, 2.0)  # seconds before a provider without room is asked again; then always the last
@@ -75,7 +76,7 @@ class Runs:
             raise NotFound(f"there is nothing at {request.path[:200]!r}")
         try:
             said = msgspec.json.decode(request.body, type=dict)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        except NOT_JSON as e:
             raise InvalidRequest(f"the body is not a JSON object: {e}") from e
         model, options = unquote(match["model"] or ""), Json()
         if not model:

@@ -13,6 +13,7 @@ from emberline.gateway.errors import Broken
 from emberline.gateway.streams.eventstream import KIND, EventStream, Message
 from emberline.gateway.streams.gauges import usage_within
 from emberline.gateway.streams.meter import RawMeter
+from emberline.net.notjson import NOT_JSON
 
 
 class EventStreamMeter(RawMeter):
@@ -50,5 +51,5 @@ def _unwrapped(payload: bytes) -> Any:
         if isinstance(found, dict) and isinstance(found.get("bytes"), str):
             return msgspec.json.decode(base64.b64decode(found["bytes"]))
         return found
-    except (msgspec.MsgspecError, UnicodeDecodeError, binascii.Error):
+    except (*NOT_JSON, binascii.Error):
         return None

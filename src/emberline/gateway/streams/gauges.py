@@ -13,6 +13,7 @@ import msgspec
 from emberline.gateway.call import Dialect
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
+from emberline.net.notjson import NOT_JSON
 
 
 @dataclass(slots=True)
@@ -308,7 +309,7 @@ def raw(name: bytes, payload: bytes, signs: Signs) -> None:
     """Its end is the end of the connection, and anything may be content."""
     signs.begun = True
     if b'"usage' in payload:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(*NOT_JSON):
             signs.counted(usage_within(msgspec.json.decode(payload)))
 
 

@@ -14,6 +14,7 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Broken
 from emberline.gateway.streams.gauges import GAUGES, WHOLE, Signs, usage_within
 from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.net.notjson import NOT_JSON
 
 if TYPE_CHECKING:
     Gauge = Callable[[bytes, bytes, Signs], None]
@@ -48,7 +49,7 @@ class Meter:
                 passed.append(event)
                 if signs.failed:
                     break
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e
@@ -97,7 +98,7 @@ def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:
         return _raw_usage(body), ""
     try:
         found: Any = WHOLE[dialect].decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise Broken(f"the reply is not what it should be: {e}") from e
     if found.error is not None:
         raise Broken(f"the reply is an error with a status of success: {str(found.error)[:300]}")
@@ -111,5 +112,5 @@ def _raw_usage(body: bytes) -> Usage | None:
         return None
     try:
         return Usage.read("raw", usage_within(msgspec.json.decode(body)))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except NOT_JSON:
         return None

@@ -10,6 +10,7 @@ import msgspec
 
 from emberline.gateway.errors import Broken, TimedOut
 from emberline.net.connection import FOREVER
+from emberline.net.notjson import NOT_JSON
 from emberline.net.reply import Reply as Incoming
 
 EVENTS = "text/event-stream"
@@ -86,7 +87,7 @@ class Given(Incoming):
 def decoded_object(data: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+    except NOT_JSON as e:
         raise Broken(f"what came is not JSON: {e}") from e
     if not isinstance(found, dict):
         raise Broken("what came is no object of JSON")

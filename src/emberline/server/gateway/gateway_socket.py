@@ -25,6 +25,7 @@ from emberline.gateway.dialects.problems import read_error
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target, target_of
 from emberline.gateway.streams.splitter import Splitter, payload_of
+from emberline.net.notjson import NOT_JSON
 from emberline.server.exchange import Receive, Scope, Send
 from emberline.server.gateway.realtime_socket import RealtimeSocket
 
@@ -184,7 +185,7 @@ def _said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
 def _read(message: str | bytes) -> dict[str, msgspec.Raw]:
     try:
         return _MESSAGE.decode(message).request
-    except (msgspec.MsgspecError, UnicodeError) as e:
+    except NOT_JSON as e:
         raise InvalidRequest(f"the message is not a universal.create: {e}") from e
 
 
@@ -219,7 +220,7 @@ def _shown(body: bytes) -> Any:
     """JSON as it is; else text; else base64 of what is neither."""
     try:
         return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeError):
+    except NOT_JSON:
         pass
     try:
         return body.decode()

@@ -11,6 +11,7 @@ import msgspec
 from emberline.cluster.membership import Health
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.errors import EngineUnavailable
+from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.kvindex import KVIndex, State
 from emberline.router.upstream import Broken, Unreached, Upstream
@@ -64,7 +65,7 @@ class Following:
         while True:
             try:
                 await self._listen(worker)
-            except (Unreached, Broken, EngineUnavailable, TimeoutError, msgspec.MsgspecError) as e:
+            except (Unreached, Broken, EngineUnavailable, TimeoutError, *NOT_JSON) as e:
                 log.debug("following %s: %s", worker.name, e)
             except Exception:
                 log.exception("following %s", worker.name)

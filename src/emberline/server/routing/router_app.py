@@ -15,6 +15,7 @@ from emberline.cluster.membership import Health
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
+from emberline.net.notjson import NOT_JSON
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.exchange import Exchange, Receive, Scope, Send
@@ -145,7 +146,7 @@ class RouterApp:
     async def _read(self, x: Exchange, kind: type[Struct]) -> Struct:
         try:
             return msgspec.json.decode(await x.body(1 << 20), type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise InvalidRequest(str(e)) from e
 
     # -- how it goes ---------------------------------------------------------------------------------------------------

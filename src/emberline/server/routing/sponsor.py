@@ -14,6 +14,7 @@ import msgspec
 from emberline.cluster.card import Beat, Card, Dialect, ModelCard
 from emberline.core.config import Foreign
 from emberline.core.errors import EmberlineError
+from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.upstream import Broken, Unreached, Upstream
 from emberline.server.routing.dispatch import Dispatch
@@ -49,7 +50,7 @@ class Sponsor:
     async def _attend(self, server: Foreign) -> None:
         while True:
             well = False
-            with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, msgspec.MsgspecError, ValueError):
+            with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, *NOT_JSON, ValueError):
                 async with asyncio.timeout(PATIENCE):
                     well = await self._look(server)
             (self._away.discard if well else self._away.add)(server)

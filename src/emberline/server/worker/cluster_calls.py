@@ -17,6 +17,7 @@ from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, In
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff
 from emberline.core.request import FinishReason
+from emberline.net.notjson import NOT_JSON
 from emberline.server.exchange import Exchange
 from emberline.server.worker.calls import Calls
 from emberline.server.worker.journey import CHAIN, Journey
@@ -69,7 +70,7 @@ class ClusterCalls:
     async def _open(self, x: Exchange) -> Envelope:
         try:
             envelope = msgspec.json.decode(await x.body(self._max_body + ENVELOPE), type=Envelope)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except NOT_JSON as e:
             raise InvalidRequest(str(e)) from e
         if envelope.path not in PROTOCOLS:
             raise InvalidRequest(f"nothing is generated at {envelope.path[:200]!r}", param="path")

@@ -21,6 +21,7 @@ from emberline.gateway.dialects.inner import (
     ToolCall,
     ToolResult,
 )
+from emberline.net.notjson import NOT_JSON
 
 _NOT_IN_IDS = re.compile(r"[^a-zA-Z0-9_-]")
 
@@ -143,5 +144,5 @@ def arguments_of(call: ToolCall) -> Json:
 def object_of(text: str) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(text or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+    except NOT_JSON:
         return None
