@@ -11,11 +11,11 @@ import torch
 
 from emberline.kernels import tuning
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import OURS, Choice, Choices, Kind, Problem
+from emberline.kernels.cuda.cublas import OURS, Choices, CublasError, Kind, Problem
 from emberline.kernels.packed import PackedWeight
 
 DOWN = Problem(896, 4096, 14336, Kind.ADD)
-FOUND = {DOWN: Choice(165, 2), Problem(1024, 28672, 4096, Kind.GATED): OURS}
+FOUND = {DOWN: 2, Problem(1024, 28672, 4096, Kind.GATED): OURS}
 
 
 def weight(n: int, k: int, *, gated: bool = False, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
@@ -32,7 +32,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Proble
 
     def measure(problems: Collection[Problem]) -> tuning.Found:
         asked.append(set(problems))
-        return dict.fromkeys(problems, Choice(7, 1))
+        return dict.fromkeys(problems, 3)
 
     monkeypatch.setattr(tuning, "_measured", measure)
     monkeypatch.setattr(tuning, "_kept_at", lambda: tmp_path / "kept" / "products.json")
@@ -49,7 +49,8 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[[1, 2, 3]]", '[[1, 2, 3, "other", [4, 5]]]', '[[1, 2, 3, "add", 4]]', "5"]
+    "damage",
+    ["", "{", "[[1, 2, 3]]", '[[1, 2, 3, "other", 4]]', '[[1, 2, 3, "add", "4"]]', '[[1, 2, 3, "add", 8]]', "5"],
 )
 def test_a_damaged_file_is_as_none(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "products.json"
@@ -70,12 +71,39 @@ def test_only_what_is_missing_is_measured(measured: list[set[Problem]]) -> None:
     tuning.tune(LAYER, 4096, [896])
     tuning.tune([*LAYER, weight(4096, 4096, dtype=torch.float16)], 4096, [896, 1024])
     assert [{problem.m for problem in problems} for problems in measured] == [{896}, {1024}]
-    assert cublas.choices[DOWN] == Choice(7, 1) and {problem.m for problem in cublas.choices} == {896, 1024}
+    assert cublas.choices[DOWN] == 3 and {problem.m for problem in cublas.choices} == {896, 1024}
 
 
-def test_gates_that_do_not_alternate_by_groups_are_stored(measured: list[set[Problem]]) -> None:
-    tuning.tune([weight(40, 64, gated=True)], 64, [512])
-    assert measured == [{Problem(512, 40, 64, Kind.STORE)}]
+def test_what_takes_no_longer_than_its_launch_is_left_out(measured: list[set[Problem]]) -> None:
+    tuning.tune([weight(1024, 1024)], 1024, [512, 8192])
+    assert measured == [{Problem(8192, 1024, 1024, Kind.ADD)}]
+
+
+def test_a_cache_that_cannot_be_written_stops_nobody(
+    measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(file: Path, found: tuning.Found) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(tuning, "_save", full)
+    tuning.tune(LAYER, 4096, [896])
+    assert cublas.choices[DOWN] == 3 and "no space left" in caplog.text
+
+
+@pytest.mark.parametrize("error", [CublasError("no"), torch.OutOfMemoryError("no")])
+def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Problem(1024, 4096, 14336, Kind.ADD)
+
+    def fastest(problem: Problem, weights: list[torch.Tensor]) -> int:
+        if problem == DOWN:
+            raise error
+        return 1
+
+    monkeypatch.setattr(tuning, "_fastest", fastest)
+    monkeypatch.setattr(tuning, "_random", lambda *sizes: torch.zeros(0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert tuning._measured([DOWN, other]) == {other: 1}
 
 
 def test_without_cublas_nothing_is_measured(measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +115,20 @@ def test_without_cublas_nothing_is_measured(measured: list[set[Problem]], monkey
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_machine_without_a_gpu_has_none() -> None:
     assert not cublas.available()
-    assert not cublas.supports(torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.bfloat16))
+
+
+def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "choices", Choices({Problem(3, 2, 4): 1, Problem(3, 2, 4, Kind.GATED): OURS}))
+    x, w = (torch.zeros(2 << 10).as_strided((rows, 4), (4, 1)) for rows in (3, 2))
+    x, w = (t.as_strided(t.shape, t.stride(), -t.data_ptr() % 256 // 4) for t in (x, w))
+    assert cublas.chosen(x, w, Kind.STORE) and not cublas.chosen(x.t().contiguous().t(), w, Kind.STORE)
+    assert not cublas.chosen(x, w, Kind.ADD) and not cublas.chosen(x, w, Kind.GATED)
+    assert not cublas.chosen(x[:2], w, Kind.STORE)
+    askew = x.as_strided(x.shape, x.stride(), x.storage_offset() + 4)
+    assert not cublas.chosen(askew, w, Kind.STORE) and not cublas.chosen(x, w, Kind.STORE, askew)
 
 
 def test_the_file_is_readable(tmp_path: Path) -> None:
     tuning._save(tmp_path / "products.json", FOUND)
     rows = json.loads((tmp_path / "products.json").read_text())
-    assert [896, 4096, 14336, "add", [165, 2]] in rows
+    assert [896, 4096, 14336, "add", 2] in rows

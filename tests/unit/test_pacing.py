@@ -68,26 +68,46 @@ def test_a_stream_goes_on_beside_a_long_prompt(target: float | None) -> None:
     assert took[-1] < 1.55 * target and sum(t > 1.3 * target for t in took) <= len(took) / ONE_OF + 1
 
 
+def grants(pacer: Pacer, steps: int, waited: float, streams: int = 50) -> list[int]:
+    """What it allows, all of which is used."""
+    allowed = []
+    for _ in range(steps):
+        allowed.append(pacer.allowance(streams, waited) or 0)
+        pacer.planned(allowed[-1])
+    return allowed
+
+
 def test_prompts_that_have_waited_for_long_get_some_longer_steps() -> None:
     pacer = Pacer(0.03)
-
-    def grants(steps: int, waited: float, streams: int = 50) -> list[int]:
-        return [pacer.allowance(streams, waited) or 0 for _ in range(steps)]
-
-    usual = pacer.allowance(50)
-    assert usual is not None
-    assert grants(600, waited=0.2) == [usual] * 600, "nobody has waited for long"
-    burst = grants(100, waited=0.3)
+    (usual,) = grants(pacer, 1, waited=0.0)
+    assert grants(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
+    burst = grants(pacer, 100, waited=0.3)
     row = MOST_SAVED // 50
     assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"
     assert sum(grant > usual for grant in burst) <= row + 100 / ONE_OF, "and then they come one by one"
-    assert 4 <= sum(grant > usual for grant in grants(100, waited=0.3)) <= 6
+    assert 4 <= sum(grant > usual for grant in grants(pacer, 100, waited=0.3)) <= 6
 
 
 def test_tokens_are_counted_not_steps() -> None:
     """Steps of few streams save little for those of many."""
     pacer = Pacer(0.03)
     usual = pacer.allowance(50)
-    for _ in range(100):
-        pacer.allowance(2)
+    grants(pacer, 100, waited=0.0, streams=2)
     assert pacer.allowance(50, 0.3) == usual
+
+
+def test_what_no_prompt_could_use_is_not_spent() -> None:
+    """Somebody waits for a seat: no step is longer for it."""
+    pacer = Pacer(0.03)
+    usual = pacer.allowance(50)
+    assert usual is not None
+    for _ in range(600):
+        pacer.allowance(50, 5.0)
+        pacer.planned(0)
+    assert all(grant > usual for grant in grants(pacer, MOST_SAVED // 50, waited=5.0))
+
+
+def test_a_crowd_has_its_long_steps_too() -> None:
+    pacer = Pacer(0.03)
+    usual = pacer.allowance(2 * MOST_SAVED) or 0
+    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MOST_SAVED))

@@ -109,6 +109,6 @@ def test_the_chunk_is_about_the_fastest_that_was_measured() -> None:
 
 def test_beside_another_kernel_rows_are_cut_finer() -> None:
     """What comes free later must find something left to do."""
-    lengths = np.array([4131] * 64, np.int32)
-    room = capacity(64, 8, SMS)
-    assert plan(lengths, 8, SMS, room, beside=True).count >= 2 * 64
+    lengths, room = np.array([4131] * 32, np.int32), capacity(32, 8, SMS)
+    alone, beside = (plan(lengths, 8, SMS, room, beside=beside).count for beside in (False, True))
+    assert alone == 32 and beside >= 64

@@ -24,6 +24,7 @@ SLOTS = 4  # each way, for what other engines are sent or send
 SLOT_BYTES = 4 << 20  # or a layer of the largest block there is, if that is larger: as kv/transfer/receiver.py cuts
 LARGEST_BLOCK = 64  # tokens
 PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
+LEAST_WIDENED = 32_768  # tokens: some prompts with a long beginning in the cache come together
 LEAST_BLOCKS = 2
 F32 = 4
 PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are written out once more
@@ -41,7 +42,7 @@ class MemoryPlan:
     total: int
     weights: int
     activations: int
-    scratch: int  # of attention: partial results; tables of blocks and of angles; blocks on their way to others
+    scratch: int  # partial results; tables of blocks and of angles; blocks on their way; float8 keys as bf16
     logits: int
     graphs: int
     reserve: int
@@ -173,7 +174,7 @@ def plan(
     graphs = len(shapes(max_running, max_batch_tokens))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
-    if kv_dtype_bytes == DTYPE_BYTES["float8"]:
+    if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
         scratch += wide * block_size * widened_blocks(block_size, max_context, max_batch_tokens)
     scratch += tiers * PIECES * copied_at_once(block_bytes) * block_bytes
@@ -204,8 +205,8 @@ def plan(
 
 def widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
     """Of float8 keys and values, those of a layer that chunks of prompts may see as bf16: of the longest prompt and of
-    as many short ones as a step has tokens for. Where they would see more, a slower kernel serves them."""
-    return -(-max_context // block_size) + -(-max_batch_tokens // block_size) + CHUNKS[-1]
+    as many short ones as a step has tokens for. Where they would see more, a slower kernel serves the last of them."""
+    return -(-max(max_context, LEAST_WIDENED) // block_size) + -(-max_batch_tokens // block_size) + CHUNKS[-1]
 
 
 def usable(total: int, free: int, ours: int) -> int:

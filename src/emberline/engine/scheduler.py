@@ -112,7 +112,8 @@ class Scheduler:
                 chunks.append(request)
             elif remaining and request.status is Status.RUNNING:  # not preempted for one before it
                 self._plan(request, 1, planned)
-        budget, self._scored = self._chunk_budget(planned, chunks), MOST_SCORED
+        budget = given = self._chunk_budget(planned, chunks)
+        self._scored = MOST_SCORED
         for request in chunks:
             if request.status is Status.RUNNING and (count := self._share(request, budget)):
                 budget -= self._plan(request, count, planned)
@@ -120,6 +121,8 @@ class Scheduler:
             if admitted.status is Status.RUNNING:
                 planned[admitted.id] = self._share(admitted, budget)
                 budget -= planned[admitted.id]
+        if self._pacer is not None:
+            self._pacer.planned(given - budget)
         saves, loads = self.kv.saves(), self.kv.loads()  # last: also what a request brought that has ended since
         if not (planned or self._ended or saves or loads):
             return None

@@ -176,7 +176,7 @@ def paged_attention(
             tiles.maps.prefill[keys.data_ptr()] = prefill.PagedCache(keys, values)
         prefill.prefill_attention(
             qkv, tiles.maps.prefill[keys.data_ptr()], tables, query_start, context, tiles.chunks, scale, q_heads,
-            window=window, out=out, sms=tiles.chunk_sms,
+            window=window, out=out, sms=tiles.chunk_sms, counters=tiles.counters,
         )  # fmt: skip
     if tiles.work is not None:
         assert tiles.scratch is not None
@@ -228,13 +228,13 @@ def _gated_by_ours(m: int, w: PackedWeight) -> bool:
 
 
 def _matmul(x: Tensor, rows_: Tensor, kind: Kind = Kind.STORE) -> Tensor:
-    if not cublas.supports(x, rows_):
+    if not cublas.chosen(x, rows_, kind):
         return F.linear(x, rows_)
     return cublas.product(x, rows_, out=x.new_empty(len(x), len(rows_)), kind=kind)
 
 
 def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
-    if cublas.supports(x, rows_):
+    if cublas.chosen(x, rows_, Kind.ADD, to):
         cublas.product(x, rows_, out=to, kind=Kind.ADD)
     else:
         to.addmm_(x, rows_.t())

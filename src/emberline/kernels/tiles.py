@@ -60,6 +60,7 @@ class Tiles:
     general: Tensor | None = None  # the same, where only the general kernel serves
     queries: int = 0  # of one of these
     chunk_sms: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
+    counters: Tensor | None = None  # of the kernel for chunks
     widened: Widened | None = None
     maps: Maps = field(default_factory=Maps)
 
@@ -82,6 +83,7 @@ class Cutter:
         self._maps = Maps()
         self._decodes = self._prefills = False
         self._scratch: decode.Scratch | None = None
+        self._counters: Tensor | None = None
         self._room: Widened | None = None
         self._block = keys.shape[3]
         if keys.is_cuda:
@@ -91,9 +93,10 @@ class Cutter:
             self._decodes = narrow and decode.supports(*heads, keys.dtype, keys.shape[3])
             self._prefills = narrow and prefill.supports(keys[0])
             self._sms = decode.multiprocessors(keys.device)
-            if narrow and widened and keys.dtype is torch.float8_e4m3fn:
-                self._room = _room(keys, widened)
-                self._prefills = prefill.supports(self._room.keys)
+            self._counters = prefill.new_counters(keys.device)
+            narrow_keys = keys.dtype is torch.float8_e4m3fn
+            if widened and narrow_keys and self._decodes and prefill.serves(*keys.shape[3:]):
+                self._room, self._prefills = _room(keys, widened), True
             if self._decodes:
                 self._scratch = decode.Scratch(rows, self._capacity(rows), *heads, keys.device)
 
@@ -103,7 +106,8 @@ class Cutter:
         return self._device.type != "cuda" or (self._decodes and self._prefills)
 
     def fits(self, lengths: Iterable[int]) -> bool:
-        """Whether chunks' rows of so many keys can be widened, if they must be."""
+        """Whether chunks' rows of so many keys can be widened, if they must be: else some go to a slower kernel, and
+        what `cut` makes has another form."""
         return self._room is None or sum(-(-n // self._block) for n in lengths) <= len(self._room.steps)
 
     def cut(
@@ -118,15 +122,15 @@ class Cutter:
     ) -> Tiles:
         """`put` brings an array to the device. What is made for singles alone has shapes that depend on their number
         alone; tiles of chunks are padded to `most`. `sought`: the tokens whose logits are wanted, in order."""
-        tiles = Tiles(singles, maps=self._maps)
+        tiles = Tiles(singles, counters=self._counters, maps=self._maps)
         if self._device.type != "cuda":
             return tiles
         rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
-        cut = None
-        if self._prefills and rest < len(counts) and self.fits((context + counts)[rest:].tolist()):
+        quick, cut = self._quick(context, counts, rest), None
+        if self._prefills and rest < len(counts):
             from emberline.kernels.cuda import prefill
 
-            cut = _shifted(prefill.tiles(counts[rest:], context[rest:]), rest)
+            cut = _shifted(prefill.tiles(quick[rest:], context[rest:]), rest)
         if rest and cut is not None:
             bytes_ = int(context[:rest].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
             few = sms_for_chunks(cut, context, counts, self._heads, bytes_, self._sms)
@@ -134,20 +138,29 @@ class Cutter:
         if rest:
             work = self._work((context[:rest] + 1) * counts[:rest], put, beside=cut is not None)
             tiles = replace(tiles, work=work, scratch=self._scratch)
-        if rest == len(counts):
-            return tiles
         if cut is not None:
-            widened = None if self._room is None else self._widened(self._room, context + counts, rest, put)
+            widened = None if self._room is None else self._widened(self._room, context, quick, put)
             tiles = replace(tiles, chunks=put(_padded(cut, most)), widened=widened)
-            return tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
+            tiles = tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
+        if not (slow := (counts - quick)[rest:]).any():
+            return tiles
         from emberline.kernels.triton import attention
 
-        queries = attention.tile_queries(int(counts[rest:].max()), self._heads[0] // self._heads[1])
-        cut = attention.make_tiles(counts[rest:], queries)
-        return replace(tiles, general=put(_shifted(cut, rest)), queries=queries)
+        queries = attention.tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
+        return replace(tiles, general=put(_shifted(attention.make_tiles(slow, queries), rest)), queries=queries)
 
-    def _widened(self, room: Widened, lengths: np.ndarray, rest: int, put: Callable[[np.ndarray], Tensor]) -> Widened:
-        need = np.where(np.arange(len(lengths)) < rest, 0, -(-lengths // self._block)).astype(np.int32)
+    def _quick(self, context: np.ndarray, counts: np.ndarray, rest: int) -> np.ndarray:
+        """Tokens of each row that the fast kernel for chunks takes: all of a row or none."""
+        taken = (np.arange(len(counts)) >= rest) & self._prefills
+        if self._room is not None:
+            need = -(-(context + counts) // self._block) * (taken & (counts > 0))
+            taken &= np.cumsum(need) <= len(self._room.steps)
+        return counts * taken
+
+    def _widened(
+        self, room: Widened, context: np.ndarray, quick: np.ndarray, put: Callable[[np.ndarray], Tensor]
+    ) -> Widened:
+        need = (-(-(context + quick) // self._block) * (quick > 0)).astype(np.int32)
         bases = (np.cumsum(need) - need).astype(np.int32)
         pieces = np.zeros((len(room.steps), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)
@@ -163,7 +176,7 @@ class Cutter:
         """What kernels keep for themselves between steps."""
         scratch, room = self._scratch, self._room
         kept = [] if scratch is None else [scratch.partials, scratch.tops, scratch.counters]
-        return kept if room is None else [*kept, room.keys, room.values, room.steps]
+        return kept if room is None else [*kept, room.keys, room.values]  # and not what counts their blocks
 
     def most_bytes(self, rows: int, tokens: int) -> int:
         """Of what `cut` puts, for a step of so many rows and tokens."""
@@ -194,6 +207,8 @@ def sms_for_chunks(
     """For the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a tile takes longer
     than reading those. Else as many as are done when most of the reading is, so that both are under way most of the
     time: one is bound by memory, the other by products, though both live on what the L2 hands out."""
+    if not len(cut):
+        return sms
     row, first = cut[:, 0], cut[:, 1]
     keys = context[row] + np.minimum(first + CHUNK_ROWS, counts[row])
     tile = 4 * CHUNK_ROWS * heads[2] / MULTIPLY * keys

@@ -2,7 +2,7 @@
 
 What is measured: cuBLAS's proposals, and for gates and ups our own product, which has silu(gate) * up built in, against
 each of them followed by one more kernel. Weights are rotated past the L2. What is not cuBLAS's first proposal must be
-faster by MARGIN, or noise would choose.
+faster by MARGIN, or noise would choose. All of it is advice: where something fails, cuBLAS's first proposals serve.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
 
 from emberline.core.config import kernel_dir
-from emberline.kernels.cuda import cublas, gemm, wide
-from emberline.kernels.cuda.cublas import OURS, Choice, Kind, Matmul, Problem
+from emberline.kernels.cuda import cublas, gemm, nvrtc, wide
+from emberline.kernels.cuda.cublas import OURS, CublasError, Kind, Matmul, Problem
+from emberline.kernels.cuda.driver import DriverError
 from emberline.kernels.cuda.linear import Weight
 from emberline.kernels.packed import PackedWeight
 from emberline.kernels.tiles import GATED_ROWS
@@ -35,7 +36,9 @@ MARGIN = 1.02
 L2_BYTES = 150 << 20  # of different weights between two uses of one
 SCALE = 0.02  # of random weights: what they are decides how much power a product takes
 
-Found = dict[Problem, Choice]
+LEAST_WORK = 1e10  # FLOP of a product: those of less take no longer than launching them does
+
+Found = dict[Problem, int]
 Way = Callable[[Tensor], object]  # of computing a problem, for one of the weights
 
 
@@ -47,22 +50,26 @@ def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int])
         kept = _kept_at()
         found = _load(kept)
         shapes = {_shape(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
-        wanted = {replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2]}
+        of_sizes = (replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2])
+        wanted = {problem for problem in of_sizes if 2.0 * problem.m * problem.n * problem.k >= LEAST_WORK}
         if missing := wanted - found.keys():
             found |= _measured(missing)
-            _save(kept, found)
+            try:
+                _save(kept, found)
+            except OSError as error:
+                log.warning("what products were measured is not kept, and measured at each start: %s", error)
             log.info("measured %d products of many rows in %.1f s", len(missing), time.perf_counter() - began)
         cublas.choices.learn(found)
     return time.perf_counter() - began
 
 
 def _shape(weight: PackedWeight, hidden: int) -> Problem:
-    kind = Kind.ADD if weight.n == hidden else Kind.STORE
-    return Problem(0, weight.n, weight.k, Kind.GATED if weight.gated and weight.n % (2 * GATED_ROWS) == 0 else kind)
+    kind = Kind.GATED if weight.gated else Kind.ADD if weight.n == hidden else Kind.STORE
+    return Problem(0, weight.n, weight.k, kind)
 
 
 def _measured(problems: Collection[Problem]) -> Found:
-    """Of all for which there is memory."""
+    """Of all for which there is memory, and which do not fail."""
     found: Found = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
         count = max(2, -(-L2_BYTES // (2 * n * k)))
@@ -71,26 +78,32 @@ def _measured(problems: Collection[Problem]) -> Found:
         if not of_weights:
             continue
         weights = [_random(n, k, SCALE) for _ in range(count)]
-        found |= {problem: _fastest(problem, weights) for problem in of_weights}
+        for problem in of_weights:
+            try:
+                found[problem] = _fastest(problem, weights)
+            except (CublasError, DriverError, torch.OutOfMemoryError) as error:
+                log.warning("%s was not measured: %s", problem, error)
         del weights
         torch.cuda.empty_cache()
     return found
 
 
-def _fastest(problem: Problem, weights: Sequence[Tensor]) -> Choice:
+def _fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
     matmul, x = Matmul(problem), _random(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
-    ways: list[Way] = [partial(_proposal, matmul, x, out, index) for index in range(len(matmul.choices))]
-    choices = [*matmul.choices]
+    ways: list[Way] = [partial(_proposal, matmul, x, out, index) for index in range(len(matmul))]
+    choices: list[int] = [*range(len(matmul))]
     if problem.kind is Kind.GATED:
-        narrow = torch.empty(problem.m, problem.n // 2, dtype=torch.bfloat16, device=x.device)
-        ways = [partial(_then_silu, way, out, narrow) for way in ways]
-        if gemm.supports(problem.m, problem.n, problem.k):
+        width = problem.n // 2
+        group = GATED_ROWS if width % GATED_ROWS == 0 else width
+        narrow = torch.empty(problem.m, width, dtype=torch.bfloat16, device=x.device)
+        ways = [partial(_then_silu, way, out, narrow, group) for way in ways]
+        if group == GATED_ROWS and gemm.supports(problem.m, problem.n, problem.k):
             handles = {w.data_ptr(): Weight(w) for w in weights}
             ways.append(lambda w: gemm.linear(x, handles[w.data_ptr()], out=narrow, gated=True))
             choices.append(OURS)
     taken = _milliseconds(ways, weights)
-    best = min(range(len(ways)), key=taken.__getitem__)
+    best = taken.index(min(taken))
     return choices[best if taken[0] > MARGIN * taken[best] else 0]
 
 
@@ -98,9 +111,9 @@ def _proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor) -> 
     return matmul(x, w, out, index)
 
 
-def _then_silu(way: Way, out: Tensor, narrow: Tensor, w: Tensor) -> Tensor:
+def _then_silu(way: Way, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
     way(w)
-    return activation.silu_mul(out, narrow, GATED_ROWS, pdl=True)
+    return activation.silu_mul(out, narrow, group, pdl=True)
 
 
 def _milliseconds(ways: Sequence[Way], weights: Sequence[Tensor]) -> list[float]:
@@ -128,8 +141,9 @@ def _random(rows: int, columns: int, scale: float) -> Tensor:
 
 
 def _kept_at() -> Path:
-    """For this GPU and this cuBLAS."""
-    what = f"{torch.cuda.get_device_name()} {cublas.version()}"
+    """For this GPU, this cuBLAS and our product as it is."""
+    ours = (nvrtc.SOURCES / gemm.FILE).read_text("utf-8")
+    what = f"{torch.cuda.get_device_name()} {cublas.version()} {ours}"
     return kernel_dir() / f"products-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
@@ -137,14 +151,15 @@ def _load(file: Path) -> Found:
     """Nothing of a file that is not as it was written: it is made again."""
     try:
         rows = json.loads(file.read_text("utf-8"))
-        return {Problem(m, n, k, Kind(kind)): Choice(*map(int, choice)) for m, n, k, kind, choice in rows}
+        found = {Problem(m, n, k, Kind(kind)): choice for m, n, k, kind, choice in rows}
+        return found if all(isinstance(choice, int) and choice < cublas.MOST for choice in found.values()) else {}
     except (OSError, ValueError, TypeError):
         return {}
 
 
 def _save(file: Path, found: Found) -> None:
-    rows = [[p.m, p.n, p.k, p.kind, [choice.tile, choice.options]] for p, choice in found.items()]
+    rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in found.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps(rows), "utf-8")
-    draft.replace(file)
+    with NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False) as draft:
+        json.dump(rows, draft)
+    Path(draft.name).replace(file)

@@ -21,7 +21,8 @@ PARTS = 2  # at a time on a multiprocessor: it holds two CTAs
 SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # of a chunk: 1 2 3 4 6 8 12 ..
 BELOW, ABOVE = 4, 2  # of these, how many below a share and how many from there on are looked at
 # What chunks cost, in tiles, as timings of 26 batches on an H200 have it: a part, besides its tiles; one more partial
-# of a row to be merged; of the last part, which some wait for, how much. Up to FEW_ROUNDS, all wait for every round.
+# of a row to be merged; of the last part, which some wait for, how much. Up to FEW_ROUNDS, all wait for every round: it
+# takes ROUND times what its parts do.
 EACH, MERGE, WAIT, ROUND = 0.3, 0.3, 0.25, 1.05
 FEW_ROUNDS = 3
 HEAD = 4  # ints before the items, which are read 16 bytes at a time

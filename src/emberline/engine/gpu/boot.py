@@ -96,7 +96,7 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
-    tuned = _tune(model, settings) if device.torch.type == "cuda" else 0.0  # while all that is left is free
+    tuned = _tune(model, settings) if device.torch.type == "cuda" and settings.graphs else 0.0  # while much is free
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
     eos = frozenset(config.eos)

@@ -1,9 +1,9 @@
-"""product: y = x w^T by cuBLAS, by the algorithm that `choices` names where it names one.
+"""product: y = x w^T by cuBLAS, by the algorithm that `choices` names.
 
 cuBLAS proposes a few for every shape, its best guess first. That guess can be far off, since what the last wave of
 tiles leaves idle depends on every size: of 896 rows and a Llama 8B's down projection the third proposal takes 150 us
-where the first takes 173. Who has measured them (`tuning`) says which it is to be by a proposal's tile and options, as
-cuBLAS numbers them.
+where the first takes 173. `tuning` measures them, and says which it is to be. Whichever it is, the bits are the same:
+none of them cuts k into parts.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 MOST = 8  # proposals
-WORKSPACE = 1 << 20  # bytes: too few to cut k into parts, so that sums stay in order
-KEPT = 1024  # problems that are known at a time
+WORKSPACE = 1 << 20  # bytes
+ALIGNED = 256  # bytes, what cuBLAS takes for granted of addresses
+OURS = -1  # in the place of a proposal: a kernel of our own is faster
 # cuBLAS's own numbers: types, and attributes of what is described to it.
 BF16, F32, COMPUTE_F32 = 14, 0, 68
-TRANSPOSE_A, MOST_WORKSPACE, TILE, OPTIONS = 3, 1, 1, 5
+TRANSPOSE_A, MOST_WORKSPACE, PARTS_OF_K = 3, 1, 2
 
 
 class CublasError(Exception):
@@ -43,15 +44,6 @@ class Problem:
     kind: Kind = Kind.STORE
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    tile: int
-    options: int
-
-
-OURS = Choice(-1, -1)  # no algorithm of cuBLAS's: a kernel of our own is faster
-
-
 class _Proposal(ctypes.Structure):
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
@@ -62,17 +54,14 @@ class _Proposal(ctypes.Structure):
     )
 
     @property
-    def choice(self) -> Choice:
-        values = []
-        for attribute in (TILE, OPTIONS):
-            value, size = ctypes.c_uint32(), ctypes.c_size_t()
-            _check(
-                _library().cublasLtMatmulAlgoConfigGetAttribute(
-                    ctypes.byref(self.algorithm), attribute, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(size)
-                )
+    def parts_of_k(self) -> int:
+        value, size = ctypes.c_uint32(), ctypes.c_size_t()
+        _check(
+            _library().cublasLtMatmulAlgoConfigGetAttribute(
+                ctypes.byref(self.algorithm), PARTS_OF_K, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(size)
             )
-            values.append(value.value)
-        return Choice(*values)
+        )
+        return value.value
 
 
 class Matmul:
@@ -86,10 +75,14 @@ class Matmul:
         _set(_library().cublasLtMatmulDescSetAttribute, self._what, TRANSPOSE_A, ctypes.c_int(1))
         self._one, self._kept = ctypes.c_float(1.0), ctypes.c_float(problem.kind is Kind.ADD)
         self._proposals = self._ask()
-        self.choices = [proposal.choice for proposal in self._proposals]
+
+    def __len__(self) -> int:
+        """Proposals."""
+        return len(self._proposals)
 
     def __call__(self, x: Tensor, w: Tensor, out: Tensor, proposal: int = 0) -> Tensor:
-        space = _workspace(out.device)
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        space = _workspace(out.device, stream)
         y = ctypes.c_void_p(out.data_ptr())
         _check(
             _library().cublasLtMatmul(
@@ -98,7 +91,7 @@ class Matmul:
                 ctypes.byref(self._kept), y, self._y, y, self._y,
                 ctypes.byref(self._proposals[proposal].algorithm),
                 ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.nbytes),
-                ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
+                ctypes.c_void_p(stream),
             )
         )  # fmt: skip
         return out
@@ -117,40 +110,39 @@ class Matmul:
             )  # fmt: skip
         finally:
             _library().cublasLtMatmulPreferenceDestroy(limits)
-        if not found.value:
+        good = [one for one in proposals[: found.value] if one.status == 0 and one.parts_of_k <= 1]
+        if not good:
             raise CublasError("cuBLAS proposes nothing")
-        return proposals[: found.value]
-
-    def __del__(self) -> None:
-        for layout in (self._w, self._x, self._y):
-            _library().cublasLtMatrixLayoutDestroy(layout)
-        _library().cublasLtMatmulDescDestroy(self._what)
+        return good
 
 
-class Choices(dict[Problem, Choice]):
-    """What was measured."""
+class Choices(dict[Problem, int]):
+    """What was measured: of a problem, which proposal is the fastest, or OURS."""
 
-    def learn(self, known: Mapping[Problem, Choice]) -> None:
+    def learn(self, known: Mapping[Problem, int]) -> None:
         self.update(known)
-        _planned.cache_clear()
+        _matmul.cache_clear()
 
 
 choices = Choices()
 
 
-def supports(x: Tensor, w: Tensor) -> bool:
-    return x.dtype is w.dtype is torch.bfloat16 and x.is_contiguous() and w.is_contiguous() and available()
+def chosen(x: Tensor, w: Tensor, kind: Kind, out: Tensor | None = None) -> bool:
+    """Whether `product` serves: what nobody has measured is left to torch, and what does not lie as proposals want."""
+    n, k = w.shape
+    if choices.get(Problem(len(x), n, k, kind), OURS) == OURS:
+        return False
+    return all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (x, w, out) if t is not None)
 
 
 def product(x: Tensor, w: Tensor, *, out: Tensor, kind: Kind = Kind.STORE) -> Tensor:
     """x [m, k], w [n, k], out [m, n], all bf16 and contiguous. Gates and ups are stored as they are: what makes them
     one is for the caller to launch."""
-    m, k = x.shape
-    assert w.shape[1] == k and out.shape == (m, w.shape[0]) and out.is_contiguous() and out.dtype is torch.bfloat16
-    if m:
-        matmul, proposal = _planned(Problem(m, w.shape[0], k, kind))
-        matmul(x, w, out, proposal)
-    return out
+    n, k = w.shape
+    problem = Problem(len(x), n, k, kind)
+    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and out.is_contiguous()
+    assert x.dtype is w.dtype is out.dtype is torch.bfloat16
+    return _matmul(problem)(x, w, out, max(0, choices.get(problem, 0)))
 
 
 @cache
@@ -166,10 +158,9 @@ def version() -> int:
     return int(_library().cublasLtGetVersion())
 
 
-@lru_cache(KEPT)
-def _planned(problem: Problem) -> tuple[Matmul, int]:
-    matmul, choice = Matmul(problem), choices.get(problem)
-    return matmul, matmul.choices.index(choice) if choice in matmul.choices else 0
+@cache
+def _matmul(problem: Problem) -> Matmul:
+    return Matmul(problem)
 
 
 def _layout(rows: int, columns: int) -> ctypes.c_void_p:
@@ -198,8 +189,8 @@ def _handle() -> ctypes.c_void_p:
 
 
 @cache
-def _workspace(device: torch.device) -> Tensor:
-    """Of all products: they follow each other."""
+def _workspace(device: torch.device, stream: int) -> Tensor:
+    """Of a stream's products: they follow each other."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 

@@ -38,8 +38,11 @@ class PagedCache:
 
 
 def supports(k_cache: Tensor) -> bool:
-    block_size, head_dim = k_cache.shape[2:]
-    return k_cache.dtype == torch.bfloat16 and head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
+    return k_cache.dtype == torch.bfloat16 and serves(*k_cache.shape[2:])
+
+
+def serves(block_size: int, head_dim: int) -> bool:
+    return head_dim in HEAD_DIMS and block_size in BLOCK_SIZES
 
 
 def tiles(query_counts: Integers, contexts: Integers) -> NDArray[np.int32]:
@@ -70,11 +73,13 @@ def prefill_attention(
     out: Tensor | None = None,
     pdl: bool = True,
     sms: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> Tensor:
     """As `ref.paged_attention`; the new keys are in the cache already. `work` is `tiles` of the batch on the device.
     `sms`: an int32 there, how many multiprocessors to take; the others are left to what runs beside it.
 
-    Launches on one device must follow each other: they share the counters that hand out the work.
+    `counters`: two int32 that are zero between launches. Launches that share them must follow each other, as those
+    without do on one device.
     """
     head_dim = cached.head_dim
     assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cached.kv_heads) * head_dim
@@ -87,7 +92,7 @@ def prefill_attention(
     arguments: list[Argument] = [
         tensor_map(qkv, (ROWS, 64)), cached.keys, cached.values, out, work, items, query_start, context, block_tables,
         block_tables.stride(0), q_heads, q_heads // cached.kv_heads, cached.block_size, window or NO_WINDOW,
-        scale * math.log2(math.e), _counters(qkv.device), sms,
+        scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
     ]  # fmt: skip
     grid = min(_multiprocessors(qkv.device), items)
     _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
@@ -115,6 +120,10 @@ def _kernel(head_dim: int) -> Kernel:
 
 @cache
 def _counters(device: torch.device) -> Tensor:
+    return new_counters(device)
+
+
+def new_counters(device: torch.device) -> Tensor:
     """Left at zero by every launch."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
