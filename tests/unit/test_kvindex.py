@@ -175,9 +175,10 @@ def test_who_holds_too_much_is_not_followed() -> None:
     index.apply("w", BlockBatch("i", 0, [(b"1", b""), (b"2", b"1")], parts=1))
     index.apply("v", BlockBatch("i", 0, [(b"1", b"")], parts=1))
     assert index.state("w") is State.EXACT and index.state("v") is State.FALLBACK and len(index) == 2
+    assert index.follows("w") and not index.follows("v")
     index.forget("w")
     index.forget("v")
-    assert index.state("w") is State.FALLBACK and len(index) == 0
+    assert index.state("w") is State.FALLBACK and len(index) == 0 and index.follows("v")
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------

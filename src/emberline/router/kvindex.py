@@ -65,6 +65,10 @@ class KVIndex:
                 self._too_large.add(worker)
         return self.state(worker)
 
+    def follows(self, worker: str) -> bool:
+        """Whether there was room for all that it said."""
+        return worker not in self._too_large
+
     def cut(self, worker: str) -> None:
         """Nothing is heard of it."""
         if (feed := self._feeds.get(worker)) is not None:

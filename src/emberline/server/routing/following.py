@@ -70,6 +70,11 @@ class Following:
             except Exception:
                 log.exception("following %s", worker.name)
             self._index.cut(worker.id)
+            if not self._index.follows(worker.id):
+                log.warning(
+                    "%s holds more blocks than there is room to know of: what it holds is inferred", worker.name
+                )
+                return  # until it comes anew
             await asyncio.sleep(PAUSE)
 
     async def _listen(self, worker: Worker) -> None:

@@ -1,0 +1,51 @@
+"""Whom a router listens to, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from emberline.core.blockbatch import BlockBatch
+from emberline.router.kvindex import KVIndex
+from emberline.server.routing import following
+from emberline.server.routing.following import Following
+
+WORKER: Any = SimpleNamespace(id="w", name="w")
+
+
+class Telling:
+    """A worker that tells all it holds, and hangs up; and how often it was asked."""
+
+    def __init__(self, blocks: int) -> None:
+        stored = [(bytes([i]), bytes([i - 1]) if i else b"") for i in range(blocks)]
+        self.asked = 0
+        self._line = msgspec.json.encode(BlockBatch("i", 0, stored, parts=1)) + b"\n"
+
+    async def request(self, url: str, call: object) -> Any:
+        self.asked += 1
+        pieces = iter([self._line, b""])
+
+        async def read() -> bytes:
+            return next(pieces)
+
+        return SimpleNamespace(status=200, read=read, close=lambda: None)
+
+
+@pytest.mark.parametrize(("blocks", "often"), [(2, True), (3, False)])
+def test_who_holds_too_much_is_asked_once(blocks: int, often: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "PAUSE", 0.001)
+    worker: Any = Telling(blocks)
+    dispatch: Any = SimpleNamespace(url=lambda worker: "http://w")
+
+    async def follow() -> None:
+        with pytest.raises(TimeoutError) if often else nullcontext():
+            async with asyncio.timeout(0.5):
+                await Following(dispatch, KVIndex(2, 8), worker, None)._follow(WORKER)
+
+    asyncio.run(follow())
+    assert worker.asked > 1 if often else worker.asked == 1
