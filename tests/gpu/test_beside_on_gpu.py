@@ -127,10 +127,12 @@ def test_float8_is_widened_for_chunks(case: str, window: int) -> None:
     assert step.tiles.widened is not None and step.tiles.general is None and step.cutter.fixed
     (source,) = step.sources(1)
     together = step.go(source)
-    for room in (1, -(-(step.counts + step.before)[-1] // BLOCK)):  # for none of them, and for one
-        step.cutter = ops.Cutter((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), widened=int(room))
+    chunks = -(-(step.counts + step.before)[step.singles :] // BLOCK)
+    for room in (1, int(chunks[0])) if len(chunks) > 1 else (1,):  # for none of them, and for the first
+        step.cutter = ops.Cutter((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts), widened=room)
         general = step.cut(step.singles)
         assert general.general is not None, "there is no room to widen all of these"
+        assert general.chunks is not None and (room == 1 or len(general.chunks))
         torch.testing.assert_close(together, step.attend(general), atol=0.02, rtol=0.02)
     step.keys, step.values = step.keys.bfloat16(), step.values.bfloat16()
     step.cutter = ops.Cutter((Q, KV, DIM), step.keys[None], torch.bfloat16, len(step.counts))
