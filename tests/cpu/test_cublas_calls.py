@@ -13,6 +13,7 @@ from emberline.kernels.cuda import cublas
 from emberline.kernels.cuda.cublas import Choices, CublasError, Kind, Matmul, Problem
 
 PROBLEM = Problem(3, 64, 128, Kind.ADD)
+SIZES = ((3, 128), (64, 128), (3, 64))
 
 
 class Library:
@@ -58,7 +59,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tensors() -> tuple[torch.Tensor, ...]:
-    return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in ((3, 128), (64, 128), (3, 64)))
+    whole = (torch.zeros(rows * columns + 128, dtype=torch.bfloat16) for rows, columns in SIZES)
+    return tuple(
+        t.as_strided(size, (size[1], 1), -t.data_ptr() % cublas.ALIGNED // 2)
+        for t, size in zip(whole, SIZES, strict=True)
+    )
 
 
 def test_none_that_cuts_k_is_taken(asked: Any) -> None:
@@ -78,6 +83,9 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
     cublas.choices.learn({PROBLEM: 2})
     cublas.product(x, w, out=out, kind=Kind.ADD)
     assert library.ran == [(10, 0.0), (12, 1.0)], "and only what is added to counts"
+    cublas.choices.learn({PROBLEM: 7})
+    cublas.product(x, w, out=out, kind=Kind.ADD)
+    assert library.ran[-1] == (10, 1.0), "what is no longer proposed is not asked for"
 
 
 def test_a_refusal_is_an_error(asked: Any) -> None:

@@ -119,11 +119,14 @@ def test_a_machine_without_a_gpu_has_none() -> None:
 
 def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "choices", Choices({Problem(3, 2, 4): 1, Problem(3, 2, 4, Kind.GATED): OURS}))
-    x, w = (torch.zeros(2 << 10).as_strided((rows, 4), (4, 1)) for rows in (3, 2))
-    x, w = (t.as_strided(t.shape, t.stride(), -t.data_ptr() % 256 // 4) for t in (x, w))
+    x, w, wide = (torch.zeros(64, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32))
+    x, w, wide = (
+        t.as_strided((rows, 4), (4, 1), -t.data_ptr() % 256 // t.itemsize) for t, rows in ((x, 3), (w, 2), (wide, 3))
+    )
     assert cublas.chosen(x, w, Kind.STORE) and not cublas.chosen(x.t().contiguous().t(), w, Kind.STORE)
     assert not cublas.chosen(x, w, Kind.ADD) and not cublas.chosen(x, w, Kind.GATED)
     assert not cublas.chosen(x[:2], w, Kind.STORE)
+    assert not cublas.chosen(wide, w, Kind.STORE) and not cublas.chosen(x, w, Kind.STORE, wide), "of another type"
     askew = x.as_strided(x.shape, x.stride(), x.storage_offset() + 4)
     assert not cublas.chosen(askew, w, Kind.STORE) and not cublas.chosen(x, w, Kind.STORE, askew)
 

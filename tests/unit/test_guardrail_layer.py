@@ -151,6 +151,7 @@ def test_verdicts() -> None:
 
 
 REDACT = {"patterns": [{"name": "r", "find": ["email"], "action": "redact"}]}
+BLOCK = {"patterns": [{"name": "b", "find": ["email"], "action": "block"}]}
 
 
 def test_what_is_said_twice_is_sent_once() -> None:
@@ -165,6 +166,36 @@ def test_what_is_no_json_is_looked_at_if_it_is_text() -> None:
     assert (sent[0].body, body) == (b"to [email]", b"from [email]")
     data = b"\xff\xfe" + MAIL.encode()
     assert passed(REDACT, Judge(""), call(data, dialect="raw"), data)[1] == data
+
+
+def nested(depth: int, text: str) -> bytes:
+    """What is said, with each letter hidden from who does not read JSON."""
+    hidden = "".join(f"\\u{ord(c):04x}" for c in text)
+    return b'{"messages": [{"role": "user", "content": "%b"}], "x": %b1%b}' % (
+        hidden.encode(),
+        b"[" * depth,
+        b"]" * depth,
+    )
+
+
+@pytest.mark.parametrize("depth", [0, 100, 400, *range(700, 1000, 15), 2000, 100_000])
+@pytest.mark.parametrize("rails", [BLOCK, {"judges": [{**JUDGE, "prompt": {"S1": "block"}}]}])
+def test_nesting_hides_nothing(rails: Any, depth: int) -> None:
+    """Either it is looked into, or it does not pass."""
+    asked = call(nested(depth, f"write to {MAIL}"))
+    try:
+        reply, _, sent = passed(rails, Judge("unsafe\nS1"), asked)
+    except InvalidRequest as refused:
+        assert depth > 400 and "nested too deep" in refused.message
+        return
+    assert reply.status == 400 and not sent, depth
+
+
+@pytest.mark.parametrize("depth", [0, 900, 970, 100_000])
+def test_a_reply_that_is_nested_too_deep_is_not_shown(depth: int) -> None:
+    answer = nested(depth, f"write to {MAIL}").replace(b"messages", b"choices")
+    reply, body, _ = passed(BLOCK, Judge("safe"), call({"messages": []}), answer)
+    assert reply.status == 400 and b"\\u00" not in body
 
 
 def test_a_header_takes_any_name() -> None:

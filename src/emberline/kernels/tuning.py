@@ -2,7 +2,7 @@
 
 What is measured: cuBLAS's proposals, and for gates and ups our own product, which has silu(gate) * up built in, against
 each of them followed by one more kernel. Weights are rotated past the L2. What is not cuBLAS's first proposal must be
-faster by MARGIN, or noise would choose. All of it is advice: where something fails, cuBLAS's first proposals serve.
+faster by MARGIN, or noise would choose. All of it is advice: what fails is left to torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import hashlib
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
@@ -53,12 +53,13 @@ def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int])
         of_sizes = (replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2])
         wanted = {problem for problem in of_sizes if 2.0 * problem.m * problem.n * problem.k >= LEAST_WORK}
         if missing := wanted - found.keys():
-            found |= _measured(missing)
+            measured = _measured(missing)
+            found |= measured
             try:
                 _save(kept, found)
             except OSError as error:
                 log.warning("what products were measured is not kept, and measured at each start: %s", error)
-            log.info("measured %d products of many rows in %.1f s", len(missing), time.perf_counter() - began)
+            log.info("measured %d products of many rows in %.1f s", len(measured), time.perf_counter() - began)
         cublas.choices.learn(found)
     return time.perf_counter() - began
 
@@ -77,9 +78,10 @@ def _measured(problems: Collection[Problem]) -> Found:
         of_weights = [p for p in problems if (p.n, p.k) == (n, k) and 2 * p.m * (2 * n + k) < free // 2]
         if not of_weights:
             continue
-        weights = [_random(n, k, SCALE) for _ in range(count)]
+        weights: list[Tensor] = []
         for problem in of_weights:
             try:
+                weights = weights or [_random(n, k, SCALE) for _ in range(count)]
                 found[problem] = _fastest(problem, weights)
             except (CublasError, DriverError, torch.OutOfMemoryError) as error:
                 log.warning("%s was not measured: %s", problem, error)
@@ -141,9 +143,9 @@ def _random(rows: int, columns: int, scale: float) -> Tensor:
 
 
 def _kept_at() -> Path:
-    """For this GPU, this cuBLAS and our product as it is."""
-    ours = (nvrtc.SOURCES / gemm.FILE).read_text("utf-8")
-    what = f"{torch.cuda.get_device_name()} {cublas.version()} {ours}"
+    """For this GPU, what cuBLAS is asked, and our product as it is."""
+    asked = cublas.version(), cublas.MOST, cublas.WORKSPACE
+    what = f"{torch.cuda.get_device_name()} {asked} {nvrtc.source(gemm.FILE)}"
     return kernel_dir() / f"products-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 
 
@@ -160,6 +162,9 @@ def _load(file: Path) -> Found:
 def _save(file: Path, found: Found) -> None:
     rows = [[p.m, p.n, p.k, p.kind, choice] for p, choice in found.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False) as draft:
-        json.dump(rows, draft)
-    Path(draft.name).replace(file)
+    draft = file.with_suffix(f".{uuid.uuid4().hex}")
+    try:
+        draft.write_text(json.dumps(rows), "utf-8")
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)

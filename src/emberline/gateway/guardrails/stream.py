@@ -18,7 +18,6 @@ from emberline.gateway.guardrails.scanner import Scanner, Span
 from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
 from emberline.gateway.guardrails.window import Piece, Window
 from emberline.gateway.streams.splitter import Splitter, payload_of
-from emberline.net.notjson import NOT_JSON
 
 LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
 TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")
@@ -116,7 +115,7 @@ class GuardedStream:
         if payload[:1] == b"{":
             try:
                 held.found = msgspec.json.decode(payload)
-            except NOT_JSON:
+            except (msgspec.MsgspecError, UnicodeError):  # what is nested too deep must not pass for that
                 held.found = {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
             for text in event_texts(held.found):
                 self._heard(held, text)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from emberline.core.clock import Clock
+from emberline.core.errors import InvalidRequest
 from emberline.gateway.cache.key import canonical
 from emberline.gateway.call import Call, Handler, Reply
 from emberline.gateway.costs.beside import Beside
@@ -21,7 +22,6 @@ from emberline.gateway.guardrails.scanner import Scanner, redacted, worst
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
 from emberline.gateway.refusal import error_reply, last_words
-from emberline.net.notjson import NOT_JSON
 
 HEADER = "cf-aig-dlp"
 LONGEST_HEADER = 20  # findings told in it
@@ -54,8 +54,12 @@ class Watch:
         self._reply: Reply | None = None
 
     async def run(self, inner: Handler) -> Reply:
-        call = self._prompt()
-        stop = self._stopping() or await self._judged("prompt", _said(call))
+        try:
+            call = self._prompt()
+            said = _said(call)
+        except RecursionError as e:
+            raise InvalidRequest("the request is nested too deep for guardrails to look into it") from e
+        stop = self._stopping() or await self._judged("prompt", said)
         self._tell()
         if stop is not None:
             reply = error_reply(call.dialect, _blocked(stop))
@@ -130,10 +134,16 @@ class Watch:
             if reply.headers.get("content-type", "").startswith(EVENTS):
                 hold = any(judge.blocks("reply") for judge in judges)
                 reply.body = GuardedStream(reply.body, scanner, self, judged=bool(judges), hold=hold)
-            elif strict := scanner.strictest or next((each.name for each in judges if each.blocks("reply")), ""):
-                await self._unread(reply, strict)
+            elif strict := self._strictest(scanner, judges):
+                await reply.body.aclose()
+                self._unread(reply, strict)
             return
-        said = self._whole(scanner, reply, reply.body)
+        try:
+            said = self._whole(scanner, reply, reply.body)
+        except RecursionError:  # nested too deep
+            if strict := self._strictest(scanner, judges):
+                self._unread(reply, strict)
+            return
         stop = self._stopping() or await self.judge(said)
         self._tell()
         if stop is not None:
@@ -151,10 +161,13 @@ class Watch:
             reply.body = msgspec.json.encode(found)
         return said
 
-    async def _unread(self, reply: Reply, policy: str) -> None:
-        """A stream that is no stream of events: nobody can look into it."""
-        assert not isinstance(reply.body, bytes)
-        await reply.body.aclose()
+    @staticmethod
+    def _strictest(scanner: Scanner, judges: list[Judge]) -> str:
+        """Of those who would block a reply, one; empty: nobody would."""
+        return scanner.strictest or next((each.name for each in judges if each.blocks("reply")), "")
+
+    def _unread(self, reply: Reply, policy: str) -> None:
+        """Nobody can look into it: a stream that is none of events, or what is nested too deep."""
         stop = Finding(policy, "unchecked", "RESPONSE", "block")
         self.note(stop)
         self._tell()
@@ -235,12 +248,13 @@ def _said(call: Call) -> str:
 
 
 def _decoded(body: bytes) -> Any:
-    """None: it is no JSON. What is no UTF-8 in it is read as lenient readers would."""
+    """None: it is no JSON. What is no UTF-8 in it is read as lenient readers would. RecursionError: it is nested too
+    deep, which must not pass for none."""
     if body.lstrip()[:1] not in (b"{", b"["):
         return None
     try:
         return msgspec.json.decode(body)
     except UnicodeDecodeError:
         return _decoded(body.decode("utf-8", "replace").encode())
-    except NOT_JSON:
+    except msgspec.MsgspecError:
         return None

@@ -132,17 +132,21 @@ def chosen(x: Tensor, w: Tensor, kind: Kind, out: Tensor | None = None) -> bool:
     n, k = w.shape
     if choices.get(Problem(len(x), n, k, kind), OURS) == OURS:
         return False
-    return all(t.is_contiguous() and t.data_ptr() % ALIGNED == 0 for t in (x, w, out) if t is not None)
+    return all(map(_fits, (x, w) if out is None else (x, w, out)))
 
 
 def product(x: Tensor, w: Tensor, *, out: Tensor, kind: Kind = Kind.STORE) -> Tensor:
-    """x [m, k], w [n, k], out [m, n], all bf16 and contiguous. Gates and ups are stored as they are: what makes them
-    one is for the caller to launch."""
+    """x [m, k], w [n, k], out [m, n], as `chosen` wants them. Gates and ups are stored as they are: what makes them one
+    is for the caller to launch."""
     n, k = w.shape
     problem = Problem(len(x), n, k, kind)
-    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and out.is_contiguous()
-    assert x.dtype is w.dtype is out.dtype is torch.bfloat16
-    return _matmul(problem)(x, w, out, max(0, choices.get(problem, 0)))
+    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_fits, (x, w, out)))
+    matmul, choice = _matmul(problem), choices.get(problem, 0)
+    return matmul(x, w, out, choice if 0 <= choice < len(matmul) else 0)
+
+
+def _fits(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
 
 
 @cache

@@ -35,12 +35,12 @@ class Binary:
 
 def compile(file: str, kernels: Sequence[str]) -> Binary:
     """The kernels of SOURCES/file; `kernels` are names or template instances."""
-    return _compile(_library(), _inlined(SOURCES / file), file, kernels)
+    return _compile(_library(), source(file), file, kernels)
 
 
 def compiled(file: str, kernels: Sequence[str]) -> Binary:
     """The same, made once for these sources and this compiler."""
-    parts = [_inlined(SOURCES / file), *OPTIONS, *kernels, version()]
+    parts = [source(file), *OPTIONS, *kernels, version()]
     kept = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
     if kept.exists():
         head, _, code = kept.read_bytes().partition(b"\n")
@@ -60,6 +60,11 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+def source(file: str) -> str:
+    """All that is compiled of it."""
+    return _inlined(SOURCES / file)
+
+
 def _inlined(path: Path) -> str:
     """The source with its `#include "file"` lines replaced by our own files of that name."""
     lines = []
@@ -69,9 +74,9 @@ def _inlined(path: Path) -> str:
     return "\n".join(lines)
 
 
-def _compile(library: ctypes.CDLL, source: str, name: str, kernels: Sequence[str]) -> Binary:
+def _compile(library: ctypes.CDLL, text: str, name: str, kernels: Sequence[str]) -> Binary:
     program = ctypes.c_void_p()
-    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    _check(library, library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), name.encode(), 0, None, None))
     try:
         for kernel in kernels:
             _check(library, library.nvrtcAddNameExpression(program, kernel.encode()))
