@@ -119,10 +119,13 @@ def test_every_protocol_finds_its_model(served: Server, client: openai.OpenAI) -
     for model in ("two", "one"):
         before = metric(served, "vllm:generation_tokens_total", model)
         steps = metric(served, "vllm:iteration_tokens_total_count", model)
-        assert claude.messages.create(model=model, messages=HELLO, max_tokens=3).model == model
+        said = claude.messages.create(model=model, messages=HELLO, max_tokens=3, extra_body={"temperature": 0})
+        assert said.model == model
         assert claude.messages.count_tokens(model=model, messages=HELLO).input_tokens > 5
-        assert client.responses.create(model=model, input="hello", max_output_tokens=16).model == model
-        chunks = list(client.completions.create(model=model, prompt="hello", max_tokens=4, stream=True))
+        asked = client.responses.create(model=model, input="hello", max_output_tokens=16, temperature=0)
+        assert asked.model == model
+        text = {"prompt": "hello", "max_tokens": 4, "temperature": 0}  # drawn at random, some would end at once
+        chunks = list(client.completions.create(model=model, stream=True, **text))
         assert {chunk.model for chunk in chunks} == {model}
         assert metric(served, "vllm:generation_tokens_total", model) - before >= 8
         assert metric(served, "vllm:iteration_tokens_total_count", model) - steps >= 8
