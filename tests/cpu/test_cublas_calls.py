@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import Choices, CublasError, Kind, Matmul, Problem
+from emberline.kernels.cuda.cublas import CublasError, Kind, Matmul, Problem
 
 PROBLEM = Problem(3, 64, 128, Kind.ADD)
 SIZES = ((3, 128), (64, 128), (3, 64))
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(cublas, "_library", lambda: library)
         monkeypatch.setattr(cublas, "_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-        monkeypatch.setattr(cublas, "choices", Choices())
+        monkeypatch.setattr(cublas, "choices", {})
         cublas._matmul.cache_clear()
         return library
 
@@ -80,10 +80,10 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
     library = asked([1, 1, 1])
     x, w, out = tensors()
     cublas.product(x, w, out=out)
-    cublas.choices.learn({PROBLEM: 2})
+    cublas.choices.update({PROBLEM: 2})
     cublas.product(x, w, out=out, kind=Kind.ADD)
     assert library.ran == [(10, 0.0), (12, 1.0)], "and only what is added to counts"
-    cublas.choices.learn({PROBLEM: 7})
+    cublas.choices.update({PROBLEM: 7})
     cublas.product(x, w, out=out, kind=Kind.ADD)
     assert library.ran[-1] == (10, 1.0), "what is no longer proposed is not asked for"
 

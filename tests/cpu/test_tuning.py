@@ -11,7 +11,7 @@ import torch
 
 from emberline.kernels import tuning
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import OURS, Choices, CublasError, Kind, Problem
+from emberline.kernels.cuda.cublas import OURS, CublasError, Kind, Problem
 from emberline.kernels.packed import PackedWeight
 
 DOWN = Problem(896, 4096, 14336, Kind.ADD)
@@ -37,7 +37,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Proble
     monkeypatch.setattr(tuning, "_measured", measure)
     monkeypatch.setattr(tuning, "_kept_at", lambda: tmp_path / "kept" / "products.json")
     monkeypatch.setattr(cublas, "available", lambda: True)
-    monkeypatch.setattr(cublas, "choices", Choices())
+    monkeypatch.setattr(cublas, "choices", {})
     return asked
 
 
@@ -118,7 +118,7 @@ def test_a_machine_without_a_gpu_has_none() -> None:
 
 
 def test_what_nobody_has_measured_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "choices", Choices({Problem(3, 2, 4): 1, Problem(3, 2, 4, Kind.GATED): OURS}))
+    monkeypatch.setattr(cublas, "choices", {Problem(3, 2, 4): 1, Problem(3, 2, 4, Kind.GATED): OURS})
     x, w, wide = (torch.zeros(64, 4, dtype=dtype) for dtype in (torch.bfloat16, torch.bfloat16, torch.float32))
     x, w, wide = (
         t.as_strided((rows, 4), (4, 1), -t.data_ptr() % 256 // t.itemsize) for t, rows in ((x, 3), (w, 2), (wide, 3))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emberline.kernels import ops, tuning
 from emberline.kernels.cuda import cublas
-from emberline.kernels.cuda.cublas import Choices, Kind, Matmul, Problem
+from emberline.kernels.cuda.cublas import Kind, Matmul, Problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -61,7 +61,7 @@ def test_in_a_graph() -> None:
 
 def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "kernel_dir", lambda: tmp_path)
-    monkeypatch.setattr(cublas, "choices", Choices())
+    monkeypatch.setattr(cublas, "choices", {})
     monkeypatch.setattr(tuning, "LEAST_WORK", 0.0)
     store, gated = (ops.pack_linear(torch.zeros(n, 256, device="cuda").bfloat16(), gated=n == 512) for n in (384, 512))
     add = ops.pack_linear(torch.zeros(256, 512, device="cuda").bfloat16())
@@ -73,6 +73,6 @@ def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.
     }
     assert cublas.choices == found
     monkeypatch.setattr(tuning, "_measured", lambda problems: pytest.fail("it is known"))
-    monkeypatch.setattr(cublas, "choices", Choices())
+    monkeypatch.setattr(cublas, "choices", {})
     tuning.tune([store, gated, add], 256, [384])
     assert cublas.choices == found

@@ -126,8 +126,9 @@ class Cutter:
         if self._device.type != "cuda":
             return tiles
         rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
-        quick, cut = self._quick(context, counts, rest), None
-        if self._prefills and rest < len(counts):
+        chunks, cut = rest < len(counts), None
+        quick = self._quick(context, counts, rest) if chunks else counts
+        if chunks and self._prefills:
             from emberline.kernels.cuda import prefill
 
             cut = _shifted(prefill.tiles(quick[rest:], context[rest:]), rest)
@@ -142,7 +143,7 @@ class Cutter:
             widened = None if self._room is None else self._widened(self._room, context, quick, put)
             tiles = replace(tiles, chunks=put(_padded(cut, most)), widened=widened)
             tiles = tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
-        if not (slow := (counts - quick)[rest:]).any():
+        if not chunks or not (slow := (counts - quick)[rest:]).any():
             return tiles
         from emberline.kernels.triton import attention
 

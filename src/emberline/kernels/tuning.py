@@ -35,7 +35,6 @@ ROUNDS = 3
 MARGIN = 1.02
 L2_BYTES = 150 << 20  # of different weights between two uses of one
 SCALE = 0.02  # of random weights: what they are decides how much power a product takes
-
 LEAST_WORK = 1e10  # FLOP of a product: those of less take no longer than launching them does
 
 Found = dict[Problem, int]
@@ -60,7 +59,7 @@ def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int])
             except OSError as error:
                 log.warning("what products were measured is not kept, and measured at each start: %s", error)
             log.info("measured %d products of many rows in %.1f s", len(measured), time.perf_counter() - began)
-        cublas.choices.learn(found)
+        cublas.choices.update(found)
     return time.perf_counter() - began
 
 

@@ -54,9 +54,8 @@ class GPURunner:
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        widened = widened_blocks(self._block, max_context, settings.max_batch_tokens)
-        rows_ = most_rows(settings.max_running)
-        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, rows_, widened=widened)
+        most, widened = settings.max_running, widened_blocks(self._block, max_context, settings.max_batch_tokens)
+        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(most), widened=widened)
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
         self._track = Track(device.lane, Staging(size, device), model.ahead(device.lane, device.beside()))

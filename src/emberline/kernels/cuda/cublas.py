@@ -9,7 +9,7 @@ none of them cuts k into parts.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -116,15 +116,7 @@ class Matmul:
         return good
 
 
-class Choices(dict[Problem, int]):
-    """What was measured: of a problem, which proposal is the fastest, or OURS."""
-
-    def learn(self, known: Mapping[Problem, int]) -> None:
-        self.update(known)
-        _matmul.cache_clear()
-
-
-choices = Choices()
+choices: dict[Problem, int] = {}  # what was measured: of a problem, which proposal is the fastest, or OURS
 
 
 def chosen(x: Tensor, w: Tensor, kind: Kind, out: Tensor | None = None) -> bool:

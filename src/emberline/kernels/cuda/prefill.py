@@ -118,14 +118,12 @@ def _kernel(head_dim: int) -> Kernel:
     return Module(FILE, [variant]).kernel(variant, shared_bytes(head_dim))
 
 
-@cache
-def _counters(device: torch.device) -> Tensor:
-    return new_counters(device)
-
-
 def new_counters(device: torch.device) -> Tensor:
     """Left at zero by every launch."""
     return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+_counters = cache(new_counters)
 
 
 @cache
