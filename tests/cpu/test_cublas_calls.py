@@ -17,24 +17,25 @@ SIZES = ((3, 128), (64, 128), (3, 64))
 
 
 class Library:
-    """It proposes algorithms 10, 11, ..; `parts` of k each."""
+    """It proposes so many algorithms: 10, 11, .."""
 
-    def __init__(self, parts: list[int]) -> None:
-        self.parts, self.ran, self.status = parts, list[tuple[int, float]](), 0
+    def __init__(self, proposals: int) -> None:
+        self.proposals, self.status = proposals, 0
+        self.limits, self.ran = dict[int, int](), list[tuple[int, float]]()
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: 0  # what is made and set
 
-    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
-        *_, most, proposals, found = arguments
-        found._obj.value = min(most, len(self.parts))
-        for i in range(found._obj.value):
-            proposals[i].algorithm[0] = 10 + i
+    def cublasLtMatmulPreferenceSetAttribute(self, _: Any, what: int, value: Any, size: Any) -> int:
+        assert size.value == ctypes.sizeof(value._obj)
+        self.limits[what] = value._obj.value
         return 0
 
-    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm: Any, what: int, value: Any, *_: Any) -> int:
-        assert what == cublas.PARTS_OF_K and isinstance(value._obj, ctypes.c_uint32)
-        value._obj.value = self.parts[algorithm._obj[0] - 10]
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments: Any) -> int:
+        *_, most, proposals, found = arguments
+        found._obj.value = min(most, self.proposals)
+        for i in range(found._obj.value):
+            proposals[i].algorithm[0] = 10 + i
         return 0
 
     def cublasLtMatmul(self, *arguments: Any) -> int:
@@ -45,8 +46,8 @@ class Library:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def stand_in(parts: list[int]) -> Library:
-        library = Library(parts)
+    def stand_in(proposals: int) -> Library:
+        library = Library(proposals)
         monkeypatch.setattr(cublas, "_library", lambda: library)
         monkeypatch.setattr(cublas, "_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
@@ -66,18 +67,19 @@ def tensors() -> tuple[torch.Tensor, ...]:
     )
 
 
-def test_none_that_cuts_k_is_taken(asked: Any) -> None:
-    """Its sums would be others: what is measured must not decide on results."""
-    library = asked([1, 4, 1, 0])
+def test_what_it_proposes(asked: Any) -> None:
+    library = asked(3)
     matmul = Matmul(PROBLEM)
-    assert len(matmul) == 3
-    for proposal in range(3):
+    assert library.limits == {cublas.MOST_WORKSPACE: cublas.WORKSPACE, cublas.WAYS_OF_ADDING_PARTS: 0}, (
+        "k is not to be cut: sums would be others, and what is measured must not decide on results"
+    )
+    for proposal in range(len(matmul)):
         matmul(*tensors(), proposal)
-    assert library.ran == [(10, 1.0), (12, 1.0), (13, 1.0)]
+    assert library.ran == [(10, 1.0), (11, 1.0), (12, 1.0)]
 
 
 def test_what_was_measured_is_what_runs(asked: Any) -> None:
-    library = asked([1, 1, 1])
+    library = asked(3)
     x, w, out = tensors()
     cublas.product(x, w, out=out)
     cublas.choices.update({PROBLEM: 2})
@@ -89,10 +91,10 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
 
 
 def test_a_refusal_is_an_error(asked: Any) -> None:
-    asked([])
+    asked(0)
     with pytest.raises(CublasError, match="proposes nothing"):
         Matmul(PROBLEM)
-    library = asked([1])
+    library = asked(1)
     library.status = 15
     with pytest.raises(CublasError, match="15"):
         Matmul(PROBLEM)(*tensors())

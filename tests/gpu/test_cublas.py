@@ -27,15 +27,17 @@ def error(got: Tensor, x: Tensor, w: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_proposal_gives_the_same_bits(shape: tuple[int, int, int]) -> None:
-    """They differ in their tiles alone: sums go over k in order, so that what is measured decides nothing but speed."""
+def test_those_to_choose_from_give_the_same_bits(shape: tuple[int, int, int]) -> None:
+    """So that what is measured decides nothing but speed. Of the sizes that layers have they are all: such proposals
+    differ in their tiles alone, and sums go over k in order. Where there is little work, some cut k."""
     x, w = drawn(*shape)
     matmul = Matmul(Problem(*shape))
     outs = [matmul(x, w, x.new_empty(shape[0], shape[1]), i) for i in range(len(matmul))]
     assert len(matmul) > 1 or shape[0] == 300
     assert error(outs[0], x, w) <= 2 * error(torch.nn.functional.linear(x, w), x, w)
-    for i, out in enumerate(outs):
-        assert torch.equal(out, outs[0]), i
+    same = [i for i, out in enumerate(outs) if torch.equal(out, outs[0])]
+    assert tuning.alike(matmul, x, w) == same
+    assert shape[0] == 300 or len(same) == len(matmul)
 
 
 def test_what_is_added_to() -> None:

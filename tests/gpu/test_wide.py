@@ -20,6 +20,7 @@ from emberline.kernels.cuda.wide import (
     PLAIN,
     SHARES,
     Plan,
+    Row,
     choose,
     columns_of,
     linear,
@@ -118,11 +119,11 @@ def test_every_plan_has_the_same_bits(m: int, split: int) -> None:
     n, k, columns = 1600, 1344, columns_of(m)
     x, w, residual = random(m, k), weight(n, k), random(m, n)
     exact = x.double() @ w.data.double().T
-    expected = run(x, w, dtype=F32, plan=planned(next(tiles(columns))[0], columns, n, k, split))
+    expected = run(x, w, dtype=F32, plan=planned(columns, n, k, Row(next(tiles(columns))[0], split)))
     assert_close(expected, torch.mm(x, w.data.T, out_dtype=F32), exact)
     for groups, share in tiles(columns):
         for ctas in (2, 5, 132) if split == 1 else (132,):
-            deep = planned(groups, columns, n, k, split, share=share, ctas=ctas)
+            deep = planned(columns, n, k, Row(groups, split, share=share), ctas=ctas)
             for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
                 plan = replace(deep, stages=stages)
                 if plan.shared > SHARED_LIMIT:
@@ -139,7 +140,7 @@ def test_gated_with_every_plan(columns: int, split: int) -> None:
     n, k = 1600, 1344
     x, w = random(columns - 3, k), weight(n, k)
     for groups, share in tiles(columns):
-        plan = planned(groups, columns, n, k, split, share=share)
+        plan = planned(columns, n, k, Row(groups, split, share=share))
         parts = run(x, w, plan=plan).view(len(x), n // 32, 2, 16)
         expected = (F.silu(parts[:, :, 0]) * parts[:, :, 1]).reshape(len(x), n // 2)
         ours = linear(x, w, out=poisoned(len(x), n // 2), gated=True, plan=plan)

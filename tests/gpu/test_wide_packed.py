@@ -18,9 +18,12 @@ from emberline.kernels.cuda.wide import (
     COLUMNS,
     FEW,
     LARGE,
+    LOOKS,
     PACKED,
     SHARES,
     Plan,
+    Row,
+    _table,
     choose,
     columns_of,
     linear,
@@ -72,9 +75,13 @@ def width(m: int) -> int:
     return columns_of(m, packed=True)
 
 
+def plain_width(m: int) -> int:
+    return columns_of(m)
+
+
 def plain(plan: Plan, n: int, k: int) -> Plan:
     """The plan for plain weights that must give the same bits: their tiles are not narrower than 64."""
-    return planned(plan.groups, max(plan.columns, COLUMNS[0]), n, k, plan.split)
+    return planned(max(plan.columns, COLUMNS[0]), n, k, Row(plan.groups, plan.split))
 
 
 def tiles(m: int, split: int) -> Iterator[tuple[int, int]]:
@@ -110,10 +117,10 @@ def test_every_plan(m: int, kind: Callable[[int, int], Tensor], split: int) -> N
     n, k = 1600, 1344
     w, packed = both(kind(n, k))
     x, residual = random(m, k), random(m, n)
-    same = plain(planned(next(tiles(m, split))[0], width(m), n, k, split), n, k)
+    same = plain(planned(width(m), n, k, Row(next(tiles(m, split))[0], split)), n, k)
     expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=same, pdl=False)
     for (groups, share), ctas in product(tiles(m, split), (2, 5, 132) if split == 1 else (132,)):
-        deep = planned(groups, width(m), n, k, split, packed=True, share=share, ctas=ctas)
+        deep = planned(width(m), n, k, Row(groups, split, share=share), packed=True, ctas=ctas)
         for stages in {max(2, deep.least_stages), max(3, deep.least_stages), deep.stages}:
             plan = replace(deep, stages=stages)
             assert plan.shared <= SHARED_LIMIT
@@ -130,7 +137,7 @@ def test_every_epilogue(m: int, split: int) -> None:
     w, packed = both(many(n, k).mul_(0.5))
     x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
     for groups, share in tiles(m, split):
-        plan = planned(groups, width(m), n, k, split, packed=True, share=share)
+        plan = planned(width(m), n, k, Row(groups, split, share=share), packed=True)
         same = plain(plan, n, k)
         for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
             if more is not None and dtype is F32:
@@ -152,7 +159,7 @@ def test_gated(n: int, k: int, m: int, split: int) -> None:
     w, packed = both(usual(n, k) * 2)
     x, bias = random(m, k), random(n, dtype=F32)
     for (groups, share), ctas in product(tiles(m, split) if split <= k // 64 else (), (7, 132)):
-        plan = planned(groups, width(m), n, k, split, packed=True, share=share, ctas=ctas)
+        plan = planned(width(m), n, k, Row(groups, split, share=share), packed=True, ctas=ctas)
         for shift in (None, bias):
             ours = linear(x, packed, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plan, pdl=False)
             same = linear(x, w, out=poisoned(m, n // 2), bias=shift, gated=True, plan=plain(plan, n, k), pdl=False)
@@ -173,7 +180,7 @@ def test_weights_that_are_no_numbers(m: int) -> None:
     w, packed = both(data)
     x = random(m, k)
     for split in (1, 2):
-        plan = planned(next(tiles(m, split))[0], width(m), n, k, split, packed=True)
+        plan = planned(width(m), n, k, Row(next(tiles(m, split))[0], split), packed=True)
         expected = linear(x, w, out=poisoned(m, n, dtype=F32), plan=plain(plan, n, k), pdl=False)
         ours = linear(x, packed, out=poisoned(m, n, dtype=F32), plan=plan, pdl=False)
         assert not expected.isfinite().all()
@@ -211,8 +218,10 @@ def test_a_graph_with_early_launches(m: int) -> None:
     expected = layers(x, weights, head, pdl=False)
     assert expected.isfinite().all()
     assert torch.equal(layers(x, weights, head, pdl=True), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers(x, weights, head, pdl=True)  # a stream's first products are not captured
+    with torch.cuda.graph(graph, stream=stream):
         captured = layers(x, weights, head, pdl=True)
     for _ in range(3):
         captured.fill_(torch.nan)
@@ -220,12 +229,64 @@ def test_a_graph_with_early_launches(m: int) -> None:
         assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize("looks", (0, 1, LOOKS))
+@pytest.mark.parametrize("split", (2, 3, 4, 6))
+@pytest.mark.parametrize("m", (29, 37, 64, 90, 128, 200))
+def test_parts_that_are_no_cluster(m: int, split: int, looks: int) -> None:
+    """The same bits, whether they wait for each other or leave all to the last; and nothing is left of a launch."""
+    n, k = 1600, 1344
+    w, packed = both(usual(n, k))
+    x, bias, residual = random(m, k), random(n, dtype=F32), random(m, n)
+    for weights, groups in product((w, packed), sorted({groups for groups, _ in tiles(m, 1)})):
+        row = Row(groups, split, apart=True)
+        plan = planned(plain_width(m) if weights is w else width(m), n, k, row, packed=weights is packed)
+        same = plain(plan, n, k)
+        for shift, more, dtype in product((None, bias), (None, residual), (BF16, F32)):
+            if more is not None and dtype is F32:
+                continue
+            expected = linear(x, w, out=poisoned(m, n, dtype=dtype), bias=shift, residual=more, plan=same, pdl=False)
+            for pdl in (False, True, True):
+                ours = poisoned(m, n, dtype=dtype)
+                linear(x, weights, out=ours, bias=shift, residual=more, plan=plan, pdl=pdl, looks=looks)
+                assert torch.equal(ours, expected), plan
+    _, words = _table(x.device, torch.cuda.current_stream().cuda_stream)
+    assert not words.any()
+
+
+def test_parts_of_two_streams_that_take_each_others_place() -> None:
+    """Neither has all of its CTAs at once, and whoever waits for one that cannot come goes."""
+    n, k, m = 4096, 14336, 128
+    _, packed = both(usual(n, k))
+    x, plan = random(m, k), choose(128, n, k, packed=True)
+    assert plan.apart
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outs = poisoned(len(streams), m, n)
+    expected = linear(x, packed, out=poisoned(m, n))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, out in zip(streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                linear(x, packed, out=out)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+    assert not any(_table(x.device, stream.cuda_stream)[1].any() for stream in streams)
+
+
+def test_gates_are_not_apart_where_other_weights_are() -> None:
+    n, k, m = 4096, 4096, 64
+    assert choose(64, n, k, packed=True).apart and not choose(64, n, k, packed=True, gated=True).apart
+    w, packed = both(usual(n, k))
+    x, plan = random(m, k), plain(choose(64, n, k, packed=True, gated=True), n, k)
+    expected = linear(x, w, out=poisoned(m, n // 2), gated=True, plan=plan)
+    assert torch.equal(linear(x, packed, out=poisoned(m, n // 2), gated=True), expected)
+
+
 def test_a_plan_for_other_weights_is_refused() -> None:
     w, packed = both(usual(128, 128))
     x = random(64, 128)
     for weights, wrong in ((w, True), (packed, False)):
         with pytest.raises(AssertionError):
-            linear(x, weights, out=poisoned(64, 128), plan=planned(1, 64, 128, 128, packed=wrong))
+            linear(x, weights, out=poisoned(64, 128), plan=planned(64, 128, 128, Row(1), packed=wrong))
 
 
 def test_the_choice_fits() -> None:

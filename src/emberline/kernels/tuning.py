@@ -92,8 +92,8 @@ def _measured(problems: Collection[Problem]) -> Found:
 def _fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
     matmul, x = Matmul(problem), _random(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
-    ways: list[Way] = [partial(_proposal, matmul, x, out, index) for index in range(len(matmul))]
-    choices: list[int] = [*range(len(matmul))]
+    choices = alike(matmul, x, weights[0])
+    ways: list[Way] = [partial(_proposal, matmul, x, out, index) for index in choices]
     if problem.kind is Kind.GATED:
         width = problem.n // 2
         group = GATED_ROWS if width % GATED_ROWS == 0 else width
@@ -106,6 +106,13 @@ def _fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
     taken = _milliseconds(ways, weights)
     best = taken.index(min(taken))
     return choices[best if taken[0] > MARGIN * taken[best] else 0]
+
+
+def alike(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
+    """The proposals with the first one's bits: what is measured must not decide on results."""
+    outs = (matmul(x, w, x.new_zeros(len(x), len(w)), index) for index in range(len(matmul)))
+    first = next(outs)
+    return [0, *(index for index, out in enumerate(outs, 1) if torch.equal(out, first))]
 
 
 def _proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor) -> Tensor:

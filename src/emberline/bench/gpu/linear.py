@@ -135,14 +135,14 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
 def _wide_plans(rule: wide.Plan, n: int, k: int) -> Iterator[wide.Plan]:
     """The likely ones first: there may not be the time for all."""
     tiles = product(wide.GROUPS, wide.CLUSTERS)
-    deep = [wide.planned(groups, rule.columns, n, k, split) for groups, split in tiles]
+    deep = [wide.planned(rule.columns, n, k, wide.Row(groups, split)) for groups, split in tiles]
     deep = sorted((p for p in deep if p.grid <= SMS), key=lambda plan: wide.estimate(plan, n, k))[:9]
     yield from deep
     for plan in deep[:5]:
         half = (SHARED_LIMIT // 2 - 1024) // (plan.slot + 16)  # room for the next kernel's CTA beside this one
         yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
         if plan.split == 1:
-            yield wide.planned(plan.groups, rule.columns, n, k, ctas=112)
+            yield wide.planned(rule.columns, n, k, wide.Row(plan.groups), ctas=112)
 
 
 def _wide_text(plan: wide.Plan) -> str:

@@ -29,7 +29,7 @@ JOBS = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and wh
 SPLITS = range(1, 9)
 MOST_CTAS = 8  # of a cluster
 SECONDS = 70.0
-MOST_PLANS = 30  # of a shape and its rows: the likely ones first
+MOST_PLANS = 50  # of a shape and its rows: the likely ones first
 GENERATED = 8192  # rows of random weights at once
 FREEDOM = 5  # of Student's t: tails like those of trained weights, so that there are as many escapes
 
@@ -41,7 +41,7 @@ def sweep(seconds: float = SECONDS) -> None:
     """Each shape gets a fair share of what is left of the time; cuBLAS and our plain kernel run beside it."""
     end = time.monotonic() + seconds
     compile_all()
-    best: dict[bool, dict[tuple[int, int, int], tuple[int, ...]]] = {True: {}, False: {}}
+    best: dict[bool, dict[tuple[int, int, int], wide.Row | None]] = {True: {}, False: {}}
     shapes = list(SHAPES.items())
     for i, (name, (k, n)) in enumerate(shapes):
         until = time.monotonic() + (end - time.monotonic()) / (len(shapes) - i)
@@ -57,7 +57,7 @@ def sweep(seconds: float = SECONDS) -> None:
     print("MEASURED =", best[False], flush=True)
 
 
-def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int, until: float) -> tuple[int, ...]:
+def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int, until: float) -> wide.Row | None:
     n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], Packed)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
@@ -81,7 +81,7 @@ def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int,
     alone = replay([_bound(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
     _tell(told, best=asdict(best), us=took, without_pdl=alone, rule=tried.get(rule), over_cublas=cublas / took)
     beaten = m < wide.LARGE or with_ends(told, plain, swept, x, best) > 1
-    return known[best] if packed or beaten else ()
+    return known[best] if packed or beaten else None
 
 
 def with_ends(
@@ -106,27 +106,27 @@ def with_ends(
     return cublas / ours
 
 
-def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, tuple[int, ...]]:
-    """And how the table writes them, the likely ones first."""
+def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, wide.Row]:
+    """And what the table has of them, the likely ones first."""
     made = {}
-    shares = wide.SHARES if columns == wide.LARGE else (1,)
-    for (groups, beside), split, share in product(_tiles(columns, packed), SPLITS, shares):
-        if split > k // 64 or split * share > MOST_CTAS:
+    for row in _rows(columns, packed):
+        if row.split > k // 64 or (row.split * row.share > MOST_CTAS and not row.apart):
             continue
-        limit, ctas = wide.SHARED_LIMITS[beside], beside * SMS
-        plan = wide.planned(groups, columns, n, k, split, packed=packed, share=share, ctas=ctas, shared=limit)
-        if plan.grid <= ctas and plan.stages > 1 and plan.shared <= limit:
-            row = (groups, split, beside, share) if packed else (groups, split, share)
-            made[plan] = row if columns == wide.LARGE else row[:-1]
+        plan = wide.planned(columns, n, k, row, packed=packed)
+        fits = plan.grid <= row.beside * SMS and plan.shared <= wide.SHARED_LIMITS[row.beside]
+        if fits and plan.stages > 1 and (plan.fits_the_table or not row.apart):
+            made[plan] = row
     return dict(sorted(made.items(), key=lambda item: wide.estimate(item[0], n, k))[:MOST_PLANS])
 
 
-def _tiles(columns: int, packed: bool) -> Iterator[tuple[int, int]]:
-    """Groups, and CTAs on a multiprocessor."""
+def _rows(columns: int, packed: bool) -> Iterator[wide.Row]:
+    shares = wide.SHARES if columns == wide.LARGE else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED if packed else wide.PLAIN) if wide_ == columns):
-        yield groups, 1
-        if packed and groups <= 2 and groups * columns <= wide.MOST_OF_TWO:
-            yield groups, 2
+        two = packed and groups <= 2 and groups * columns <= wide.MOST_OF_TWO
+        for beside, split, share in product((1, 2) if two else (1,), SPLITS, shares):
+            yield wide.Row(groups, split, beside, share)
+            if packed and split > 1 and share == 1:
+                yield wide.Row(groups, split, beside, apart=True)
 
 
 def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:

@@ -91,6 +91,13 @@ DEVICE void copy_tile(u32 to, const TensorMap* map, int x, int y, int z, u32 bar
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
 }
+// From L2, where other CTAs' partials are.
+DEVICE float4 load_l2(const float4* at) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+  return v;
+}
+
 // What ordinary stores wrote to shared memory becomes visible to wgmma and the copy engine.
 DEVICE void shared_writes_are_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -2,8 +2,7 @@
 
 cuBLAS proposes a few for every shape, its best guess first. That guess can be far off, since what the last wave of
 tiles leaves idle depends on every size: of 896 rows and a Llama 8B's down projection the third proposal takes 150 us
-where the first takes 173. `tuning` measures them, and says which it is to be. Whichever it is, the bits are the same:
-none of them cuts k into parts.
+where the first takes 173. `tuning` measures them, and says which it is to be: one with the first one's bits.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ ALIGNED = 256  # bytes, what cuBLAS takes for granted of addresses
 OURS = -1  # in the place of a proposal: a kernel of our own is faster
 # cuBLAS's own numbers: types, and attributes of what is described to it.
 BF16, F32, COMPUTE_F32 = 14, 0, 68
-TRANSPOSE_A, MOST_WORKSPACE, PARTS_OF_K = 3, 1, 2
+TRANSPOSE_A, MOST_WORKSPACE, WAYS_OF_ADDING_PARTS = 3, 1, 3
 
 
 class CublasError(Exception):
@@ -52,16 +51,6 @@ class _Proposal(ctypes.Structure):
         ("waves", ctypes.c_float),
         ("reserved", ctypes.c_int * 4),
     )
-
-    @property
-    def parts_of_k(self) -> int:
-        value, size = ctypes.c_uint32(), ctypes.c_size_t()
-        _check(
-            _library().cublasLtMatmulAlgoConfigGetAttribute(
-                ctypes.byref(self.algorithm), PARTS_OF_K, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(size)
-            )
-        )
-        return value.value
 
 
 class Matmul:
@@ -101,7 +90,9 @@ class Matmul:
         proposals = (_Proposal * MOST)()
         _check(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(limits)))
         try:
-            _set(_library().cublasLtMatmulPreferenceSetAttribute, limits, MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE))
+            limit = partial(_set, _library().cublasLtMatmulPreferenceSetAttribute, limits)
+            limit(MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE))
+            limit(WAYS_OF_ADDING_PARTS, ctypes.c_uint32(0))  # none: k stays whole
             _check(
                 _library().cublasLtMatmulAlgoGetHeuristic(
                     _handle(), self._what, self._w, self._x, self._y, self._y, limits, MOST, proposals,
@@ -110,7 +101,7 @@ class Matmul:
             )  # fmt: skip
         finally:
             _library().cublasLtMatmulPreferenceDestroy(limits)
-        good = [one for one in proposals[: found.value] if one.status == 0 and one.parts_of_k <= 1]
+        good = [one for one in proposals[: found.value] if one.status == 0]
         if not good:
             raise CublasError("cuBLAS proposes nothing")
         return good

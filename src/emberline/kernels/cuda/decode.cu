@@ -63,11 +63,6 @@ DEVICE int count_up(int* counter) {
   return before;
 }
 // From L2, where other CTAs' partials are.
-DEVICE float4 load_l2(const float4* at) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
-  return v;
-}
 DEVICE float2 load_l2(const float2* at) {
   float2 v;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));

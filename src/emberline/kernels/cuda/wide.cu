@@ -4,8 +4,8 @@
 // Who owns what. A product is y^T = w x^T: a CTA takes 64 GROUPS rows of w, a warpgroup 64 of them, and all COLUMNS
 // rows of x, in steps of 64 k. One warp fetches into a ring of slots, a tile of x and one of w each, 128 bytes a row,
 // swizzled; rows past n read as zero, rows past m are left out. Where n is large a CTA goes from tile to tile, and the
-// ring with it. Where it is small a cluster of `split` CTAs shares a tile: each sums its part of k, then each finishes
-// some of the outputs.
+// ring with it. Where it is small `split` CTAs share a tile: each sums its part of k, then each finishes some of the
+// outputs. They are a cluster, or meet in the L2: apart.cuh has that.
 //
 // With 256 rows of x a step's tile of x is twice that of 128 rows of w, and the L2 would have to hand out 48 KiB for 4
 // MFLOP, more than it can. So `share` CTAs of a cluster stand below each other: each fetches a part of x for all.
@@ -25,6 +25,7 @@
 #include "products.cuh"
 #include "uw12.cuh"
 #include "wide.cuh"
+#include "apart.cuh"
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -255,6 +256,8 @@ struct Call {
   const bf16* residual;
   const float* bias;
   int n, k, m, stages, split, share, end, early;
+  Table table;  // null: parts are clusters
+  DEVICE bool apart() const { return table.sums; }
 };
 
 // Tile after tile, by a warp that computes.
@@ -277,23 +280,37 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
     } else {
       last = add_up<S>(d, ring, steps.units, warp, lane_);
     }
-    const auto finish = [&](auto outputs) {
+    const auto with_outputs = [&](auto then) {
+      if (end == STORE) then(Outputs<S, STORE>{call.out, call.residual, call.bias, call.n, call.m});
+      else if (end == STORE_F32) then(Outputs<S, STORE_F32>{call.out, call.residual, call.bias, call.n, call.m});
+      else if (end == ADD) then(Outputs<S, ADD>{call.out, call.residual, call.bias, call.n, call.m});
+      else then(Outputs<S, GATED>{call.out, call.residual, call.bias, call.n, call.m});
+    };
+    if (call.apart()) {  // then this tile is the only one
+      const int fragment = tile * S::WARPS + warp_;
+      finish_apart<S>(d, call.table, fragment, index, split, call.m, lane_, [&](float (&c)[16], int quad) {
+        with_outputs([&](auto outputs) {
+          if constexpr (S::PACKED && outputs.END == GATED) return;  // warps would have to trade before
+          outputs.ask(outputs.row(tile, warp_), quad, lane_);
+          outputs.finish(c, outputs.row(tile, warp_), quad, lane_);
+        });
+      });
+      return;
+    }
+    with_outputs([&](auto outputs) {
       if constexpr (S::PACKED && outputs.END == GATED) {
         if (split == 1) return finish_in_pairs(d, outputs, ring, last, tile, warp_, lane_);
       }
       ring.give_back<S>(last, lane_);
       if (split > 1) finish_together(d, outputs, Part{index, split, ring.slots, ring.sharing}, tile, warp_, lane_);
       else if constexpr (!(S::PACKED && outputs.END == GATED)) finish_alone(d, outputs, tile, warp_, lane_);
-    };
-    if (end == STORE) finish(Outputs<S, STORE>{call.out, call.residual, call.bias, call.n, call.m});
-    else if (end == STORE_F32) finish(Outputs<S, STORE_F32>{call.out, call.residual, call.bias, call.n, call.m});
-    else if (end == ADD) finish(Outputs<S, ADD>{call.out, call.residual, call.bias, call.n, call.m});
-    else finish(Outputs<S, GATED>{call.out, call.residual, call.bias, call.n, call.m});
+    });
   }
 }
 
 // Shared memory: the ring, then its barriers. The grid: `split` CTAs for each tile; where that is 1, a CTA for some. A
-// cluster: those of `share` tiles, one below the other. `early`: launched while the kernel before may still run.
+// cluster: those of `share` tiles, one below the other; none of parts that are apart. `early`: launched while the kernel before
+// may still run.
 template <class S, class Weights> DEVICE void run(const Weights& weights, const TensorMap* x_map, const Call& call) {
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
@@ -302,7 +319,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
   const int stages = call.stages, split = call.split, share = S::LARGE ? call.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
   const int index = rank / share, units = call.k / 64, from = units * index / split;
-  const Sharing sharing{share, rank % share, index * share, (call.m + 8 * share - 1) / (8 * share) * 8};
+  const Sharing sharing{share, rank % share, call.apart() ? 0 : index * share, (call.m + 8 * share - 1) / (8 * share) * 8};
   const Ring ring{base, base + stages * S::SLOT, base + stages * (S::SLOT + 8), stages, sharing};
   const int tiles = (call.n + S::ROWS * share - 1) / (S::ROWS * share) * share;  // as many for each
   const Steps steps{cluster * share + sharing.mine, int(gridDim.x) / split, tiles, from,
@@ -324,7 +341,7 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
     else if (S::LARGE && sharing.some()) see_all();
     __syncwarp();
     wait_for_previous_kernel();
-    if (split > 1) meet(), meet();
+    if (split > 1 && !call.apart()) meet(), meet();
     else if (S::LARGE && sharing.some()) meet();  // a CTA that has ended can be told nothing
   } else {
     if (S::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER_REGISTERS));
@@ -338,9 +355,10 @@ template <int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), 1)
     wide(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* out,
          const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share, int end,
-         int early) {
+         int early, float4* sums, u32* words, int looks) {
   using S = Shape<GROUPS, COLUMNS, false>;
-  run<S>(Rows<S>{&w_map, end == GATED}, &x_map, Call{out, residual, bias, n, k, m, stages, split, share, end, early});
+  run<S>(Rows<S>{&w_map, end == GATED}, &x_map,
+         Call{out, residual, bias, n, k, m, stages, split, share, end, early, Table{sums, words, looks}});
 }
 
 // With few registers, two CTAs share a multiprocessor where shared memory lets them.
@@ -350,8 +368,8 @@ template <int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS))
     wide_packed(const u8* planes, const u8* headers, int stride, const __grid_constant__ TensorMap x_map, void* out,
                 const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
-                int end, int early) {
+                int end, int early, float4* sums, u32* words, int looks) {
   using S = Shape<GROUPS, COLUMNS, true>;
   run<S>(Units<S>{planes, headers, n, k / 64, stride}, &x_map,
-         Call{out, residual, bias, n, k, m, stages, split, share, end, early});
+         Call{out, residual, bias, n, k, m, stages, split, share, end, early, Table{sums, words, looks}});
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,48 +43,63 @@ STEP, GROUP_STEP, COLUMN_STEP = 0.15, 0.12, 0.0004
 # what the L2 hands out while they run. And cuBLAS for as many rows: FLOP a microsecond, what a call takes besides.
 LARGE_MULTIPLYING, LARGE_FINISH, LARGE_L2_RATE = 0.36, 1.5, 6.0e6
 CUBLAS_RATE, CUBLAS_CALL = 7.0e8, 6.0
-# columns, n, k: groups and split, and of large tiles how many share x, where a sweep on an H200 knew better than the
-# estimate. An empty row: cuBLAS is faster. Large tiles of plain weights that are not named here should beat it.
-MEASURED: dict[tuple[int, int, int], tuple[int, ...]] = {
-    (128, 6144, 4096): (1, 1),
-    (64, 4096, 4096): (1, 2),
-    (128, 4096, 4096): (1, 2),
-    (64, 28672, 4096): (2, 1),
-    (128, 28672, 4096): (2, 1),
-    (64, 4096, 14336): (1, 2),
-    (128, 4096, 14336): (1, 2),
-    (64, 128256, 4096): (2, 1),
-    (128, 128256, 4096): (2, 1),
-    (256, 6144, 4096): (),
-    (256, 4096, 4096): (),
-    (256, 28672, 4096): (2, 1, 2),
-    (256, 4096, 14336): (),
-    (256, 128256, 4096): (),
+# What CTAs that are no cluster leave for each other: room for the sums of a device's tiles, a word for each of their
+# fragments, and looks at one, some 0.4 us each, before a CTA goes.
+MOST_SUMS, MOST_FRAGMENTS, LOOKS = SMS * 256 * 128, SMS * 32, 256
+
+
+class Row(NamedTuple):
+    """What a plan is made of: warpgroups; parts of k; CTAs on a multiprocessor; of large tiles, how many share x; and
+    whether the parts are no cluster."""
+
+    groups: int
+    split: int = 1
+    beside: int = 1
+    share: int = 1
+    apart: bool = False
+
+
+# columns, n, k: where a sweep on an H200 knew better than the estimate. None: cuBLAS is faster. Large tiles of plain
+# weights that are not named here should beat it.
+MEASURED: dict[tuple[int, int, int], Row | None] = {
+    (128, 6144, 4096): Row(1),
+    (64, 4096, 4096): Row(1, 2),
+    (128, 4096, 4096): Row(1, 2),
+    (64, 28672, 4096): Row(2),
+    (128, 28672, 4096): Row(2),
+    (64, 4096, 14336): Row(1, 2),
+    (128, 4096, 14336): Row(1, 2),
+    (64, 128256, 4096): Row(2),
+    (128, 128256, 4096): Row(2),
+    (256, 6144, 4096): None,
+    (256, 4096, 4096): None,
+    (256, 28672, 4096): Row(2, share=2),
+    (256, 4096, 14336): None,
+    (256, 128256, 4096): None,
 }
-# columns, n, k: groups, split, CTAs on a multiprocessor, and how many share x, for packed weights
-MEASURED_PACKED: dict[tuple[int, int, int], tuple[int, ...]] = {
-    (64, 6144, 4096): (2, 4, 2),
-    (128, 6144, 4096): (1, 2, 2),
-    (64, 4096, 4096): (1, 3, 2),
-    (128, 4096, 4096): (1, 3, 2),
-    (64, 28672, 4096): (2, 1, 2),
-    (128, 28672, 4096): (4, 1, 1),
-    (64, 4096, 14336): (2, 6, 2),
-    (128, 4096, 14336): (3, 5, 1),
-    (64, 128256, 4096): (4, 1, 1),
-    (128, 128256, 4096): (4, 1, 1),
-    (256, 6144, 4096): (2, 2, 1, 1),
-    (256, 4096, 4096): (2, 3, 1, 1),
-    (256, 28672, 4096): (2, 1, 1, 2),
-    (256, 4096, 14336): (2, 3, 1, 1),
-    (256, 128256, 4096): (2, 1, 1, 1),
+MEASURED_PACKED: dict[tuple[int, int, int], Row] = {
+    (64, 6144, 4096): Row(2, 4, beside=2),
+    (128, 6144, 4096): Row(1, 2, beside=2),
+    (64, 4096, 4096): Row(1, 4, beside=2, apart=True),
+    (128, 4096, 4096): Row(1, 4, beside=2, apart=True),
+    (64, 28672, 4096): Row(2, beside=2),
+    (128, 28672, 4096): Row(4),
+    (64, 4096, 14336): Row(3, 6, apart=True),
+    (128, 4096, 14336): Row(3, 6, apart=True),
+    (64, 128256, 4096): Row(4),
+    (128, 128256, 4096): Row(4),
+    (256, 6144, 4096): Row(2, 2),
+    (256, 4096, 4096): Row(2, 4, apart=True),
+    (256, 28672, 4096): Row(2, share=2),
+    (256, 4096, 14336): Row(2, 4, apart=True),
+    (256, 128256, 4096): Row(2),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k. `share`:
-    CTAs that share tiles of x."""
+    CTAs that share tiles of x. `apart`: those that share k are no cluster."""
 
     groups: int
     columns: int
@@ -92,10 +108,11 @@ class Plan:
     grid: int
     packed: bool = False
     share: int = 1
+    apart: bool = False
 
     @property
     def cluster(self) -> int:
-        return self.split * self.share
+        return self.share if self.apart else self.split * self.share
 
     @property
     def threads(self) -> int:
@@ -121,11 +138,16 @@ class Plan:
         return 1024 + self.stages * (self.slot + 16)
 
     @property
+    def fits_the_table(self) -> bool:
+        """Sums of parts that are apart."""
+        return self.share == 1 and self.grid * 64 * self.groups * self.columns <= MOST_SUMS
+
+    @property
     def least_stages(self) -> int:
         """Partial sums take the ring's place, but not that of its barriers: a warp's last arrival may come after the
         CTAs have met."""
         fragments = -(-4 * self.groups // self.split) * self.split
-        return -(-64 * self.columns * fragments // self.slot) if self.split > 1 else 1
+        return -(-64 * self.columns * fragments // self.slot) if self.split > 1 and not self.apart else 1
 
 
 PLAIN = (*product(GROUPS, COLUMNS[:2]), (LARGE_GROUPS, LARGE))
@@ -163,8 +185,10 @@ def linear(
     gated: bool = False,
     pdl: bool = True,
     plan: Plan | None = None,
+    looks: int = LOOKS,
 ) -> Tensor:
-    """As `cuda.linear.linear`."""
+    """As `cuda.linear.linear`. `plan` and `looks` override the choice, for measurements and tests. Launches on one
+    stream must follow each other: they share what parts leave there."""
     m, k = x.shape
     assert fits(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
@@ -172,13 +196,14 @@ def linear(
     assert bias is None or (bias.dtype is torch.float32 and bias.shape == (w.n,) and bias.is_contiguous())
     epilogue = EPILOGUES.index(epilogue_of(out, residual, gated))
     packed = isinstance(w, Packed)
-    plan = plan or choose(columns_of(m, packed=packed), w.n, k, packed=packed)
+    plan = plan or choose(columns_of(m, packed=packed), w.n, k, packed=packed, gated=gated)
     assert plan.columns >= m and plan.split <= k // UNIT and plan.packed is packed
     assert plan.stages > 1 or k <= UNIT * plan.split, "a slot is given back when the next one's products are issued"
     assert plan.stages >= plan.least_stages
     teams = -(-w.n // (64 * plan.groups * plan.share))
-    assert plan.split == 1 or plan.grid == plan.cluster * teams, "a cluster has one tile, or one of each that shares x"
+    assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "one tile, or one of each that shares x"
     assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE)
+    assert not plan.apart or (plan.fits_the_table and not (packed and gated)), "packed gates and ups must trade"
     _kernel(plan.variant)(
         (plan.grid, 1, 1),
         plan.threads,
@@ -187,6 +212,8 @@ def linear(
             tensor_map(x, (-(-m // (8 * plan.share)) * 8, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
+            *(_table(x.device, torch.cuda.current_stream().cuda_stream) if plan.apart else (None, None)),
+            looks,
         ),
         pdl=pdl,
         cluster=plan.cluster,
@@ -200,39 +227,27 @@ def columns_of(m: int, *, packed: bool = False) -> int:
 
 
 @cache
-def choose(columns: int, n: int, k: int, *, packed: bool = False) -> Plan:
+def choose(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> Plan:
     """The plan that should take the least time. It must not depend on more: the split is part of what a result is."""
-    if packed and (columns, n, k) in MEASURED_PACKED:
-        groups, split, beside, share = (*MEASURED_PACKED[columns, n, k], 1)[:4]
-        ctas, limit = beside * SMS, SHARED_LIMITS[beside]
-        return planned(groups, columns, n, k, split, packed=True, share=share, ctas=ctas, shared=limit)
-    if not packed and (row := MEASURED.get((columns, n, k))):
-        groups, split, share = (*row, 1)[:3]
-        return planned(groups, columns, n, k, split, share=share)
+    row = MEASURED_PACKED.get((columns, n, k)) if packed else MEASURED.get((columns, n, k))
+    if row is not None and not (row.apart and gated):
+        return planned(columns, n, k, row, packed=packed)
     known = [groups for groups, wide in (PACKED if packed else PLAIN) if wide == columns]
     tiles = product(known, SPLITS, SHARES if columns == LARGE else (1,))
-    plans = [planned(groups, columns, n, k, split, packed=packed, share=share) for groups, split, share in tiles]
+    rows = (Row(groups, split, share=share) for groups, split, share in tiles)
+    plans = [planned(columns, n, k, row, packed=packed) for row in rows]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * CLUSTERS[plan.cluster]]
     return min((plan for plan in fitting if plan.split <= k // UNIT), key=lambda plan: estimate(plan, n, k))
 
 
-def planned(
-    groups: int,
-    columns: int,
-    n: int,
-    k: int,
-    split: int = 1,
-    *,
-    packed: bool = False,
-    share: int = 1,
-    ctas: int = SMS,
-    shared: int = SHARED_LIMIT,
-) -> Plan:
+def planned(columns: int, n: int, k: int, row: Row, *, packed: bool = False, ctas: int | None = None) -> Plan:
     """With as deep a ring as memory holds. CTAs that go from tile to tile get about as many each; where k is split, a
-    CTA has one."""
+    CTA has one. `ctas`: so many at most go from tile to tile."""
+    groups, split, beside, share, apart = row
+    ctas, shared = beside * SMS if ctas is None else ctas, SHARED_LIMITS[beside]
     teams = -(-n // (64 * groups * share))  # of tiles that share x
     waves = -(-teams // (ctas // share)) if split == 1 else 1
-    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share)
+    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share, apart)
     most = waves * -(-k // (UNIT * split))  # steps of a CTA: more stages are never used
     return replace(bare, stages=max(bare.least_stages, min(most, (shared - 1024) // (bare.slot + 16))))
 
@@ -261,6 +276,13 @@ def _weights(w: Weight | Packed, plan: Plan, gated: bool) -> tuple[Argument, ...
     if isinstance(w, Packed):
         return w.planes, w.headers, w.stride
     return (w.map(4 * plan.groups, paired=gated),)
+
+
+@cache
+def _table(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Where parts that are apart leave their sums, and the words for it, which are zero between launches."""
+    assert not torch.cuda.is_current_stream_capturing(), "it would be zeroed with every replay, and not before"
+    return torch.empty(MOST_SUMS, device=device), torch.zeros(MOST_FRAGMENTS, dtype=torch.int32, device=device)
 
 
 @cache
