@@ -39,6 +39,11 @@ def test_what_was_compiled_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (kept,) = (tmp_path / "kernels").iterdir()
     monkeypatch.setattr(nvrtc, "compile", lambda file, kernels: pytest.fail("compiled again"))
     assert nvrtc.compiled(sample.FILE, sample.VARIANTS) == first and kept.suffix == ".cubin"
+    whole = kept.read_bytes()
+    monkeypatch.setattr(nvrtc, "compile", lambda file, kernels: first)
+    for torn in (b"", whole[:20], whole[: len(whole) // 2], b"7\n", b"{}\n", whole[:-1] + bytes([whole[-1] ^ 1])):
+        kept.write_bytes(torn)
+        assert nvrtc.compiled(sample.FILE, sample.VARIANTS) == first and kept.read_bytes() == whole
 
 
 def test_no_source_is_left_out() -> None:

@@ -42,7 +42,7 @@ def _write(file: GGUF, work: Path) -> None:
     _dump(work / "config.json", config)
     _dump(work / "generation_config.json", generation_config(file.metadata))
     _dump(work / "tokenizer_config.json", tokenizer_config)
-    (work / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    _write_text(work / "tokenizer.json", tokenizer)
     specs = {name: (_dtype(t), t.shape) for name, t in tensors.items()}
     write_tensors(work / "model.safetensors", specs, _chunks(file, tensors, config))
 
@@ -105,7 +105,11 @@ def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str)
 
 
 def _dump(path: Path, value: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(value, ensure_ascii=False, indent=2))
+
+
+def _write_text(path: Path, text: str) -> None:
     with path.open("x", encoding="utf-8") as file:
-        json.dump(value, file, ensure_ascii=False, indent=2)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())

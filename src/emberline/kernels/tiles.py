@@ -108,7 +108,7 @@ class Cutter:
     def fits(self, lengths: Iterable[int]) -> bool:
         """Whether chunks' rows of so many keys can be widened, if they must be: else some go to a slower kernel, and
         what `cut` makes has another form."""
-        return self._room is None or sum(-(-n // self._block) for n in lengths) <= len(self._room.steps)
+        return self._room is None or int(self._blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._room.steps)
 
     def cut(
         self,
@@ -154,14 +154,18 @@ class Cutter:
         """Tokens of each row that the fast kernel for chunks takes: all of a row or none."""
         taken = (np.arange(len(counts)) >= rest) & self._prefills
         if self._room is not None:
-            need = -(-(context + counts) // self._block) * (taken & (counts > 0))
+            need = self._blocks(context + counts) * (taken & (counts > 0))
             taken &= np.cumsum(need) <= len(self._room.steps)
         return counts * taken
+
+    def _blocks(self, keys: np.ndarray) -> np.ndarray:
+        blocks: np.ndarray = -(-keys // self._block)
+        return blocks
 
     def _widened(
         self, room: Widened, context: np.ndarray, quick: np.ndarray, put: Callable[[np.ndarray], Tensor]
     ) -> Widened:
-        need = (-(-(context + quick) // self._block) * (quick > 0)).astype(np.int32)
+        need = (self._blocks(context + quick) * (quick > 0)).astype(np.int32)
         bases = (np.cumsum(need) - need).astype(np.int32)
         pieces = np.zeros((len(room.steps), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)

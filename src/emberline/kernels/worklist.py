@@ -66,12 +66,15 @@ def ints(rows: int, capacity: int) -> int:
     return HEAD + 4 * capacity + rows + 1
 
 
-def plan(lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, beside: bool = False) -> WorkList:
+def plan(
+    lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, beside: bool = False, chunk: int | None = None
+) -> WorkList:
     """For rows that see `lengths` keys, their own included. A row of length 0 has no item, and its output stays as it
-    is. `beside`: some of the device comes free later than the rest."""
+    is. `beside`: some of the device comes free later than the rest. `chunk`, one of SIZES, overrides the choice, for
+    measurements."""
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE - 1)) // TILE
-    size = _chunk(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
+    size = SIZES.index(chunk) if chunk else _chunk(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
     parts = -(-tiles // SIZES[size])
     while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
         assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"

@@ -158,6 +158,8 @@ def _copy_others(source: Path, work: Path) -> list[Path]:
         to = work / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, to)
+        with to.open("rb") as copy:
+            os.fsync(copy.fileno())
     return [path for path in _others(source) if path.suffix in OTHER_WEIGHTS]
 
 

@@ -32,40 +32,54 @@ def measure(report: Report) -> None:
 
 
 def _one(report: Report, name: str, lengths: list[int], dtype: torch.dtype) -> None:
-    size = 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
-    calls = _calls(lengths, dtype, max(LEAST_LAYERS, copies_for(size)), pdl=True)
-    ours = replay(calls)
-    alone = replay(_calls(lengths, dtype, len(calls), pdl=False))
+    size = bytes_read(lengths, dtype)
+    layers = Layers(lengths, dtype, max(LEAST_LAYERS, copies_for(size)))
+    ours, alone = replay(layers.calls()), replay(layers.calls(pdl=False))
     limit = size / BYTES_PER_US
     report.add(name, ours, "us", limit=limit)
     report.add(f"{name} without pdl", alone, "us", limit=limit)
     print(f"{name}: {ours:.2f} us ({limit / ours:.0%} of memory), without pdl {alone:.2f}", flush=True)
+    del layers
     torch.cuda.empty_cache()
 
 
-def _calls(lengths: list[int], dtype: torch.dtype, layers: int, *, pdl: bool) -> list[Callable[[], Tensor]]:
-    """The same rows in different layers, that the cache holds none of them."""
-    device, rows = torch.device("cuda"), len(lengths)
-    counts = [-(-length // BLOCK) for length in lengths]
-    tables = torch.zeros(rows, max(counts), dtype=torch.int32)
-    for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
-        row[: len(blocks)] = blocks
-    shape = (layers, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
-    keys, values = (_random(shape, dtype) for _ in range(2))
-    caches = [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
-    work = Work.rooms(rows, KV_HEADS, device)
-    work.load(worklist.plan(np.array(lengths, np.int32), KV_HEADS, multiprocessors(device), work.capacity))
-    scratch = Scratch(rows, work.capacity, Q_HEADS, KV_HEADS, HEAD_DIM, device)
-    qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
-    out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=device, dtype=torch.bfloat16)
-    where = tables.to(device), torch.tensor(lengths, dtype=torch.int32, device=device) - 1
+def bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
+    return 2 * sum(lengths) * KV_HEADS * HEAD_DIM * dtype.itemsize
 
-    def call(cached: LayerCache) -> Callable[[], Tensor]:
-        return lambda: decode_attention(
-            qkv, cached, *where, work, HEAD_DIM**-0.5, Q_HEADS, KV_HEADS, HEAD_DIM, out=out, scratch=scratch, pdl=pdl
-        )
 
-    return [call(cached) for cached in caches]
+class Layers:
+    """Rows of such lengths in so many layers, that the cache holds none of them."""
+
+    def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
+        self.lengths, self._device, rows = np.array(lengths, np.int32), torch.device("cuda"), len(lengths)
+        counts = [-(-length // BLOCK) for length in lengths]
+        tables = torch.zeros(rows, max(counts), dtype=torch.int32)
+        for row, blocks in zip(tables, torch.randperm(sum(counts)).int().split(counts), strict=True):
+            row[: len(blocks)] = blocks
+        shape = (layers, sum(counts), KV_HEADS, BLOCK, HEAD_DIM)
+        keys, values = (_random(shape, dtype) for _ in range(2))
+        self._caches = [LayerCache(k, v) for k, v in zip(keys, values, strict=True)]
+        self._qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
+        self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
+        context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
+        self._where = tables.to(self._device), context
+
+    def calls(self, *, pdl: bool = True, chunk: int | None = None) -> list[Callable[[], Tensor]]:
+        """The attention of each. `chunk`: tiles of a part; by default as a step has it."""
+        rows, sms = len(self.lengths), multiprocessors(self._device)
+        parts = 0 if chunk is None else int((-(-self.lengths // (worklist.TILE * chunk))).sum())
+        capacity = max(parts, worklist.capacity(rows, KV_HEADS, sms))
+        made = worklist.plan(self.lengths, KV_HEADS, sms, capacity, chunk=chunk)
+        work = Work(torch.from_numpy(made.data).to(self._device), rows, capacity)
+        scratch = Scratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
+        heads = Q_HEADS, KV_HEADS, HEAD_DIM
+
+        def call(cached: LayerCache) -> Callable[[], Tensor]:
+            return lambda: decode_attention(
+                self._qkv, cached, *self._where, work, HEAD_DIM**-0.5, *heads, out=self._out, scratch=scratch, pdl=pdl
+            )
+
+        return [call(cached) for cached in self._caches]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -42,7 +43,9 @@ def _compile(command: list[str], path: Path) -> None:
         made = Path(folder) / path.name
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
         _run([*command, *sources, "-o", str(made)])
-        made.replace(path)  # whole or not at all: another process may be building the same
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        made.replace(path)  # whole or not at all: another process may be building the same, and the power may fail
 
 
 def _run(command: list[str]) -> bytes:

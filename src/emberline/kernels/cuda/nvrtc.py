@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,15 +43,24 @@ def compiled(file: str, kernels: Sequence[str]) -> Binary:
     """The same, made once for these sources and this compiler."""
     parts = [source(file), *OPTIONS, *kernels, version()]
     kept = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
-    if kept.exists():
-        head, _, code = kept.read_bytes().partition(b"\n")
-        return Binary(code, json.loads(head))
-    binary = compile(file, kernels)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    draft = kept.with_suffix(f".{os.getpid()}")
-    draft.write_bytes(json.dumps(binary.symbols).encode() + b"\n" + binary.code)
-    draft.replace(kept)
+    if (binary := _read(kept)) is None:
+        binary = compile(file, kernels)
+        head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(head.encode() + b"\n" + binary.code)
+        draft.replace(kept)
     return binary
+
+
+def _read(kept: Path) -> Binary | None:
+    """None: there is none, or it is not as it was written, as when the power failed."""
+    try:
+        head, _, code = kept.read_bytes().partition(b"\n")
+        symbols, checksum = json.loads(head)
+    except (OSError, ValueError, TypeError):
+        return None
+    return Binary(code, symbols) if zlib.crc32(code) == checksum else None
 
 
 def version() -> str:

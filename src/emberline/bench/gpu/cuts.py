@@ -1,0 +1,56 @@
+"""Decode attention of one layer of Llama 3.1 8B with its keys cut in every way: what `worklist` chooses by, and what
+tests/unit/worklist_timings.json has. `python -m emberline.bench.gpu.cuts FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from emberline.bench.gpu.decode import LEAST_LAYERS, UNEVEN, Layers, bytes_read
+from emberline.bench.gpu.timing import copies_for, replay
+from emberline.kernels import worklist
+
+# lengths of rows, and how many there are
+BATCHES = {640: (1, 8, 16, 32, 64, 128, 256), 2000: (32, 64, 128), 4131: (1, 4, 8, 16, 32, 48, 64, 72, 96)}
+BATCHES |= {4200: (56,), 30_000: (1, 4)}
+MOST_PARTS = 2500  # of all rows
+REPLAYS = 5
+
+
+def cases() -> dict[str, list[int]]:
+    rng = np.random.default_rng(0)
+    chat = np.clip(rng.lognormal(5.4, 1.0, 600), 20, 4000).astype(int).tolist()
+    even = {f"{rows}x{length}": [length] * rows for length, counts in BATCHES.items() for rows in counts}
+    mixed = rng.integers(100, 8000, 40).tolist()
+    return even | {"uneven": UNEVEN, "chat600": chat, "chat200": chat[:200], "40mixed": mixed}
+
+
+def timings(lengths: list[int]) -> dict[int, float]:
+    """Microseconds of each chunk that makes sense: up to twice the longest row, and not too many parts."""
+    layers = Layers(lengths, torch.bfloat16, max(LEAST_LAYERS, copies_for(bytes_read(lengths, torch.bfloat16))))
+    tiles = -(-np.array(lengths) // worklist.TILE)
+    sizes = (size for size in worklist.SIZES if size <= 2 * tiles.max())
+    likely = [size for size in sizes if int((-(-tiles // size)).sum()) <= MOST_PARTS]
+    return {size: round(replay(layers.calls(chunk=size), replays=REPLAYS), 2) for size in likely}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", type=Path)
+    file = parser.parse_args().file
+    lines = []
+    for name, lengths in cases().items():
+        told = {"rows": [*Counter(lengths).items()], "us": timings(lengths)}
+        lines.append(f" {json.dumps(name)}: {json.dumps(told)}")
+        print(lines[-1], flush=True)
+        file.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
