@@ -20,11 +20,11 @@ from servers import SRC, Server
 from emberline.core.freeport import free_port
 
 
-def tiny_model(home: Path, context: int = 512) -> Path:
+def tiny_model(home: Path, context: int = 512, **more: Any) -> Path:
     made = bytelevel.build()
     end = made.token_to_id("<|end|>")
     sizes = {"vocab_size": made.get_vocab_size(), "eos_token_id": end, "max_position_embeddings": context}
-    tiny.write(home, tiny.config("llama", **sizes), seed=1)
+    tiny.write(home, tiny.config("llama", **sizes, **more), seed=1)
     made.save(str(home / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     (home / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": template}))

@@ -15,7 +15,7 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
 FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
-RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels and cuBLAS's workspace
+RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of products in parts
 GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activations are shared by all
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
 PIECES = 4  # of scratch, for blocks on their way to other tiers: two each way, one filled while the other is emptied

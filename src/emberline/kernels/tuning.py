@@ -35,6 +35,7 @@ ROUNDS = 3
 MARGIN = 1.02
 L2_BYTES = 150 << 20  # of different weights between two uses of one
 SCALE = 0.02  # of random weights: what they are decides how much power a product takes
+FORM = 2
 LEAST_WORK = 1e10  # FLOP of a product: those of less take no longer than launching them does
 
 Found = dict[Problem, int]
@@ -149,8 +150,8 @@ def _random(rows: int, columns: int, scale: float) -> Tensor:
 
 
 def _kept_at() -> Path:
-    """For this GPU, what cuBLAS is asked, and our product as it is."""
-    asked = cublas.version(), cublas.MOST, cublas.WORKSPACE
+    """For this GPU, what cuBLAS is asked, and our product as it is. FORM: of what is asked besides, and of the file."""
+    asked = FORM, cublas.version(), cublas.MOST, cublas.WORKSPACE
     what = f"{torch.cuda.get_device_name()} {asked} {nvrtc.source(gemm.FILE)}"
     return kernel_dir() / f"products-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
 

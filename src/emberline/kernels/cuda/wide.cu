@@ -286,16 +286,18 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
       else if (end == ADD) then(Outputs<S, ADD>{call.out, call.residual, call.bias, call.n, call.m});
       else then(Outputs<S, GATED>{call.out, call.residual, call.bias, call.n, call.m});
     };
-    if (call.apart()) {  // then this tile is the only one
-      const int fragment = tile * S::WARPS + warp_;
-      finish_apart<S>(d, call.table, fragment, index, split, call.m, lane_, [&](float (&c)[16], int quad) {
-        with_outputs([&](auto outputs) {
-          if constexpr (S::PACKED && outputs.END == GATED) return;  // warps would have to trade before
-          outputs.ask(outputs.row(tile, warp_), quad, lane_);
-          outputs.finish(c, outputs.row(tile, warp_), quad, lane_);
+    if constexpr (S::PACKED) {  // for plain weights clusters are faster
+      if (call.apart()) {
+        const int fragment = tile * S::WARPS + warp_;
+        finish_apart<S>(d, call.table, fragment, index, split, call.m, lane_, [&](float (&c)[16], int quad) {
+          with_outputs([&](auto outputs) {
+            if constexpr (outputs.END == GATED) return;  // warps would have to trade before
+            outputs.ask(outputs.row(tile, warp_), quad, lane_);
+            outputs.finish(c, outputs.row(tile, warp_), quad, lane_);
+          });
         });
-      });
-      return;
+        return;  // there is no other tile
+      }
     }
     with_outputs([&](auto outputs) {
       if constexpr (S::PACKED && outputs.END == GATED) {
@@ -355,10 +357,9 @@ template <int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), 1)
     wide(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* out,
          const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share, int end,
-         int early, float4* sums, u32* words, int looks) {
+         int early) {
   using S = Shape<GROUPS, COLUMNS, false>;
-  run<S>(Rows<S>{&w_map, end == GATED}, &x_map,
-         Call{out, residual, bias, n, k, m, stages, split, share, end, early, Table{sums, words, looks}});
+  run<S>(Rows<S>{&w_map, end == GATED}, &x_map, Call{out, residual, bias, n, k, m, stages, split, share, end, early});
 }
 
 // With few registers, two CTAs share a multiprocessor where shared memory lets them.

@@ -56,7 +56,7 @@ class Row(NamedTuple):
     split: int = 1
     beside: int = 1
     share: int = 1
-    apart: bool = False
+    apart: bool = False  # packed weights only
 
 
 # columns, n, k: where a sweep on an H200 knew better than the estimate. None: cuBLAS is faster. Large tiles of plain
@@ -139,8 +139,8 @@ class Plan:
 
     @property
     def fits_the_table(self) -> bool:
-        """Sums of parts that are apart."""
-        return self.share == 1 and self.grid * 64 * self.groups * self.columns <= MOST_SUMS
+        """Sums of parts that are apart: of two at least, and as many as a word can count."""
+        return 1 < self.split < 256 and self.share == 1 and self.grid * 64 * self.groups * self.columns <= MOST_SUMS
 
     @property
     def least_stages(self) -> int:
@@ -203,7 +203,7 @@ def linear(
     teams = -(-w.n // (64 * plan.groups * plan.share))
     assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "one tile, or one of each that shares x"
     assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE)
-    assert not plan.apart or (plan.fits_the_table and not (packed and gated)), "packed gates and ups must trade"
+    assert not plan.apart or (packed and plan.fits_the_table and not gated), "gates and ups must trade"
     _kernel(plan.variant)(
         (plan.grid, 1, 1),
         plan.threads,
@@ -212,8 +212,7 @@ def linear(
             tensor_map(x, (-(-m // (8 * plan.share)) * 8, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
-            *(_table(x.device, torch.cuda.current_stream().cuda_stream) if plan.apart else (None, None)),
-            looks,
+            *_apart(plan, x.device, looks),
         ),
         pdl=pdl,
         cluster=plan.cluster,
@@ -276,6 +275,13 @@ def _weights(w: Weight | Packed, plan: Plan, gated: bool) -> tuple[Argument, ...
     if isinstance(w, Packed):
         return w.planes, w.headers, w.stride
     return (w.map(4 * plan.groups, paired=gated),)
+
+
+def _apart(plan: Plan, device: torch.device, looks: int) -> tuple[Argument, ...]:
+    if not plan.packed:
+        return ()
+    table = _table(device, torch.cuda.current_stream().cuda_stream) if plan.apart else (None, None)
+    return *table, looks
 
 
 @cache
