@@ -29,7 +29,7 @@ SETTINGS = (
     "--device",
     "cuda",
     "--dtype",
-    "bfloat16",
+    "float32",
     "--kv-memory",
     "512M",
 )
