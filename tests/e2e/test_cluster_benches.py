@@ -42,8 +42,9 @@ def test_long_prompts_are_handed_over(model: Path, tmp_path: Path) -> None:
 
 
 def test_restarts_are_not_noticed(model: Path, tmp_path: Path) -> None:
+    """With a load that one of the two can bear alone, however long the other takes to come back."""
     plan = ("--minutes", "0.12", "--calibration", "1", "--pause", "0.5", "1", "--cases", "4", "--kv-memory", "4M")
-    told = measured("churn", str(model), *plan, "--decode", "2", "--logs", str(tmp_path))
+    told = measured("churn", str(model), *plan, "--load", "0.4", "--decode", "2", "--logs", str(tmp_path))
     results = {name: result["value"] for name, result in told["results"].items()}
     assert results["restarts"] == len(told["config"]["restarts"]) >= 1
     assert results["requests"] == results["answered"] > 10
