@@ -127,6 +127,25 @@ def check_rope(
         assert whole.isnan().all()  # nothing else was written
 
 
+def check_what_is_no_number(device: str, dtype: torch.dtype, cache: torch.dtype) -> None:
+    """A cache holds none: it would reach whoever is given the block next. Queries have it, and so has its request."""
+    heads, tokens, block = (4, 2, 16), 8, 16
+    odd = torch.tensor([torch.nan, torch.inf, -torch.inf, torch.finfo(dtype).max], device=device, dtype=dtype)
+    qkv = random(tokens, 8 * 16, device=device, dtype=dtype)
+    clean = qkv.clone()
+    qkv.view(-1)[: 4 * 100 : 100] = odd
+    qkv.view(tokens, 8, 16)[2, 4:, 3:7] = odd  # of keys and values
+    table, positions = random(97, 16, device=device), torch.arange(tokens, device=device).int()
+    caches = []
+    for given in (qkv, clean):
+        keys, values = (torch.zeros(1, 2, block, 16, device=device).to(cache) for _ in range(2))
+        rope_and_cache(given, positions, table, keys, values, positions.long(), *heads, q_norm=None, k_norm=None)
+        assert keys.float().isfinite().all() and values.float().isfinite().all()
+        caches.append((keys.float()[:, :, 7], values.float()[:, :, 7]))
+    assert all(map(torch.equal, *caches)), "what is a number stays as it is"
+    assert not qkv.isfinite().all()
+
+
 def check_attention(
     device: str,
     dtype: torch.dtype,

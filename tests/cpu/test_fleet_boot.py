@@ -121,6 +121,10 @@ def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict
     with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
         room_for_kv(asking, weights + 3 * GIB - 1)
     room_for_kv(asking, weights + 3 * GIB)
+    keeping = {name: replace(config, kv_host_memory=GIB) for name, config in configs.items()}
+    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+        room_for_kv(keeping, weights + 3 * GIB - 1)
+    room_for_kv(keeping, weights + 3 * GIB)
 
 
 def test_weights_are_as_large_as_they_will_be(homes: dict[str, Path], configs: dict[str, EngineConfig]) -> None:
@@ -155,6 +159,12 @@ def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, 
     assert all(0.9 * space < member.nbytes <= space for member in members.values())
     with pytest.raises(ModelError, match="must hold while they sleep"):
         taking_turns(large, total, 1000, never)
+    keeping = on_gpu(configs, max_batch_tokens=1 << 20, kv_host_memory=GIB)
+    with pytest.raises(ModelError, match=r"must hold while they sleep and 3\.00 GiB of keys and values"):
+        taking_turns(keeping, total, 3 * GIB, never)
+    taking_turns(keeping, total, 4 * GIB, never)
+    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+        taking_turns(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
 
 
 def test_keys_and_values_as_asked_for(configs: dict[str, EngineConfig]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from emberline.core.plan import PENDING, Admission, Work
 from emberline.engine.gpu.batch import Batch
 from emberline.engine.gpu.rows import Rows
 from emberline.engine.gpu.shape import MOST_TOKENS, Shape, captured_size, most_rows
+from emberline.engine.gpu.track import Track
 from emberline.engine.sampler import Row
 
 BLOCK = 16
@@ -99,3 +102,11 @@ def test_a_row_of_one_who_is_not_in_the_step_is_given_on_and_its_table_sent_agai
         assert len({few[w.id].index for w in pair}) == 2
         for w in pair:
             assert few.mirror[few[w.id].index, : len(w.blocks)].tolist() == w.blocks
+
+
+def test_captured_steps_leave_their_logits_in_one_place() -> None:
+    """Else what each of them was captured with would add up, beyond what was planned."""
+    nobody: Any = None
+    track = Track(nobody, nobody, nobody, most_rows(200))
+    few, many = (track.logits(rows, 10, torch.device("cpu")) for rows in (8, most_rows(200)))
+    assert few.data_ptr() == many.data_ptr() and few.shape == (8, 10) and len(many) == most_rows(200)

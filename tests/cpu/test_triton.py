@@ -29,6 +29,7 @@ from triton_cases import (  # noqa: E402
     check_rope,
     check_rows,
     check_silu,
+    check_what_is_no_number,
     check_widen,
 )
 
@@ -123,6 +124,13 @@ def test_rope_in_the_interpreter(
     normed: bool,
 ) -> None:
     check_rope(CPU, dtype, cache, 11, heads, rotary, normed=normed)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
+def test_what_is_no_number_in_the_interpreter(rounding: None, dtype: torch.dtype, cache: torch.dtype) -> None:
+    check_what_is_no_number(CPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 21), (31, 1), (16, 33), (100, 3)]

@@ -16,6 +16,7 @@ from triton_cases import (
     check_rope,
     check_rows,
     check_silu,
+    check_what_is_no_number,
     check_widen,
 )
 
@@ -54,6 +55,11 @@ def test_rope(
     dtype: torch.dtype, cache: torch.dtype, tokens: int, heads: tuple[int, int, int], rotary: int, normed: bool
 ) -> None:
     check_rope(GPU, dtype, cache, tokens, heads, rotary, normed=normed, block=64, pdl=normed)
+
+
+@pytest.mark.parametrize("dtype,cache", [(BF16, BF16), (F32, F32), (BF16, FP8), (F32, BF16)])
+def test_what_is_no_number(dtype: torch.dtype, cache: torch.dtype) -> None:
+    check_what_is_no_number(GPU, dtype, cache)
 
 
 RAGGED = [(0, 1), (70, 1), (0, 40), (63, 1), (64, 130), (300, 3), (1000, 1), (511, 257)]

@@ -16,6 +16,7 @@ from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
+from emberline.engine import fleet
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeAheadRunner, FakeRunner
 from emberline.engine.fleet import Fleet, Report
@@ -341,6 +342,20 @@ def test_a_model_that_cannot_be_woken_tells_those_who_waited_and_nobody_else() -
     again, other = house.ask("c"), house.ask("a")
     house.finish()
     assert house.endings[again] == house.endings[other] == house.endings[going] == 1
+
+
+def test_a_device_that_is_lost_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody who waits longer is helped: whoever watches starts another."""
+
+    def lost() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    house = two()
+    house.models["b"].fails = RuntimeError("an illegal memory access")
+    house.ask("b")
+    monkeypatch.setattr(fleet, "check_device", lost)
+    with pytest.raises(RuntimeError, match="illegal"):
+        house.step()
 
 
 def test_a_model_that_cannot_sleep_stays_and_goes_on() -> None:

@@ -52,7 +52,7 @@ class SamplingParams:
         _between("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("top_k", self.top_k, 0, 1 << 31)
+        _between("top_k", self.top_k, 0, (1 << 31) - 1)
         _between("n", self.n, 1, MAX_COMPLETIONS)
         _between("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None:

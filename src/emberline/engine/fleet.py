@@ -27,7 +27,7 @@ from emberline.core.errors import (
 from emberline.core.events import Output, Stats, Timing, Turns
 from emberline.core.request import FinishReason, Submission
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.swap import Resident, Sleeper
+from emberline.engine.gpu.swap import Resident, Sleeper, check_device
 
 log = logging.getLogger("emberline.engine")
 
@@ -176,8 +176,9 @@ class Fleet:
         self._news.setdefault(name, [])
         try:
             self._sleeper.use(name)
-        except Exception:  # a driver's, a device's: whoever waited is told, and the others go on
+        except Exception:  # a driver's, a device's: whoever waited is told, and the others go on, if they can
             log.exception("%s could not be woken", name)
+            check_device()
             error = EngineUnavailable(f"the model {name!r} could not be woken", hint="the server's log says why")
             self._refused += [(submission_id, error) for submission_id in queue.requests]
             return

@@ -104,7 +104,7 @@ def boot_fleet(
 def room_for_kv(configs: Mapping[str, EngineConfig], free: int) -> int:
     """Bytes for each model's keys and values, where all stay in a CPU's memory."""
     weights = {name: Weighed.of(config).weight_bytes for name, config in configs.items()}
-    asked = sum(config.kv_memory or 0 for config in configs.values())
+    asked = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
     left = free - sum(weights.values()) - asked
     if left < 0:
         raise _too_much(weights, f" and {memory.gib(asked)} GiB of keys and values" if asked else "", free)
@@ -134,8 +134,11 @@ def taking_turns(
             planned = plans()
     members = {name: Swapped(plan, partial(load, name, settings[name])) for name, plan in planned.items()}
     weights = {name: w.weight_bytes for name, w in weighed.items()}
-    if sum(member.nbytes for member in members.values()) > space and sum(weights.values()) > free:
-        raise _too_much(weights, ", which main memory must hold while they sleep", free)
+    kept = sum(config.kv_host_memory for config in configs.values())
+    sleeps = sum(member.nbytes for member in members.values()) > space
+    if (sleeps or kept) and sleeps * sum(weights.values()) + kept > free:
+        besides = f" and {memory.gib(kept)} GiB of keys and values" if kept else ""
+        raise _too_much(weights, (", which main memory must hold while they sleep" if sleeps else "") + besides, free)
     return members, space
 
 

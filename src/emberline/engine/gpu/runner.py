@@ -58,7 +58,8 @@ class GPURunner:
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(most), widened=widened)
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         size = _staging_bytes(settings, self._cutter)
-        self._track = Track(device.lane, Staging(size, device), model.ahead(device.lane, device.beside()))
+        ahead = model.ahead(device.lane, device.beside())
+        self._track = Track(device.lane, Staging(size, device), ahead, most_rows(most))
         self._others = Staging(size, device)  # what a step brings besides the model's inputs
         self.copier = DeviceCopier(cache, device) if settings.tiers else None
 

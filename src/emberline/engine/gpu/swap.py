@@ -257,6 +257,14 @@ def _booted(boot: Callable[[], Booted]) -> Booted:
         raise
 
 
+def check_device() -> None:
+    """Raises if no work can be done on it any more: then nothing but a new process helps."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 def _empty_cache() -> None:
     import torch
 

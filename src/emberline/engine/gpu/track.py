@@ -39,8 +39,10 @@ class Captured:
 
 
 class Track:
-    def __init__(self, lane: Lane, inputs: Staging, ahead: ops.Ahead) -> None:
+    def __init__(self, lane: Lane, inputs: Staging, ahead: ops.Ahead, most_rows: int) -> None:
+        """`most_rows`: of a captured step, padding included."""
         self.lane = lane
+        self.most_rows = most_rows
         self.inputs = inputs
         self.ahead = ahead
         self.met: set[Shape] = set()  # that a step had before
@@ -49,8 +51,9 @@ class Track:
 
     def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
         """Where captured steps leave theirs: one place for all, since each is read before the next begins."""
-        if self._logits is None or len(self._logits) < rows:
-            self._logits = torch.empty(rows, vocab, device=device)
+        if self._logits is None:
+            self._logits = torch.empty(self.most_rows, vocab, device=device)
+        assert rows <= self.most_rows
         return self._logits[:rows]
 
     def forget(self) -> None:

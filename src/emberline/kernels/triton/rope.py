@@ -70,10 +70,12 @@ def _store(
 
 @jit
 def _rounded(x: tensor, TYPE: constexpr) -> tensor:
-    """In the cache's type; float8 saturates."""
+    """In the cache's type; float8 saturates. What is not finite becomes zero: whoever is given the block next reads it
+    with no weight, and no weight times infinity would be no number for them too."""
     if tl.float8e4nv == TYPE:
-        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    return x.to(TYPE)
+        x = tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0)
+    kept = x.to(TYPE).to(tl.float32)
+    return tl.where(tl.abs(kept) < float("inf"), kept, 0.0).to(TYPE)
 
 
 def rope_and_cache(
