@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
+from emberline.core.errors import InvalidRequest
 from emberline.router.ask import Ask
 from emberline.router.chains import Link
 from emberline.router.usage import Usage
@@ -72,3 +74,9 @@ def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept(dispatch) <= full
     assert not dispatch.num_open and not dispatch.workers and len(dispatch.prefixes) == 32
     assert sum(dispatch.metrics.outcomes.values()) == 120 * len(ENDINGS), "whoever they were, they are counted"
+
+
+def test_a_queue_without_end_is_refused() -> None:
+    for queue in (math.inf, 1e9):
+        with pytest.raises(InvalidRequest, match="queue"):
+            RouterConfig(queue=queue)

@@ -93,3 +93,21 @@ def test_a_prompt_that_is_computed_elsewhere_has_its_room_here() -> None:
         assert here.room == there.room == ROOM and not dispatch.num_open
 
     asyncio.run(main())
+
+
+def test_who_leaves_is_still_there_for_those_it_has_computed_for() -> None:
+    """They fetch what is theirs; nobody else is to get to know it."""
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    register(dispatch, "p", "prefill")
+    register(dispatch, "d", "decode", "engine of p")
+    register(dispatch, "e", "decode")
+    assert dispatch.peers("d") == dispatch.peers("e") == {"m": [{"incarnation": "engine of p"}]}
+    dispatch.leave("p", "1")
+    assert dispatch.peers("d") == {"m": [{"incarnation": "engine of p"}]} and dispatch.peers("e") == {}
+
+
+def test_only_workers_of_our_own_go_on_with_what_others_began() -> None:
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    register(dispatch, "a", "both")
+    dispatch.register(Card("v", "1", "http://v", (ModelCard("m"),), dialect="vllm"))
+    assert dispatch.unable() == {"v/1"}

@@ -81,13 +81,14 @@ def test_nor_is_it_borne_for_long_once_it_was_replaced(world: World) -> None:
         assert leg.lost
 
 
+@pytest.mark.parametrize("waiting", [0, 2])  # for room, until the blocks are there
 @pytest.mark.parametrize("loading", [1, 0])
-def test_who_waits_for_blocks_from_elsewhere_is_not_stuck(world: World, loading: int) -> None:
+def test_who_waits_for_blocks_from_elsewhere_is_not_stuck(world: World, loading: int, waiting: int) -> None:
     """It makes no step meanwhile; that these come is looked after where they do."""
     with world.asked() as leg:
         for _ in range(round(RouterConfig().stuck_after) + 2):
             world.pass_seconds(1.0)
-            world.dispatch.beat(Beat("w", "1", running=1, loading=loading))
+            world.dispatch.beat(Beat("w", "1", running=1, waiting=waiting, loading=loading))
         assert (world.ready, leg.lost) == ((True, "") if loading else (False, "stuck"))
 
 

@@ -125,3 +125,8 @@ def test_a_terminal_that_is_closed_stops_all(monkeypatch: pytest.MonkeyPatch, tm
     finally:
         signal.signal(signal.SIGHUP, before)
     assert one.process is not None and one.process.returncode is not None
+
+
+def test_an_end_is_told_by_whatever_signal() -> None:
+    told = [supervisor._ending(status) for status in (0, 3, -signal.SIGKILL, -(signal.SIGRTMIN + 1))]
+    assert told[:3] == ["ended with status 0", "ended with status 3", "ended by SIGKILL"] and "signal 3" in told[3]

@@ -72,7 +72,8 @@ class Membership:
         member = self._members.get(beat.name)
         if member is None or member.card.incarnation != beat.incarnation:
             return False
-        if beat.step != member.beat.step or beat.running + beat.waiting <= beat.loading:
+        needs_none = beat.running <= beat.loading and (beat.loading > 0 or not beat.waiting)
+        if beat.step != member.beat.step or needs_none:  # who waits for room waits for those that load
             member.moved = now
         member.beat, member.heard = beat, now
         return True

@@ -17,7 +17,7 @@ from emberline.net.notjson import NOT_JSON
 
 log = logging.getLogger("emberline.worker")
 
-PATIENCE = 3.0  # seconds for an answer
+PATIENCE = 1.5  # seconds for an answer: one that is missed must not make us lost
 PAUSE = 1.0  # seconds between attempts to register
 SOON = 0.1  # seconds until a worker that is not ready says how it goes
 
@@ -70,7 +70,10 @@ class Registrar:
                 await asyncio.sleep(pause)
                 try:
                     pause = await self._turn(session)
-                except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
+                except TimeoutError as e:
+                    self._say(f"{type(e).__name__}: {e}")
+                    pause = SOON  # the time between attempts has passed
+                except (aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
                     pause = PAUSE
 

@@ -105,7 +105,10 @@ class Supervisor:
 
 
 def _ending(status: int) -> str:
-    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    if status >= 0:
+        return f"ended with status {status}"
+    named = {each.value: each.name for each in signal.Signals}
+    return f"ended by {named.get(-status, f'signal {-status}')}"  # those for real time have no name
 
 
 def children(

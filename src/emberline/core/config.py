@@ -12,6 +12,7 @@ from emberline.core.errors import InvalidRequest
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
+MOST_QUEUED = 1000  # as a share of those that a worker runs at once
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
 
 Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
@@ -302,6 +303,8 @@ class RouterConfig:
         ):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be below 0", param=name)
+        if self.queue > MOST_QUEUED:
+            raise InvalidRequest(f"queue must not be above {MOST_QUEUED}", param="queue")
         if self.lost_after <= self.beat_seconds:
             raise InvalidRequest("lost_after must be longer than beat_seconds", param="lost_after")
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from emberline.cluster.card import Beat, Card
-from emberline.cluster.membership import Health, Membership, Patience
+from emberline.cluster.membership import Health, Member, Membership, Patience
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
@@ -100,17 +100,20 @@ class Dispatch:
         if member.card.role != "prefill":
             models = {model.name for model in member.card.models}
             for other in self._publishing(member.card):
-                for model in other.models:
-                    if model.name in models and model.peer is not None:
-                        found.setdefault(model.name, []).append(model.peer)
+                for model in other.card.models:
+                    if model.name not in models or model.peer is None:
+                        continue
+                    if other.left and model.peer.get("incarnation") not in member.beat.paired:
+                        continue  # what it has computed is still fetched, by those who know it
+                    found.setdefault(model.name, []).append(model.peer)
         return found
 
-    def _publishing(self, to: Card) -> Iterator[Card]:
+    def _publishing(self, to: Card) -> Iterator[Member]:
         now = self._clock.now()
         for member in self.membership:
-            card, lost = member.card, member.left or self.membership.health(member, now) is Health.LOST
+            card, lost = member.card, self.membership.health(member, now) is Health.LOST
             if card.role == "prefill" and card.dialect == to.dialect and card.name != to.name and not lost:
-                yield card
+                yield member
 
     def leave(self, name: str, incarnation: str) -> None:
         if self.membership.leave(name, incarnation):
@@ -213,6 +216,10 @@ class Dispatch:
     def choose(self, ask: Ask, without: set[str], *, urgent: bool = False, suspect: bool = False) -> Decision:
         workers, now = list(self.workers.values()), self._clock.now()
         return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect)
+
+    def unable(self) -> set[str]:
+        """Who cannot go on with what another has begun: servers of other kinds."""
+        return {worker.id for worker in self.workers.values() if worker.dialect != "native"}
 
     def again(self, decision: Decision) -> Decision | None:
         """Back to who was to be left, if it is still there."""

@@ -94,7 +94,8 @@ class Relay:
         """Who is tried next; None if there is nobody, or it was tried often enough."""
         try:
             if trip.goes_on:
-                decision = self._dispatch.choose(trip.ask, trip.tried, urgent=trip.started, suspect=trip.suspect)
+                without = trip.tried | self._dispatch.unable() if trip.started else trip.tried
+                decision = self._dispatch.choose(trip.ask, without, urgent=trip.started, suspect=trip.suspect)
                 trip.tries += 1
                 if trip.setback is None:
                     return decision

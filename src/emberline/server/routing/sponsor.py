@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -49,12 +50,12 @@ class Sponsor:
 
     async def _attend(self, server: Foreign) -> None:
         while True:
-            well = False
+            began, well = time.monotonic(), False
             with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, *NOT_JSON, ValueError):
                 async with asyncio.timeout(PATIENCE):
                     well = await self._look(server)
             (self._away.discard if well else self._away.add)(server)
-            await asyncio.sleep(self._period)
+            await asyncio.sleep(max(0.0, began + self._period - time.monotonic()))  # one slow answer is no silence
 
     async def _look(self, server: Foreign) -> bool:
         """Whether it is well."""

@@ -151,7 +151,7 @@ class Trip:
         self._trace_setback(setback, decision.worker)
         self.setback = setback
         if setback.reason == "drained":
-            self.origin = decision
+            self.origin = None if self.track.ended else decision
         elif setback.reason != "unable" or self.started:
             self.tried.add(decision.worker.id)
         if setback.crash:

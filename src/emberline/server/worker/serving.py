@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, TransferConfig, WorkerConfig
+from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine, State
@@ -90,6 +91,10 @@ def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: Engin
 
     url = worker.url or f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
     us = Presence(_name(worker, port), uuid.uuid4().hex, url, worker.role, app.engine, app.served)
+    try:
+        us.card()
+    except ValueError as error:
+        raise InvalidRequest(f"no router would take this worker: {error}", param="worker") from error
     return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
 
 

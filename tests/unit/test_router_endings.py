@@ -1,0 +1,79 @@
+"""A stream whose ending has passed is over, though the connection it came by is still open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.core.clock import SystemClock
+from emberline.core.config import RouterConfig
+from emberline.core.handoff import Said
+from emberline.net.server import Server
+from emberline.router.upstream import Upstream
+from emberline.server.routing.router_app import RouterApp
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+WORD = (
+    b'data: {"id":"chatcmpl-1","created":1,"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'
+)
+ENDING = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\ndata: [DONE]\n\n'
+
+
+def chunk(said: Said, events: bytes) -> bytes:
+    group = said.line(len(events)) + events
+    return b"%x\r\n%b\r\n" % (len(group), group)
+
+
+class Lingering:
+    """A worker that says all there is to say, and closes its reply later."""
+
+    def __init__(self) -> None:
+        self.told = asyncio.Event()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        said = chunk(Said(0, (1,), "stop"), WORD) if b" /cluster/resume " not in head else b""
+        writer.write(HEAD + said)
+        await writer.drain()
+        await asyncio.sleep(0.1)  # so that it passes by itself
+        writer.write(chunk(Said(0, ()), ENDING))
+        await writer.drain()
+        self.told.set()
+        await asyncio.sleep(0.4)
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+
+async def asked(port: int) -> bytes:
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    path = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (path, len(body), body))
+    async with asyncio.timeout(20):
+        return await reader.read()
+
+
+def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
+    async def main() -> bytes:
+        worker, app = Lingering(), RouterApp(RouterConfig(), Upstream(), SystemClock(), {})
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = Server(app)
+        await server.start(listener)
+        for name in "ab":
+            place = await asyncio.start_server(worker.answer, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
+            app.dispatch.register(Card(name, f"i{name}", url, (ModelCard("m", "l", 8192, 8, 65536, 16),)))
+            app.dispatch.beat(Beat(name, f"i{name}"))
+        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        await worker.told.wait()
+        await asyncio.sleep(0.1)
+        (busy,) = (each.name for each in app.dispatch.workers.values() if each.open)
+        app.dispatch.drain(busy, True, move=True)
+        got = await asking
+        await server.stop(0.1)
+        return got
+
+    got = asyncio.run(main())
+    assert got.count(b"hi") == got.count(b'"usage"') == got.count(b"[DONE]") == 1 and got.endswith(b"0\r\n\r\n")
