@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
+
+import pytest
 
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.core.clock import SystemClock
@@ -77,3 +80,30 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
 
     got = asyncio.run(main())
     assert got.count(b"hi") == got.count(b'"usage"') == got.count(b"[DONE]") == 1 and got.endswith(b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("said", [b'data: {"error": "short"}\n', b'data: {"id":"1"}\r\n\r\ndata: [DONE]\r\n\r\n'])
+def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packed: bool) -> None:
+    """As other servers may write it; and unpacked, if it came packed."""
+    body = gzip.compress(said) if packed else said
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + packed * b"content-encoding: gzip\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+
+    async def main() -> bytes:
+        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
+        server = Server(app)
+        await server.start(listener)
+        place = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
+        app.dispatch.register(Card("v", "iv", url, (ModelCard("m", "l", 8192, 8, 65536, 16),), dialect="vllm"))
+        app.dispatch.beat(Beat("v", "iv"))
+        got = await asked(listener.getsockname()[1])
+        await server.stop(0.1)
+        return got
+
+    got = asyncio.run(main())
+    assert got.startswith(b"HTTP/1.1 200") and said in got and b"content-encoding" not in got

@@ -234,6 +234,8 @@ class Relay:
         if track.movable:
             raise Broken("it ended early")
         leg.usage = Usage.read(track.first[:2048], track.last[-2048:])
+        if not trip.started:  # no event of its stream was whole
+            await self._begin(trip, reply, leg)
         await x.send(track.rest(), last=True)
 
     async def _first(self, trip: Trip, reply: Reply, leg: Leg) -> None:
@@ -251,7 +253,7 @@ class Relay:
 
     async def _begin(self, trip: Trip, reply: Reply, leg: Leg) -> None:
         kind, headers = _head(reply.headers, trip, leg)
-        if "content-length" in reply.headers:
+        if "content-length" in reply.headers and "content-encoding" not in reply.headers:  # it comes unpacked
             headers["content-length"] = reply.headers["content-length"]
         await trip.x.start(reply.status, kind, headers)
 
@@ -295,8 +297,9 @@ class Relay:
 
 
 def _head(headers: Mapping[str, str], trip: Trip | None = None, leg: Leg | None = None) -> tuple[str, dict[str, str]]:
-    """The reply's own, but for what belongs to one connection."""
+    """The reply's own, but for what belongs to one connection, and how its body was packed there."""
     kept = {name.lower(): value for name, value in headers.items() if name.lower() not in HOP}
+    kept.pop("content-encoding", None)
     if leg is not None:
         kept[f"{PRIVATE}worker"] = leg.decision.worker.name
     if trip is not None and trip.prefill is not None and trip.prefill.ticket is not None:
