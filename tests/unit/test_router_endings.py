@@ -82,16 +82,20 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
     assert got.count(b"hi") == got.count(b'"usage"') == got.count(b"[DONE]") == 1 and got.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("said", [b'data: {"error": "short"}\n', b'data: {"id":"1"}\r\n\r\ndata: [DONE]\r\n\r\n'])
-def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packed: bool) -> None:
+def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packed: bool, sized: bool) -> None:
     """As other servers may write it; and unpacked, if it came packed."""
     body = gzip.compress(said) if packed else said
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + packed * b"content-encoding: gzip\r\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        if sized:
+            writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+        else:
+            writer.write(b"%btransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (head, len(body), body))
 
     async def main() -> bytes:
         app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
