@@ -192,3 +192,11 @@ def test_sleepers_say_what_they_say_alone(homes: dict[str, Path]) -> None:
         assert all(fleet.turns(name).wakes > 1 for name in "bc")
         for member in members.values():
             member.close()
+
+
+@pytest.mark.parametrize("size", [4, 12, 24, 40, 48, 72, 96])
+def test_blocks_that_no_kernel_serves_are_told_before_anything_is_loaded(
+    configs: dict[str, EngineConfig], size: int
+) -> None:
+    with pytest.raises(InvalidRequest, match="block_size"):
+        boot_fleet({"a": replace(configs["a"], block_size=size)}, FleetConfig())

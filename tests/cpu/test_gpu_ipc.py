@@ -38,10 +38,11 @@ class Opened:
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self.address = int.from_bytes(handle, "little")
-        self.alive.add(self)
+        self._among = self.alive  # of its own test: it may be closed after that
+        self._among.add(self)
 
     def close(self) -> None:
-        self.alive.remove(self)
+        self._among.remove(self)
 
 
 def export(part: torch.Tensor) -> Exported:

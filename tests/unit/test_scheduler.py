@@ -319,10 +319,3 @@ def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
     assert not e.scheduler._found
     e.add(submission("c", 90, start=500, max_tokens=2))
     assert sum(o.cached_tokens for o in run(e)) == e.kv.hits == 88
-
-
-@pytest.mark.parametrize("size", [0, 4, 12, 24, 40, 48, 72, 96, 100])
-def test_blocks_that_no_kernel_serves(size: int) -> None:
-    with pytest.raises(InvalidRequest, match="block_size"):
-        SchedulerConfig(block_size=size)
-    assert [SchedulerConfig(block_size=good).block_size for good in (8, 16, 32, 64, 128, 192)]

@@ -73,9 +73,8 @@ class SchedulerConfig:
     load_timeout: float = 5.0  # seconds a request waits for blocks of a lower tier; the rest is computed
 
     def __post_init__(self) -> None:
-        if (self.block_size % 64 and self.block_size not in (8, 16, 32)) or self.block_size < 8:
-            message = f"block_size is {self.block_size}; it must be 8, 16, 32 or a multiple of 64"
-            raise InvalidRequest(message, param="block_size")
+        if self.block_size < 8 or self.block_size % 8:
+            raise InvalidRequest(f"block_size is {self.block_size}; it must be a multiple of 8", param="block_size")
         for name in ("max_batch_tokens", "max_running", "max_waiting", "max_context"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1", param=name)

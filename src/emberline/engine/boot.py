@@ -136,6 +136,7 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
     memory.refuse_packed(config.weights)
     _check_host_memory(config)
+    _check_block_size(config)
     threads = config.threads or core_count()
     backend = ops.start(threads=threads)
     # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
@@ -178,6 +179,12 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
     )
+
+
+def _check_block_size(config: EngineConfig) -> None:
+    if config.block_size is not None and config.block_size not in (8, 16, 32) and config.block_size % 64:
+        message = f"block_size is {config.block_size}; on a CPU it is 8, 16, 32 or a multiple of 64"
+        raise InvalidRequest(message, param="block_size")
 
 
 def _check_host_memory(config: EngineConfig) -> None:
