@@ -13,7 +13,7 @@ from emberline.cluster import membership
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.core.blockbatch import BlockBatch
 from emberline.core.clock import ManualClock
-from emberline.core.config import RouterConfig
+from emberline.core.config import RouterConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.router.ask import Ask
 from emberline.router.chains import Link
@@ -21,6 +21,7 @@ from emberline.router.usage import Usage
 from emberline.server.routing import dispatch as dispatching
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.leg import Outcome
+from emberline.server.worker.serving import check_place
 
 SKIPPED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, int, float)  # code, and what is counted
 ENDINGS: tuple[Outcome, ...] = ("answered", "refused", "failed", "left", "moved")
@@ -80,3 +81,10 @@ def test_a_queue_without_end_is_refused() -> None:
     for queue in (math.inf, 1e9):
         with pytest.raises(InvalidRequest, match="queue"):
             RouterConfig(queue=queue)
+
+
+def test_a_worker_that_no_router_would_take_is_told_before_it_loads() -> None:
+    check_place(WorkerConfig("http://router"), "::1", 8001)
+    for bad in ({"url": "host:8001"}, {"url": "ftp://host"}, {"name": "n" * 200}, {"name": "w\u00f6rker"}):
+        with pytest.raises(InvalidRequest, match="no router would take"):
+            check_place(WorkerConfig("http://router", **bad), "127.0.0.1", 8001)

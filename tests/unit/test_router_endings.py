@@ -6,10 +6,11 @@ import asyncio
 import gzip
 import json
 import socket
+from typing import Any
 
 import pytest
 
-from emberline.cluster.card import Beat, Card, ModelCard
+from emberline.cluster.card import Beat, Card, Dialect, ModelCard
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.core.handoff import Said
@@ -17,6 +18,7 @@ from emberline.net.server import Server
 from emberline.router.upstream import Upstream
 from emberline.server.routing.router_app import RouterApp
 
+MODEL = ModelCard("m", "l", 8192, 8, 65536, 16)
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 WORD = (
     b'data: {"id":"chatcmpl-1","created":1,"choices":[{"index":0,"delta":{"content":"hi"},"finish_reason":"stop"}]}\n\n'
@@ -67,7 +69,7 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
         for name in "ab":
             place = await asyncio.start_server(worker.answer, "127.0.0.1", 0)
             url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-            app.dispatch.register(Card(name, f"i{name}", url, (ModelCard("m", "l", 8192, 8, 65536, 16),)))
+            app.dispatch.register(Card(name, f"i{name}", url, (MODEL,)))
             app.dispatch.beat(Beat(name, f"i{name}"))
         asking = asyncio.create_task(asked(listener.getsockname()[1]))
         await worker.told.wait()
@@ -80,6 +82,57 @@ def test_who_is_to_be_left_after_the_ending_does_not_say_it_again() -> None:
 
     got = asyncio.run(main())
     assert got.count(b"hi") == got.count(b'"usage"') == got.count(b"[DONE]") == 1 and got.endswith(b"0\r\n\r\n")
+
+
+def test_a_stream_of_ours_goes_on_at_a_worker_of_ours_though_others_are_free() -> None:
+    strangers: list[bytes] = []
+
+    async def breaks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + chunk(Said(0, (1,)), WORD.replace(b'"stop"', b"null")))
+        await writer.drain()
+        begun.set()
+        await joined.wait()
+        writer.close()
+
+    async def goes_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b" /cluster/resume " not in await reader.readuntil(b"\r\n\r\n"):
+            busy.set()
+            await asyncio.sleep(30)
+        writer.write(HEAD + chunk(Said(0, (2,), "stop"), WORD) + chunk(Said(0, ()), ENDING) + b"0\r\n\r\n")
+
+    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        strangers.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    async def main() -> bytes:
+        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
+        server = Server(app)
+        await server.start(listener)
+
+        async def join(name: str, answer: Any, dialect: Dialect = "native") -> None:
+            place = await asyncio.start_server(answer, "127.0.0.1", 0)
+            url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
+            app.dispatch.register(Card(name, f"i{name}", url, (MODEL,), dialect=dialect))
+            app.dispatch.beat(Beat(name, f"i{name}"))
+
+        await join("b", goes_on)
+        other = asyncio.create_task(asked(listener.getsockname()[1]))
+        await busy.wait()
+        await join("a", breaks)
+        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        await begun.wait()
+        for name in ("v0", "v1", "v2"):
+            await join(name, stranger, "vllm")
+        joined.set()
+        got = await asking
+        other.cancel()
+        await server.stop(0.1)
+        return got
+
+    busy, begun, joined = (asyncio.Event() for _ in range(3))
+    got = asyncio.run(main())
+    assert got.count(b"hi") == 2 and got.count(b"[DONE]") == 1 and not strangers
 
 
 @pytest.mark.parametrize("sized", [False, True])
@@ -103,7 +156,7 @@ def test_a_stream_without_a_whole_event_is_passed_on_as_it_is(said: bytes, packe
         await server.start(listener)
         place = await asyncio.start_server(answer, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
-        app.dispatch.register(Card("v", "iv", url, (ModelCard("m", "l", 8192, 8, 65536, 16),), dialect="vllm"))
+        app.dispatch.register(Card("v", "iv", url, (MODEL,), dialect="vllm"))
         app.dispatch.beat(Beat("v", "iv"))
         got = await asked(listener.getsockname()[1])
         await server.stop(0.1)

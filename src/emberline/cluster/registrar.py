@@ -70,12 +70,9 @@ class Registrar:
                 await asyncio.sleep(pause)
                 try:
                     pause = await self._turn(session)
-                except TimeoutError as e:
+                except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
-                    pause = SOON  # the time between attempts has passed
-                except (aiohttp.ClientError, OSError, *NOT_JSON) as e:
-                    self._say(f"{type(e).__name__}: {e}")
-                    pause = PAUSE
+                    pause = SOON if isinstance(e, TimeoutError) else PAUSE  # that long it has waited already
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
         """A card or a beat. Seconds until the next."""

@@ -136,7 +136,7 @@ def taking_turns(
     weights = {name: w.weight_bytes for name, w in weighed.items()}
     kept = sum(config.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
-    if (sleeps or kept) and sleeps * sum(weights.values()) + kept > free:
+    if sleeps * sum(weights.values()) + kept > free:
         besides = f" and {memory.gib(kept)} GiB of keys and values" if kept else ""
         raise _too_much(weights, (", which main memory must hold while they sleep" if sleeps else "") + besides, free)
     return members, space

@@ -33,6 +33,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
+    if config.worker is not None:
+        check_place(config.worker, config.host, port)
     directories = {name: resolve(source) for name, source in config.models.items()}
     if config.worker is not None:
         engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
@@ -89,13 +91,23 @@ def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: Engin
     from emberline.cluster.registrar import Registrar
     from emberline.server.worker.presence import Presence
 
-    url = worker.url or f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-    us = Presence(_name(worker, port), uuid.uuid4().hex, url, worker.role, app.engine, app.served)
+    name, url = _name(worker, port), _url(worker, config.host, port)
+    us = Presence(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served)
+    return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
+
+
+def check_place(worker: WorkerConfig, host: str, port: int) -> None:
+    """Before anything is loaded: whether a router would take a worker of this name and address."""
+    from emberline.cluster.card import Card, ModelCard
+
     try:
-        us.card()
+        Card(_name(worker, port), "none yet", _url(worker, host, port), (ModelCard("any"),))
     except ValueError as error:
         raise InvalidRequest(f"no router would take this worker: {error}", param="worker") from error
-    return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
+
+
+def _url(worker: WorkerConfig, host: str, port: int) -> str:
+    return worker.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _name(worker: WorkerConfig | None, port: int) -> str:
