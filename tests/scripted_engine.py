@@ -65,7 +65,7 @@ class ScriptedEngine:
     def abort_one(self, submission_id: str, index: int) -> None:
         self.aborted.add((submission_id, index))
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
+    async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
         self.submissions.append(submission)
         self.open.add(submission.id)
         try:

@@ -79,7 +79,7 @@ class Local:
     def now(self) -> float:
         return self.clock.now()
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
+    async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
         self.engine.add(submission)
         self.submissions.append(submission)
         inbox = self._open[submission.id] = deque()

@@ -53,6 +53,20 @@ class AheadRunner(Runner, Protocol):
 
 
 @runtime_checkable
+class PreparingRunner(Runner, Protocol):
+    """One that can use idle time to make later steps faster."""
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether something is left to prepare."""
+        ...
+
+    def prepare_next(self) -> bool:
+        """Prepare a little, for some 20 ms at most; return False if nothing was left."""
+        ...
+
+
+@runtime_checkable
 class GrammarRunner(Runner, Protocol):
     """One that follows grammars, and compiles them beside the loop."""
 
@@ -104,6 +118,7 @@ class Engine:
         self.max_context = min(config.max_context, runner.num_blocks * config.block_size)
         self._intake = Intake(self.max_context, runner.vocab_size, publishes=dock is not None)
         self._ahead = runner if isinstance(runner, AheadRunner) else None
+        self._preparing = runner if isinstance(runner, PreparingRunner) else None
         self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
         self._children: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
@@ -185,6 +200,14 @@ class Engine:
         self._steps += 1
         self._busy += seconds
         self._last = (plan.num_tokens, seconds)
+
+    @property
+    def is_preparing(self) -> bool:
+        return self._preparing is not None and self._preparing.is_preparing
+
+    def prepare_next(self) -> bool:
+        """Use idle time to make later steps faster; return False if nothing was left to prepare."""
+        return self._preparing is not None and self._preparing.prepare_next()
 
     @property
     def idle(self) -> bool:

@@ -123,6 +123,15 @@ class Fleet:
     def idle(self) -> bool:
         return not self._queues and all(engine.idle for engine in self.engines.values())
 
+    def prepare_next(self) -> None:
+        """Let one model that is awake use idle time to make later steps faster."""
+        any(self.engines[name].prepare_next() for name in self._sleeper.awake)
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a model that is awake has something left to prepare in idle time."""
+        return any(self.engines[name].is_preparing for name in self._sleeper.awake)
+
     def is_awake(self, name: str) -> bool:
         return self._sleeper.since(name) is not None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
-from emberline.engine.gpu.shape import CHUNKS, GRAIN, MOST_TOKENS, shapes
+from emberline.engine.gpu.shape import CHUNKS, Grid, shapes
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -171,7 +171,8 @@ def plan(
     transfer: bool = False,
 ) -> MemoryPlan:
     """`kv_tokens`: so many and no more; by default as many as fit. Steps of each shape there can be are captured."""
-    graphs = len(shapes(max_running, max_batch_tokens))
+    grid = grid_of(config, max_batch_tokens)
+    graphs = len(shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
     if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
@@ -184,7 +185,7 @@ def plan(
         "activations": _activations(config, dtype_bytes, max(max_batch_tokens, max_running)),
         "scratch": scratch,
         "logits": LOGIT_COPIES * F32 * (max_running + MOST_SCORED) * config.vocab,
-        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, min(max_batch_tokens, MOST_TOKENS) + GRAIN),
+        "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, grid.most_tokens + grid.coarse),
         "reserve": RESERVE,
     }
     room = int(total_bytes * FRACTION) - sum(fixed.values())
@@ -216,14 +217,23 @@ def usable(total: int, free: int, ours: int) -> int:
     return total if others <= RESERVE else total - others
 
 
+def grid_of(config: ModelConfig, max_batch_tokens: int) -> Grid:
+    """Return which steps with chunks of prompts are captured for this model."""
+    return Grid.of(sum(n * k for n, k in _layer_matrices(config)), max_batch_tokens)
+
+
+def _layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
+    ffn = [matrix for layer in range(config.layers) for matrix in _ffn(config, layer)]
+    return config.layers * [(q + 2 * kv, hidden), (hidden, q)] + ffn
+
+
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
     """Matrices in the dtype they are used in, packed, or both, but for an embedding that is no head; norms and biases
     in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = config.layers * [(q + 2 * kv, hidden), (hidden, q)]
-    matrices += [matrix for layer in range(config.layers) for matrix in _ffn(config, layer)]
     head = config.vocab, hidden
-    matrices += [head]
+    matrices = [*_layer_matrices(config), head]
     vectors = 2 * hidden + 2 * config.head_dim * config.qk_norm
     vectors += (q + 2 * kv) * config.qkv_bias + hidden * config.o_bias
     vectors += (2 * config.ffn + hidden) * config.mlp_bias

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from emberline.models.reader import Reader
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
+BETWEEN_PREPARATIONS = 0.04  # seconds without messages before each, once requests have come
 GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
 
 
@@ -119,8 +120,13 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], boot
 
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
+    while inbox.empty() and fleet.is_preparing:  # until the first message, without a pause
+        fleet.prepare_next()
     while True:
-        for message in _take(inbox, wait=_pause(fleet)):
+        messages = _take(inbox, wait=_pause(fleet))
+        if not messages and fleet.is_preparing and fleet.idle:
+            fleet.prepare_next()
+        for message in messages:
             match message:
                 case None:
                     return
@@ -165,6 +171,8 @@ def _pause(fleet: Fleet) -> float:
     """How long it may wait for messages."""
     if not fleet.idle:
         return 0.0
+    if fleet.is_preparing:
+        return BETWEEN_PREPARATIONS
     return GLANCE if any(engine.attentive for engine in fleet.engines.values()) else IDLE_REPORT
 
 

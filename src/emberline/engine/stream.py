@@ -36,6 +36,7 @@ from emberline.engine.messages import (
     Watch,
     encode,
 )
+from emberline.engine.output_queue import OutputQueue
 
 log = logging.getLogger("emberline.engine")
 
@@ -75,7 +76,7 @@ class AsyncEngine:
         self._stall_timeout = stall_timeout
         self._clock = SystemClock()
         self._command = command
-        self._open: dict[str, asyncio.Queue[Output | EmberlineError]] = {}
+        self._open: dict[str, OutputQueue] = {}
         self._peers: dict[str, list[dict[str, Any]]] = {}
         self._watched = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -117,13 +118,14 @@ class AsyncEngine:
                 await self._keeper
         self._end_all(EngineUnavailable("the server is shutting down"))
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Output, None]:
-        """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it."""
+    async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
+        """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it.
+        `merging`: outputs that wait for the caller may be merged into one with several tokens."""
         assert submission.id not in self._open
         if not self._tell(Submit(submission)):
             state = State.RESTARTING if self.state is State.READY else self.state  # it is gone, which is not noted yet
             raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
-        inbox = self._open[submission.id] = asyncio.Queue()
+        inbox = self._open[submission.id] = OutputQueue(merging=merging)
         left = submission.params.n
         try:
             while left:
@@ -230,8 +232,8 @@ class AsyncEngine:
                 self.stats[model] = stats
                 self.on_stats(model, stats)
                 for output in outputs:
-                    if inbox := self._open.get(output.id):
-                        inbox.put_nowait(output)
+                    if (inbox := self._open.get(output.id)) is not None:
+                        inbox.put(output)
             case Turned():
                 self.turned[message.model] = message
             case Blocks(model, whole, stored, removed):
@@ -251,8 +253,8 @@ class AsyncEngine:
             case Refused(id=""):
                 return message.error()
             case Refused(id):
-                if inbox := self._open.get(id):
-                    inbox.put_nowait(message.error())
+                if (inbox := self._open.get(id)) is not None:
+                    inbox.put(message.error())
         return None
 
     async def _watch(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
@@ -285,4 +287,4 @@ class AsyncEngine:
 
     def _end_all(self, error: EmberlineError) -> None:
         for inbox in self._open.values():
-            inbox.put_nowait(error)
+            inbox.put(error)

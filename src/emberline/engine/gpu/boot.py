@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import sys
 import time
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emberline.core.config import GPUConfig, SchedulerConfig
+from emberline.core.config import GPUConfig, SchedulerConfig, kernel_dir
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
-from emberline.core.plan import Admission, StepPlan, StepResult, Work
+from emberline.core.plan import PENDING, Admission, StepPlan, StepResult, Work
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Cuda, Device
@@ -48,6 +49,7 @@ __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
+CAPTURE_SECONDS = 0.3  # for capturing steps before requests are taken; what is left is captured in idle time
 MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
 MakeDock = Callable[[DeviceRegion], Dock | None]
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
@@ -126,6 +128,13 @@ def boot_gpu(
     seconds["tiers"] = time.perf_counter() - begun
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
+    begun = time.perf_counter()
+    if settings.graphs:
+        runner.set_up()
+        until = time.perf_counter() + CAPTURE_SECONDS
+        while time.perf_counter() < until and runner.prepare_next():
+            pass
+    seconds["capture"] = time.perf_counter() - begun
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds)
 
@@ -203,7 +212,7 @@ def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
     def warm() -> float:
         try:
             runner.model = _stand_in(model) if late else model  # what is to be packed has no place before it has come
-            return warm_up(runner)
+            return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model
 
@@ -269,6 +278,26 @@ def _start_codec(checkpoint: Checkpoint) -> None:
             log.warning("packed weights are decoded by numpy, which is slow: %s", backend.reason)
 
 
+def compile_kernels(runner: GPURunner) -> float:
+    """Compile all kernels that steps will need at the same time, unless an earlier start did; return the seconds.
+
+    Compiled one by one as they are first used, they would hold up the first requests for a second each."""
+    began = time.perf_counter()
+    if not runner.cache.keys.is_cuda:
+        return 0.0
+    from emberline.kernels.cuda import driver, nvrtc, sample
+
+    facts = [repr(runner.model.config), str(runner.cache.keys.dtype), nvrtc.sources_digest(), str(runner.shapes)]
+    done = kernel_dir() / f"compiled-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:32]}"
+    if not done.exists():
+        with driver.compiling_together(sample.module()):
+            runner.meet_kernels()
+            torch.cuda.synchronize()
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+    return time.perf_counter() - began
+
+
 def warm_up(runner: GPURunner) -> float:
     """A first request, whatever the weights are by now; seconds. Its step is not a captured one: to capture, a thread
     must be alone with the device."""
@@ -283,6 +312,9 @@ def warm_up(runner: GPURunner) -> float:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
         runner.run(StepPlan(0, [admission], [Work("warm-up", 0, tokens, blocks, samples=True)], []))
+        if blocks[-1] * size + size > len(tokens):  # there is room for one more
+            work = Work("warm-up", len(tokens), [PENDING], blocks, samples=True)
+            runner.run(StepPlan(0, [], [work], []))
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
             part[:, : len(blocks)].zero_()  # no stray NaN may stay

@@ -6,6 +6,7 @@ in it waits for the device. A step runs as a captured graph of the next larger s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,15 +21,17 @@ from emberline.engine.gpu.batch import Batch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
 from emberline.engine.gpu.rows import Rows
-from emberline.engine.gpu.shape import Shape, most_rows
+from emberline.engine.gpu.shape import Shape, by_use, most_rows, shapes
 from emberline.engine.gpu.staging import Sheet, Staging
 from emberline.engine.gpu.track import Captured, Inputs, Part, Track
-from emberline.engine.memory import widened_blocks
+from emberline.engine.memory import grid_of, widened_blocks
 from emberline.engine.sampler import RowMaker, scored_rows, token_logprobs
 from emberline.kernels import ops
 from emberline.kv.cache import KVCache
 from emberline.models.decoder import Decoder
 from emberline.models.forward import Forward
+
+log = logging.getLogger("emberline.engine")
 
 Scores = dict[str, Callable[[], list[TokenLogprob]]]
 
@@ -57,6 +60,9 @@ class GPURunner:
         most, widened = settings.max_running, widened_blocks(self._block, max_context, settings.max_batch_tokens)
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(most), widened=widened)
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
+        self._grid = grid_of(model.config, settings.max_batch_tokens)
+        self.shapes = by_use(shapes(most, settings.max_batch_tokens, self._grid))
+        self._next_shape = 0  # the first of them that was not captured ahead of time
         size = _staging_bytes(settings, self._cutter)
         ahead = model.ahead(device.lane, device.beside())
         self._track = Track(device.lane, Staging(size, device), ahead, most_rows(most))
@@ -94,6 +100,7 @@ class GPURunner:
     def forget(self) -> None:
         """Drops what holds addresses, before memory moves; it is made again when it is needed."""
         self._track.forget()
+        self._next_shape = 0
         self._others.forget()
         self._cutter.forget()
         if self.copier is not None:
@@ -142,7 +149,7 @@ class GPURunner:
     def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
         ends = (w.start + len(w.tokens) for w in chunks)
         fixed = self.graphs and (not chunks or (self._cutter.fixed and self._cutter.fits(ends)))
-        return Shape.of(singles, chunks) if fixed else None
+        return Shape.of(singles, chunks, self._grid) if fixed else None
 
     def _part(self, singles: list[Work], chunks: list[Work]) -> Part:
         """What the model does. Its inputs are on their way when it returns."""
@@ -168,18 +175,67 @@ class GPURunner:
             logits = self._forward(part.inputs, logits)
         return logits[: part.count] if part.wanted is None else logits.index_select(0, part.wanted)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether shapes are left to be captured in idle time."""
+        return self.graphs and self._next_shape < len(self.shapes)
+
+    def prepare_next(self) -> bool:
+        """Capture the step of the next shape by use, with padding alone as its work; return False if all are."""
+        if not self.is_preparing:
+            return False
+        shape = self.shapes[self._next_shape]
+        self._next_shape += 1
+        if self._can_be_captured(shape):
+            with torch.inference_mode(), self._track.lane.working():
+                self._captured(shape, self._padding_inputs(shape))
+        return True
+
+    def set_up(self) -> None:
+        """Run a step of each kind once, uncaptured, in the thread that will capture: what a thread's first use of a
+        library or a stream sets up may not be set up during a capture."""
+        alone = [shape for shape in self.shapes if not shape.chunks]
+        mixed = [shape for shape in self.shapes if shape.chunks and self._can_be_captured(shape)]
+        with torch.inference_mode(), self._track.lane.working():
+            for shape in {*alone[:1], *alone[-1:], *mixed[:1], *mixed[-1:]}:
+                logits = self._track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+                self._forward(self._padding_inputs(shape), logits)
+
+    def meet_kernels(self) -> None:
+        """Launch every kernel that steps need, inside `driver.compiling_together`, with padding alone as work."""
+        with torch.inference_mode(), self._track.lane.working():
+            for shape in filter(self._can_be_captured, self.shapes):
+                logits = self._track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+                self._forward(self._padding_inputs(shape), logits)
+
+    def _can_be_captured(self, shape: Shape) -> bool:
+        return not shape.chunks or self._cutter.fixed
+
+    def _padding_inputs(self, shape: Shape) -> Inputs:
+        """The inputs of a step of padding alone: it writes nothing but logits that are not used."""
+        batch = Batch.of([], [], self._rows, self._block).shaped(shape, self._rows.padding)
+        sheet = self._track.inputs.sheet()
+        inputs = self._inputs(batch, shape, sheet, self._track.ahead)
+        sheet.send()
+        return inputs
+
     def _captured(self, shape: Shape, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
-        """Where a shape's logits go, and what repeats its step. The first one runs plainly: that compiles and sets up
-        what may not be while the second is captured."""
+        """Return where a shape's logits go, and a call that repeats its step; None if it cannot be captured.
+
+        It is captured when it is first met: that takes the host as long as launching the step once."""
         track = self._track
         if shape in track.captured:
             captured = track.captured[shape]
             return captured.logits, captured.replay
         logits = track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
-        if shape not in track.met:
-            track.met.add(shape)
+        if track.capture_failed:
             return logits, None
-        replay = track.lane.capture(lambda: self._forward(inputs, logits))
+        try:
+            replay = track.lane.capture(lambda: self._forward(inputs, logits))
+        except Exception as error:  # a driver's, torch's, an assertion: torch cannot capture again after it
+            log.exception("step not captured, further shapes run uncaptured: shape=%s reason=%s", shape, error)
+            track.capture_failed = True
+            return logits, None
         track.captured[shape] = Captured(logits, replay)
         return logits, replay
 

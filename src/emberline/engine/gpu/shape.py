@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from emberline.core.plan import Work
 
 CHUNKS = (8, 32)  # rows of chunks in a step
-MOST_TOKENS = 1024  # of them; larger steps take longer than launching them does
+MOST_TOKENS = 1024  # of them, for a large model; larger steps take longer than launching them does
 GRAIN = 128  # tokens in a step with chunks: products of one more take as long as of so many more
 BESIDE = 64  # rows of single tokens in a step that also has chunks come in multiples of this: most of them cost nothing
+LAUNCH_FLOP = 7e12  # arithmetic that a device does while the host launches a step that is not captured (12 ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Which steps with chunks are captured: their sizes are rounded up to the grid's."""
+
+    most_tokens: int = MOST_TOKENS  # of chunks; steps with more are not captured
+    chunks: tuple[int, ...] = CHUNKS
+    grain: int = GRAIN
+    coarse: int = GRAIN  # the grain of steps with more than MOST_TOKENS
+
+    @staticmethod
+    def of(parameters: int, max_batch_tokens: int) -> Grid:
+        """Return the grid for a model with so many weights in its layers.
+
+        A step is captured as long as launching it takes longer than computing it. Padding costs a small model little,
+        so few shapes serve it."""
+        worth = int(LAUNCH_FLOP / (2 * parameters)) // MOST_TOKENS * MOST_TOKENS
+        if min(worth, max_batch_tokens) <= MOST_TOKENS:
+            return Grid(min(MOST_TOKENS, max_batch_tokens))
+        return Grid(min(worth, max_batch_tokens), CHUNKS[-1:], 2 * GRAIN, MOST_TOKENS)
+
+    def tokens(self, total: int) -> int:
+        """Return how many tokens a step gets that has so many, padding included."""
+        grain = self.grain if total <= MOST_TOKENS + self.grain else self.coarse
+        return -(-total // grain) * grain
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +50,17 @@ class Shape:
     tokens: int  # besides as many as there are rows for singles
 
     @staticmethod
-    def of(singles: Sequence[Work], chunks: Sequence[Work]) -> Shape | None:
-        """None: no captured step serves, since there are too many chunks or tokens, or prompts to be scored."""
+    def of(singles: Sequence[Work], chunks: Sequence[Work], grid: Grid | None = None) -> Shape | None:
+        """Return None if no captured step serves: too many chunks or tokens, or prompts to be scored."""
         if not chunks:
             return Shape(captured_size(len(singles)), 0, 0)
         tokens = sum(len(w.tokens) for w in chunks)
-        rows = next((rows for rows in CHUNKS if len(chunks) <= rows), None)
-        if tokens > MOST_TOKENS or rows is None or any(w.prompt_logprobs for w in chunks):
+        grid = grid or Grid()
+        rows = next((rows for rows in grid.chunks if len(chunks) <= rows), None)
+        if tokens > grid.most_tokens or rows is None or any(w.prompt_logprobs for w in chunks):
             return None
         padded = beside(len(singles))
-        return Shape(padded, rows, -(-(len(singles) + tokens) // GRAIN) * GRAIN - padded)
+        return Shape(padded, rows, grid.tokens(len(singles) + tokens) - padded)
 
     @property
     def rows(self) -> int:
@@ -52,15 +80,25 @@ def beside(singles: int) -> int:
     return -(-singles // BESIDE) * BESIDE
 
 
-def shapes(max_running: int, max_batch_tokens: int) -> set[Shape]:
-    """All that steps can have, so that the memory of their graphs can be counted."""
+def by_use(found: Iterable[Shape]) -> list[Shape]:
+    """Return the shapes in the order in which a server whose load grows meets them, prompts having some 256 tokens."""
+
+    def streams(s: Shape) -> float:
+        beside = s.singles if not s.chunks or s.singles > BESIDE else s.singles / 8
+        return beside + s.tokens / 256 + s.chunks / 32
+
+    return sorted(found, key=lambda s: (streams(s), s.singles, s.chunks))
+
+
+def shapes(max_running: int, max_batch_tokens: int, grid: Grid | None = None) -> set[Shape]:
+    """All that captured steps can have, so that the memory of their graphs can be counted."""
+    grid = grid or Grid(min(MOST_TOKENS, max_batch_tokens))
     alone = {Shape(captured_size(rows), 0, 0) for rows in range(1, max_running + 1)}
-    most = min(MOST_TOKENS, max_batch_tokens)
     mixed = {
-        Shape(padded, rows, total - padded)
+        Shape(padded, rows, grid.tokens(total) - padded)
         for padded in range(0, beside(max_running - 1) + 1, BESIDE)
-        for rows in CHUNKS
-        for total in range(max(1, -(-padded // GRAIN)) * GRAIN, padded + most + GRAIN, GRAIN)
+        for rows in grid.chunks
+        for total in (*range(max(1, padded - BESIDE + 1), padded + grid.most_tokens, BESIDE), padded + grid.most_tokens)
     }
     return alone | mixed
 

@@ -45,7 +45,7 @@ class Track:
         self.most_rows = most_rows
         self.inputs = inputs
         self.ahead = ahead
-        self.met: set[Shape] = set()  # that a step had before
+        self.capture_failed = False
         self.captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
 
@@ -57,7 +57,6 @@ class Track:
         return self._logits[:rows]
 
     def forget(self) -> None:
-        self.met.clear()
         self.captured.clear()
         self.lane.forget()
         self.inputs.forget()

@@ -5,8 +5,12 @@ A launch goes to torch's current stream, so it is captured into a graph like any
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -56,9 +60,19 @@ class TensorMap(ctypes.Structure):
 Argument = Tensor | int | float | TensorMap | ctypes.Structure | None
 
 
+class _Collecting(threading.local):
+    on_module: Callable[[Module], None] | None = None  # while this thread collects
+
+
+_collecting = _Collecting()
+
+
 class Kernel:
-    def __init__(self, function: ctypes.c_void_p, shared: int) -> None:
-        self._function = function
+    """A kernel that is compiled and loaded when it is first launched."""
+
+    def __init__(self, module: Module, name: str, shared: int) -> None:
+        self._module, self._name = module, name
+        self._function: ctypes.c_void_p | None = None
         self._shared = shared
 
     def __call__(
@@ -76,6 +90,11 @@ class Kernel:
         `pdl`: the kernel may start before the one before it in the stream has ended, and waits for it by
         griddepcontrol.wait itself.
         """
+        if self._function is None:
+            if _collecting.on_module is not None:
+                _collecting.on_module(self._module)
+                return
+            self._function = self._module.load(self._name, self._shared)
         values = [_c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_Attribute * 2)()
@@ -96,21 +115,57 @@ class Module:
     """One source file compiled and loaded. `kernels` are names or template instances, as in `nvrtc.compile`."""
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
-        torch.cuda.current_stream()  # makes the device's context current
-        self._binary = nvrtc.compiled(file, kernels)
-        self._handle = ctypes.c_void_p()
-        check(driver().cuModuleLoadData(ctypes.byref(self._handle), self._binary.code))
+        self._file, self._kernels = file, kernels
+        self._binary: nvrtc.Binary | None = None
+        self._handle: ctypes.c_void_p | None = None
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:
         """`shared`: bytes of dynamic shared memory, raised beyond the usual limit where asked."""
+        return Kernel(self, name, shared)
+
+    def compile(self) -> nvrtc.Binary:
+        """Compile the kernels, or read them from disk; safe from any thread, since no device is needed."""
+        if self._binary is None:
+            self._binary = nvrtc.compiled(self._file, self._kernels)
+        return self._binary
+
+    def load(self, name: str, shared: int) -> ctypes.c_void_p:
+        binary = self.compile()
+        if self._handle is None:
+            torch.cuda.current_stream()  # makes the device's context current
+            handle = ctypes.c_void_p()
+            check(driver().cuModuleLoadData(ctypes.byref(handle), binary.code))
+            self._handle = handle
         function = ctypes.c_void_p()
-        symbol = self._binary.symbols[name].encode()
+        symbol = binary.symbols[name].encode()
         check(driver().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
         if shared > 48 << 10:
             check(driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared))
         # The same split of L1 for all: a multiprocessor must run empty before it changes it.
         check(driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, 100))
-        return Kernel(function, shared)
+        return function
+
+
+@contextlib.contextmanager
+def compiling_together(*more: Module) -> Iterator[None]:
+    """Inside, in this thread, kernels that are not loaded yet are not launched but compiled, all at the same time.
+
+    What they would have computed is undefined, so only work whose results are not used may run inside. The compiler
+    holds no lock of Python's. At the end all kernels that were met are compiled, and `more`."""
+    with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
+        compiled = {module: pool.submit(module.compile) for module in more}
+
+        def submit(module: Module) -> None:
+            if module not in compiled:
+                compiled[module] = pool.submit(module.compile)
+
+        _collecting.on_module = submit
+        try:
+            yield
+        finally:
+            _collecting.on_module = None
+        for future in compiled.values():
+            future.result()
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:

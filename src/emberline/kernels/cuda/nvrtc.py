@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def compiled(file: str, kernels: Sequence[str]) -> Binary:
         binary = compile(file, kernels)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
         kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
+        draft = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         draft.write_bytes(head.encode() + b"\n" + binary.code)
         draft.replace(kept)
     return binary
@@ -68,6 +69,12 @@ def version() -> str:
     library, major, minor = _library(), ctypes.c_int(), ctypes.c_int()
     _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
+
+
+def sources_digest() -> str:
+    """Name all sources of kernels and the compiler's version: it changes when any of them does."""
+    texts = [path.read_text() for path in sorted(SOURCES.glob("*.cu*"))]
+    return hashlib.sha256(chr(0).join([*texts, *OPTIONS, version()]).encode()).hexdigest()
 
 
 def source(file: str) -> str:

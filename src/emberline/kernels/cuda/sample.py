@@ -103,6 +103,10 @@ def _scores(rows: int, top_n: int, device: torch.device) -> Scores:
 
 
 @cache
+def module() -> Module:
+    return Module(FILE, VARIANTS)
+
+
+@cache
 def _kernels() -> dict[str, Kernel]:
-    module = Module(FILE, VARIANTS)
-    return {name: module.kernel(name) for name in VARIANTS}
+    return {name: module().kernel(name) for name in VARIANTS}

@@ -49,6 +49,11 @@ class Choice:
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
 
     @property
+    def splits(self) -> bool:
+        """Whether text is split into reasoning, calls and content, whose tokens are counted apart."""
+        return self._splitter is not None
+
+    @property
     def thinking(self) -> bool:
         """Whether it goes on inside the reasoning."""
         return self._splitter is not None and not self.finished and self._splitter.thinking

@@ -58,10 +58,11 @@ class Errand:
         *,
         source: dict[str, Any] | None = None,
         publish: bool = False,
+        merging: bool = False,
     ) -> AsyncGenerator[Output, None]:
         caller, time_left = self._order.caller, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, caller.priority, caller.salt, time_left, self._model)
-        return self._engine.submit(Submission(*head, resumed, source, publish))
+        return self._engine.submit(Submission(*head, resumed, source, publish), merging=merging)
 
     async def _score(self, top: int) -> None:
         """Log-probabilities do not travel: they are computed again, as those of a prompt."""
@@ -89,9 +90,20 @@ class Errand:
             gone += 1
             if gone % AT_ONCE == 0:
                 await asyncio.sleep(0)
-        queue: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
         unfinished = [job for job in self._order.jobs if not all(choices[i].finished for i in self._indices(job))]
-        feeders = [asyncio.create_task(self._feed(job, queue)) for job in unfinished]
+        merging = not any(choice.splits for choice in choices)
+        if len(unfinished) == 1:  # without the tasks that several need: most requests, and a third of an event's cost
+            async with aclosing(self._outputs(unfinished[0], merging)) as outputs:
+                async for output in outputs:
+                    yield Step(unfinished[0], output)
+            return
+        async with aclosing(self._together(unfinished, merging)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _together(self, jobs: Sequence[Job], merging: bool) -> AsyncGenerator[Step, None]:
+        queue: asyncio.Queue[Step | BaseException | None] = asyncio.Queue()
+        feeders = [asyncio.create_task(self._feed(job, queue, merging)) for job in jobs]
         try:
             left = len(feeders)
             while left:
@@ -107,10 +119,13 @@ class Errand:
                 feeder.cancel()
             await asyncio.gather(*feeders, return_exceptions=True)
 
-    async def _feed(self, job: Job, queue: asyncio.Queue[Step | BaseException | None]) -> None:
+    def _outputs(self, job: Job, merging: bool) -> AsyncGenerator[Output, None]:
         resumed = self._past.resumed(self._indices(job))
+        return self._submit(job.ids, self._order.params, resumed, source=self._source, merging=merging)
+
+    async def _feed(self, job: Job, queue: asyncio.Queue[Step | BaseException | None], merging: bool) -> None:
         try:
-            async with aclosing(self._submit(job.ids, self._order.params, resumed, source=self._source)) as outputs:
+            async with aclosing(self._outputs(job, merging)) as outputs:
                 async for output in outputs:
                     queue.put_nowait(Step(job, output))
             queue.put_nowait(None)

@@ -1,0 +1,169 @@
+"""`python -m emberline.bench.gpu.http DIR`: a served model on a GPU as its clients see it, from the first request on.
+
+For each concurrency a server is started anew; its first pass is the cold one, its third the warm one. With `--peers
+vllm` the same passes run against vLLM's server in the same run."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from emberline.bench import processes
+from emberline.bench import report as reports
+from emberline.bench.report import Report
+from emberline.bench.streams import ClientProcesses, Pass, percentile
+from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
+
+COLD_STREAMS = (1, 16, 64)
+BUSY_STREAMS = 256
+MAX_TOKENS = 256
+ROUNDS = 3  # requests of each stream in a pass
+READY_TIMEOUT_S = 240.0
+NAME = "model"
+
+
+@contextmanager
+def running_server(command: list[str], port: int, log: Path) -> Iterator[float]:
+    """Run a server until the block ends and yield the seconds from its start until it lists its model."""
+    began = time.perf_counter()
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        while not _lists_models(port):
+            if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
+                raise EmberlineError(f"the server did not get ready: {log.read_text()[-1500:]}")
+            time.sleep(0.01)
+        yield time.perf_counter() - began
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(20.0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _lists_models(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def emberline_command(model: str, port: int) -> list[str]:
+    start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", NAME, "--embedder", "none"]
+    return [*start, "--port", str(port)]
+
+
+def vllm_command(model: str, port: int) -> list[str]:
+    start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return [*start, "--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
+
+
+class Measurement:
+    """Measures one server program and adds its figures to the report; `suffix` marks a peer's figures."""
+
+    def __init__(self, report: Report, clients: ClientProcesses, suffix: str = "") -> None:
+        self._report, self._clients, self._suffix = report, clients, suffix
+        self.ready: list[float] = []
+
+    def add(self, name: str, value: float, unit: str) -> None:
+        self._report.add(name + self._suffix, value, unit)
+        print(f"  {name}{self._suffix} {value:,.4g} {unit}", file=sys.stderr, flush=True)
+
+    def cold_and_warm(self, command: list[str], port: int, log: Path, streams: int) -> None:
+        with running_server(command, port, log) as ready:
+            self.ready.append(ready)
+            passes = [self._pass(port, streams, seed) for seed in range(3)]
+        cold, warm = passes[0], passes[-1]
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            self.add(f"http_cold_ttft_{name}_{streams}", percentile(cold.first, share) * 1e3, "ms")
+            self.add(f"http_warm_ttft_{name}_{streams}", percentile(warm.first, share) * 1e3, "ms")
+        ratio = percentile(cold.first, 0.99) / percentile(warm.first, 0.99)
+        self.add(f"http_cold_ttft_p99_ratio_{streams}", ratio, "x")
+        self.add(f"http_cold_tok_s_{streams}", cold.tokens_per_second, "tok/s")
+        self.add(f"http_tok_s_{streams}", warm.tokens_per_second, "tok/s")
+
+    def busy(self, command: list[str], port: int, log: Path) -> None:
+        with running_server(command, port, log) as ready:
+            self.ready.append(ready)
+            pids = processes.family(pid) if (pid := processes.listener(port)) is not None else {}
+            first = self._pass(port, BUSY_STREAMS, 0)
+            self.add(f"http_cold_tok_s_{BUSY_STREAMS}", first.tokens_per_second, "tok/s")
+            before = {name: processes.usage(each) for name, each in pids.items()}
+            warm = self._pass(port, BUSY_STREAMS, 1)
+            after = {name: processes.usage(each) for name, each in pids.items()}
+        gaps, tokens = warm.gaps, sum(s.tokens for s in warm.streams)
+        self.add(f"http_tok_s_{BUSY_STREAMS}", warm.tokens_per_second, "tok/s")
+        self.add(f"http_ttft_p90_{BUSY_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
+        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+            self.add(f"http_itl_{name}_{BUSY_STREAMS}", percentile(gaps, share) * 1e3, "ms")
+        ratio = percentile(gaps, 0.9) / max(percentile(gaps, 0.5), 1e-6)
+        self.add(f"http_itl_p90_over_p50_{BUSY_STREAMS}", ratio, "x")
+        self.add(f"http_tokens_per_event_{BUSY_STREAMS}", tokens / (len(gaps) + len(warm.first)), "tokens")
+        for name, was in before.items():
+            now = after[name]
+            if was is not None and now is not None:
+                self.add(f"http_cpu_{name}_{BUSY_STREAMS}", (now.cpu - was.cpu) / tokens * 1e6, "us/token")
+
+    def _pass(self, port: int, streams: int, seed: int) -> Pass:
+        done = self._clients.run(f"http://127.0.0.1:{port}", NAME, streams, ROUNDS, MAX_TOKENS, seed)
+        if done.errors:
+            raise EmberlineError(f"{len(done.errors)} of {len(done.streams)} streams failed: {done.errors[0]}")
+        return done
+
+
+def measure(report: Report, model: str, who: str, clients: ClientProcesses, logs: Path, only: list[int]) -> None:
+    make = {"emberline": emberline_command, "vllm": vllm_command}[who]
+    measurement = Measurement(report, clients, "" if who == "emberline" else f"/{who}")
+    port = free_port()
+    for streams in COLD_STREAMS:
+        if streams in only:
+            log = logs / f"{who}-{streams}.log"
+            measurement.cold_and_warm(make(model, port), port, log, streams)
+    if BUSY_STREAMS in only:
+        measurement.busy(make(model, port), port, logs / f"{who}-{BUSY_STREAMS}.log")
+    measurement.add("http_ready_s", measurement.ready[-1], "s")
+    measurement.add("http_ready_first_start_s", measurement.ready[0], "s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.http", description=__doc__)
+    reports.add_arguments(parser)
+    parser.add_argument("model", help="a checkpoint directory")
+    parser.add_argument("--peers", default="", help="vllm: measured too, where it is installed")
+    parser.add_argument("--streams", default="1,16,64,256", help="concurrent streams to measure")
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    args = parser.parse_args()
+    only = [int(streams) for streams in args.streams.split(",")]
+    report = Report("gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200})
+    clients = ClientProcesses()
+    with TemporaryDirectory() as directory:
+        logs = args.logs or Path(directory)
+        measure(report, args.model, "emberline", clients, logs, only)
+        for who in filter(None, args.peers.split(",")):
+            if importlib.util.find_spec(who) is None:
+                raise SystemExit(f"{who} is not installed (hint: leave --peers out)")
+            measure(report, args.model, who, clients, logs, only)
+    clients.close()
+    report.emit(args.json, args.commit)
+
+
+if __name__ == "__main__":
+    main()

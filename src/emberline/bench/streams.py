@@ -1,0 +1,145 @@
+"""Streams over HTTP from several client processes, so that the clients are not what limits a fast server.
+
+Each process holds its share of the concurrent streams. The processes are started and have imported what they need
+before the first request is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import msgspec
+
+from emberline.bench.connection import Connection, HTTPFailed
+
+WORDS = ("river", "stone", "light", "engine", "garden", "winter", "seven", "music", "paper", "north")
+PROMPT_WORDS = 200
+REPLY_TIMEOUT_S = 180.0
+
+
+@dataclass(slots=True)
+class StreamTiming:
+    """One stream as its client saw it, in seconds."""
+
+    first: float | None = None  # from sending the request to its first text
+    gaps: list[float] = field(default_factory=list)  # between events with text; 0 where one read returned several
+    tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """All streams of one measurement."""
+
+    streams: list[StreamTiming]
+    seconds: float
+
+    @property
+    def first(self) -> list[float]:
+        return sorted(s.first for s in self.streams if s.first is not None)
+
+    @property
+    def gaps(self) -> list[float]:
+        return sorted(gap for s in self.streams for gap in s.gaps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(s.tokens for s in self.streams) / self.seconds
+
+    @property
+    def errors(self) -> list[str]:
+        return [s.error for s in self.streams if s.error is not None]
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value below which `share` of the sorted values lie; the largest for a share of 1."""
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+class ClientProcesses:
+    """Client processes that repeat passes of a given concurrency against one server."""
+
+    def __init__(self, count: int = 8) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._clients: list[tuple[Any, Pipe]] = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve_commands, args=(theirs,), daemon=True)
+            process.start()
+            self._clients.append((process, ours))
+        for _, pipe in self._clients:
+            pipe.recv()
+
+    def run(self, url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int = 0) -> Pass:
+        """Send `rounds` requests one after the other on each of `streams` concurrent streams."""
+        used = self._clients[: min(len(self._clients), streams)]
+        began = time.perf_counter()
+        for index, (_, pipe) in enumerate(used):
+            share = streams // len(used) + (index < streams % len(used))
+            pipe.send((url, model, share, rounds, max_tokens, seed * 1000 + index))
+        timings = [timing for _, pipe in used for timing in pipe.recv()]
+        return Pass(timings, time.perf_counter() - began)
+
+    def close(self) -> None:
+        for process, pipe in self._clients:
+            pipe.send(None)
+            process.join(10.0)
+
+
+def _serve_commands(pipe: Pipe) -> None:
+    pipe.send("ready")
+    while (command := pipe.recv()) is not None:
+        pipe.send(asyncio.run(_run_streams(*command)))
+
+
+async def _run_streams(
+    url: str, model: str, streams: int, rounds: int, max_tokens: int, seed: int
+) -> list[StreamTiming]:
+    async def stream(index: int) -> list[StreamTiming]:
+        words = random.Random(seed * 1000 + index)
+        connection = Connection(url)
+        try:
+            return [await _request(connection, model, words, max_tokens) for _ in range(rounds)]
+        finally:
+            connection.close()
+
+    done = await asyncio.gather(*(stream(index) for index in range(streams)))
+    return [timing for timings in done for timing in timings]
+
+
+async def _request(connection: Connection, model: str, words: random.Random, max_tokens: int) -> StreamTiming:
+    prompt = " ".join(words.choice(WORDS) for _ in range(PROMPT_WORDS))
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    timing = StreamTiming()
+    try:
+        async with asyncio.timeout(REPLY_TIMEOUT_S):
+            await _read_stream(connection, msgspec.json.encode(body), timing)
+    except (HTTPFailed, TimeoutError) as error:
+        timing.error = str(error)[:200] or "timed out"
+    return timing
+
+
+async def _read_stream(connection: Connection, body: bytes, timing: StreamTiming) -> None:
+    sent = last = time.perf_counter()
+    rest = b""
+    async with aclosing(connection.stream("/v1/completions", body)) as parts:  # type: ignore[type-var]
+        async for part in parts:
+            now = time.perf_counter()
+            *events, rest = (rest + part).split(b"\n\n")
+            for event in events:
+                if b'"text"' in event:
+                    if timing.first is None:
+                        timing.first = now - sent
+                    else:
+                        timing.gaps.append(now - last)
+                    last = now
+                if b'"usage":{' in event or b'"usage": {' in event:
+                    timing.tokens = msgspec.json.decode(event.removeprefix(b"data: "))["usage"]["completion_tokens"]

@@ -1,0 +1,50 @@
+"""OutputQueue: the outputs of one submission on their way to its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from emberline.core.errors import EmberlineError
+from emberline.core.events import Output
+
+
+class OutputQueue:
+    def __init__(self, *, merging: bool) -> None:
+        """`merging`: outputs that the reader has not taken yet are merged. A reader that cannot keep up then gets more
+        tokens at a time, at an even pace, instead of falling further behind."""
+        self._merging = merging
+        self._items: deque[Output | EmberlineError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Output | EmberlineError) -> None:
+        items = self._items
+        if self._merging and items and isinstance(item, Output) and merge(items[-1], item):
+            return
+        items.append(item)
+        if (waiter := self._waiter) is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def get(self) -> Output | EmberlineError:
+        """Return the next item; one task may wait at a time."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+def merge(earlier: Output | EmberlineError, later: Output) -> bool:
+    """Add an output to the one before it; return False if they have to stay two."""
+    if isinstance(earlier, EmberlineError) or earlier.index != later.index:
+        return False
+    if earlier.finish is not None or earlier.error is not None or later.error is not None:
+        return False
+    if earlier.ticket is not None or later.ticket is not None or later.prompt_logprobs is not None:
+        return False
+    earlier.tokens += later.tokens
+    earlier.logprobs += later.logprobs
+    earlier.finish, earlier.stop_token = later.finish, later.stop_token
+    earlier.timing = later.timing or earlier.timing
+    return True

@@ -1,0 +1,70 @@
+"""Steps are captured ahead of requests, in idle time: with nothing changed by it, and again after memory was moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+from on_host import booted, plain_arithmetic
+
+from emberline.core.params import SamplingParams
+from emberline.core.request import Submission
+from emberline.engine.engine import Engine
+from emberline.engine.gpu.boot import Booted
+from emberline.engine.gpu.runner import GPURunner
+from emberline.kernels import ops
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Booted:
+    monkeypatch.setattr(ops, "_backend", None)
+    plain_arithmetic()
+    tiny.write(tmp_path, tiny.config("llama"), seed=1)
+    return booted(tmp_path)
+
+
+def generate(engine: Engine, name: str) -> list[int]:
+    engine.add(Submission(name, list(range(5, 40)), SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)))
+    tokens: list[int] = []
+    while not engine.idle:
+        tokens += [token for output in engine.step() for token in output.tokens]
+    return tokens
+
+
+def prepare_all(runner: GPURunner) -> int:
+    count = 0
+    while runner.prepare_next():
+        count += 1
+    return count
+
+
+def test_all_shapes_are_prepared_and_nothing_changes(made: Booted) -> None:
+    runner, engine = made.runner, made.engine
+    before = generate(engine, "before")
+    keys = runner.cache.keys.clone()
+    assert engine.is_preparing
+    assert prepare_all(runner) == len(runner.shapes) > 5
+    assert not engine.is_preparing and not engine.prepare_next()
+    assert set(runner.shapes) <= set(runner._track.captured)
+    assert runner.cache.keys.equal(keys)
+    assert generate(engine, "after") == before
+
+
+def test_prepared_again_after_memory_was_moved(made: Booted) -> None:
+    prepare_all(made.runner)
+    made.runner.forget()
+    assert made.engine.is_preparing and not made.runner._track.captured
+    assert prepare_all(made.runner) == len(made.runner.shapes)
+
+
+def test_failed_capture_leaves_steps_uncaptured(made: Booted, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(work: object) -> None:
+        raise AssertionError("a buffer was allocated during a capture")
+
+    whole = generate(made.engine, "whole")
+    made.runner.forget()
+    monkeypatch.setattr(made.runner._track.lane, "capture", fail)
+    prepare_all(made.runner)
+    assert made.runner._track.capture_failed and not made.runner._track.captured
+    assert generate(made.engine, "again") == whole

@@ -1,0 +1,111 @@
+"""OutputQueue: a reader that keeps up gets each output; one that does not gets them merged, nothing lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emberline.core.errors import EngineFailed
+from emberline.core.events import Output, Timing
+from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason
+from emberline.engine.output_queue import OutputQueue
+
+
+def taken(queue: OutputQueue, count: int) -> list[Output]:
+    async def take() -> list[Output]:
+        items = [await asyncio.wait_for(queue.get(), 10) for _ in range(count)]
+        assert all(isinstance(item, Output) for item in items)
+        return items  # type: ignore[return-value]
+
+    return asyncio.run(take())
+
+
+def test_waiting_outputs_merge() -> None:
+    queue = OutputQueue(merging=True)
+    queue.put(Output("a", tokens=[1], logprobs=[TokenLogprob(-1.0, 1, [])], cached_tokens=7, timing=Timing(1.0)))
+    queue.put(Output("a", tokens=[2], logprobs=[TokenLogprob(-2.0, 1, [])]))
+    queue.put(Output("a", tokens=[3], finish=FinishReason.STOP, stop_token=3, timing=Timing(1.0, finished=2.0)))
+    [whole] = taken(queue, 1)
+    assert whole.tokens == [1, 2, 3] and [p.logprob for p in whole.logprobs] == [-1.0, -2.0]
+    assert whole.finish is FinishReason.STOP and whole.stop_token == 3 and whole.cached_tokens == 7
+    assert whole.timing == Timing(1.0, finished=2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (Output("a", 0, [1]), Output("a", 1, [2])),
+        (Output("a", tokens=[1], finish=FinishReason.STOP), Output("a", tokens=[2])),
+        (Output("a", tokens=[1]), Output("a", error="failed", finish=FinishReason.ERROR)),
+        (Output("a", tokens=[1]), Output("a", ticket={"blocks": 1})),
+        (Output("a", ticket={"blocks": 1}), Output("a", tokens=[1])),
+    ],
+    ids=["other choice", "after an end", "error", "ticket", "after a ticket"],
+)
+def test_outputs_that_stay_apart(first: Output, second: Output) -> None:
+    queue = OutputQueue(merging=True)
+    queue.put(first)
+    queue.put(second)
+    assert taken(queue, 2) == [first, second]
+
+
+def test_no_merging_unless_asked() -> None:
+    queue = OutputQueue(merging=False)
+    queue.put(Output("a", tokens=[1]))
+    queue.put(Output("a", tokens=[2]))
+    assert [output.tokens for output in taken(queue, 2)] == [[1], [2]]
+
+
+def test_reader_that_waits_gets_each_output() -> None:
+    async def run() -> list[list[int]]:
+        queue, seen = OutputQueue(merging=True), []
+        for token in range(3):
+            waiting = asyncio.create_task(queue.get())
+            await asyncio.sleep(0)
+            queue.put(Output("a", tokens=[token]))
+            item = await asyncio.wait_for(waiting, 10)
+            assert isinstance(item, Output)
+            seen.append(item.tokens)
+        return seen
+
+    assert asyncio.run(run()) == [[0], [1], [2]]
+
+
+def test_error_comes_after_what_was_made() -> None:
+    async def run() -> None:
+        queue = OutputQueue(merging=True)
+        queue.put(Output("a", tokens=[1]))
+        queue.put(error := EngineFailed("died"))
+        assert await queue.get() == Output("a", tokens=[1])
+        assert await queue.get() is error
+
+    asyncio.run(run())
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=40))
+def test_tokens_of_each_choice_keep_their_order(steps: list[tuple[int, bool]]) -> None:
+    async def run() -> None:
+        queue = OutputQueue(merging=True)
+        seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+        async def take() -> None:
+            item = await asyncio.wait_for(queue.get(), 10)
+            assert isinstance(item, Output)
+            seen[item.index] += item.tokens
+
+        for token, (index, read) in enumerate(steps):
+            queue.put(Output("a", index, [token]))
+            made[index].append(token)
+            if read:
+                await take()
+        while sum(map(len, seen.values())) < len(steps):
+            await take()
+        assert seen == made
+
+    asyncio.run(run())
