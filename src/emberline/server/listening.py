@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from emberline.core.errors import InvalidRequest
 from emberline.net.host import App
 from emberline.net.server import Server
+
+log = logging.getLogger("emberline.server")
 
 GOODBYE = 10.0  # seconds for what is under way to end
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -51,6 +54,8 @@ async def listen(
         gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
         ready()
         await stop.wait()
+        if count := server.open_requests:
+            log.info("stopping: open requests get up to %g s to end (%d open)", GOODBYE, count)
         if leaving is not None:
             await leaving()
         await server.stop(GOODBYE)
