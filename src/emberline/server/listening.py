@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import signal
@@ -29,8 +30,21 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as e:
         listener.close()
-        raise InvalidRequest(f"cannot listen on {host}:{port}: {e}", hint="choose another --port") from e
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {_why(e)}", hint=_hint(e, port)) from e
     return listener
+
+
+def _why(error: OSError | OverflowError) -> str:
+    if not isinstance(error, OSError):
+        return "a port is between 0 and 65535"
+    if error.errno == errno.EADDRINUSE:
+        return "another process uses this port"
+    return error.strerror or str(error)
+
+
+def _hint(error: OSError | OverflowError, port: int) -> str:
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 
 
 async def listen(
