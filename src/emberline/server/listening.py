@@ -97,5 +97,6 @@ def _stopped() -> Iterator[asyncio.Event]:
 def _listens(listener: socket.socket) -> bool:
     try:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:
-        return False  # the event loop has closed it
+    except OSError as e:
+        # macOS does not know the option; EBADF: the event loop has closed the socket.
+        return e.errno == errno.ENOPROTOOPT and listener.fileno() >= 0
