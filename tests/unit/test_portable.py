@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 from conftest import pytest_configure
 
+from emberline.bench import processes
 from emberline.cli import doctor, serve
+from emberline.cli.__main__ import main
 from emberline.core import config
 from emberline.kernels.cpu import build as kernels
 from emberline.kv.transfer import shm, unix
@@ -157,3 +159,15 @@ def test_tests_run_under_nohup() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_bench_finds_busy_cores_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert processes.busy_cores(0.0) == 1.5
+
+
+def test_chaos_says_that_it_needs_linux(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert main(["chaos"]) == 1
+    assert "chaos runs on Linux only, not on darwin" in capsys.readouterr().err
