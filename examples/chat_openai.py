@@ -1,4 +1,7 @@
-"""Talk to a running server (`scripts/serve`) with the OpenAI client."""
+"""Talk to a running server (`scripts/serve`) with the OpenAI client.
+
+Needs `.venv/bin/pip install -e '.[examples]'`, and runs with `.venv/bin/python examples/chat_openai.py`.
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Get JSON that matches a schema, whatever the model's size."""
+"""Get JSON that matches a schema, whatever the model's size.
+
+Needs `.venv/bin/pip install -e '.[examples]'`, and runs with `.venv/bin/python examples/structured.py`.
+"""
 
 import json
 import sys

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def pytest_configure() -> None:
-    """What a shell runs in the background ignores Ctrl-C, and so would every process that a test starts."""
+    """What a shell runs in the background ignores Ctrl-C, and what nohup runs ignores a hang-up; so would every process
+    that a test starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

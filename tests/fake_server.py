@@ -46,6 +46,7 @@ class FakeServer:
         self.web = web
         self.token_seconds = token_seconds
         self.requests: list[dict[str, Any]] = []  # bodies of chat completions, in order
+        self.models: list[dict[str, Any]] = [{"id": "fake", "object": "model", "owned_by": "emberline", "kind": "chat"}]
         self.gone = 0  # clients that left before their answer ended
         self.seen = 0  # characters of history already "cached"
         self.counters = {"generated_tokens": 0, "prompt_tokens": 0, "prefix_queries": 0, "prefix_hits": 0, "step": 0}
@@ -79,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            return self._send(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            return self._send(200, {"object": "list", "data": self.fake.models})
         if self.path == "/stats":
             return self._send(200, self.fake.stats())
         name = "index.html" if self.path == "/" else self.path.removeprefix("/static/")

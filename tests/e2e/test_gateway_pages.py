@@ -19,6 +19,7 @@ from gateways import Gateways
 
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.logs.record import Record
+from emberline.gateway.providers.registry import KNOWN
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "tests" / ".artifacts"
@@ -131,6 +132,7 @@ def test_the_door_opens_to_admins_only(browser: Chromium, gateway: Gateways) -> 
     assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy and "unsafe" not in policy
     forget(browser, gateway)
     browser.open(f"{gateway.url}/#/keys")
+    assert "gateway/admin.key" in browser.text("#sign-in"), "it says where the key is"
     sign_in(browser, "egt_somebody-elses")
     browser.wait("!document.querySelector('#refused').hidden")
     assert "not known" in browser.text("#refused") and browser.js("document.body.dataset.signed") == "out"
@@ -251,6 +253,20 @@ def test_a_key_is_made_shown_once_and_disabled(page: Chromium, gateway: Gateways
     page.wait(f"!document.querySelector({json.dumps(row)})")
 
 
+def test_the_keys_page_says_where_no_key_is_needed(page: Chromium, gateway: Gateways) -> None:
+    hidden = "document.querySelector('#keys-warning').hidden"
+    go(page, "keys", "#keys-found")
+    assert page.js(hidden), "every gateway needs a key"
+    manage(gateway, "gateways/open-to-all", "PUT", {"authentication": False})
+    go(page, "overview", "#charts")
+    go(page, "keys", "#keys-found")
+    page.wait(f"!{hidden}")
+    told = page.text("#keys-warning")
+    assert "Authentication is off for open-to-all" in told and "without a key are answered" in told
+    assert "only" not in page.text("#keys-found .empty")
+    manage(gateway, "gateways/open-to-all", "DELETE")
+
+
 def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) -> None:
     go(page, "budgets", "#new-budget")
     page.click("#new-budget")
@@ -276,7 +292,19 @@ def test_budgets_prices_and_providers_keys(page: Chromium, gateway: Gateways) ->
     page.wait("document.querySelector('[data-id=\"oai/org/own\"]')")
     assert manage(gateway, "prices/oai/org/own")["value"]["input"] == 1_250_000
 
+    assert "openai/gpt-5" in page.text("#catalogue") and "$1.25" in page.text("#catalogue")
+    assert "oai/org/own" not in page.text("#catalogue")
+    press(page, "Override", "[data-id='openai/gpt-5']")
+    fill(page, output="11")
+    page.js("document.querySelector('#price-form').requestSubmit()")
+    page.wait("document.querySelector('#prices-found [data-id=\"openai/gpt-5\"]')")
+    overridden = manage(gateway, "prices/openai/gpt-5")["value"]
+    assert (overridden["input"], overridden["output"]) == (1_250_000, 11_000_000)
+    manage(gateway, "prices/openai/gpt-5", "DELETE")
+
     go(page, "providers", "#store-key")
+    known = page.text("#known-providers")
+    assert all(slug in known for slug in KNOWN) and "api.anthropic.com" in known
     page.click("#store-key")
     fill(page, provider="openai", secret="sk-very-secret")
     page.js("document.querySelector('#provider-key-form').requestSubmit()")
@@ -402,6 +430,17 @@ def test_the_playground_streams_through_the_gateway(page: Chromium, gateway: Gat
     page.type("#prompt", "and again")
     page.press("Enter")
     page.wait("document.querySelector('#talk .failed')")
+    before = len(fake.asked)
+    page.type("#model", "429")
+    page.type("#prompt", "refused")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('#talk .failed').length === 2")
+    page.type("#model", "priced")
+    page.type("#prompt", "at last")
+    page.press("Enter")
+    page.until(lambda: len(fake.asked) > before + 1 and fake.asked[-1].json["model"] == "priced", "it is asked")
+    said = [m["content"] for m in fake.asked[-1].json["messages"] if m["role"] == "user"]
+    assert said == [HOSTILE, "more", "and again", "at last"], "a question that failed is not sent again"
 
 
 def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways) -> None:
@@ -415,6 +454,11 @@ def test_every_room_fits_a_phone_and_the_night(page: Chromium, gateway: Gateways
         wide = "[...document.querySelectorAll('#main > *')].every(e => e.getBoundingClientRect().right <= 390)"
         assert page.js(wide), room
         assert page.js(f"document.querySelector('#rooms [data-room={room}]').ariaCurrent") == "page"
+        for width in (320, 390):
+            page.resize(width, 844, 2)
+            sight = "(r => r.left >= 0 && r.right <= innerWidth && r.top >= 0 && r.bottom <= innerHeight)"
+            shown = f"[...document.querySelectorAll('#rooms a')].filter(a => {sight}(a.getBoundingClientRect())).length"
+            assert page.js(shown) == len(ROOMS), f"every tab is in sight at {width} px"
     go(page, "overview", "#charts")
     page.screenshot(SHOTS / "gateway-phone.png")
     page.resize(1360, 960)

@@ -199,6 +199,30 @@ def test_refusals(page: Chromium, fake: FakeServer, question: str, told: list[st
     page.click(f"{LAST} .retry")
     page.until(lambda: len(fake.requests) == 2, "a second try")
     assert fake.requests[0] == fake.requests[1]
+    page.wait(f"document.querySelector('{LAST} .notice p')")
+    ask(page, "hello")
+    answer(page)
+    sent = [message["content"] for message in fake.requests[-1]["messages"]]
+    assert sent == ["hello"], "a question that failed is not sent again with the next"
+    assert question in page.text("#transcript"), "it stays on the page"
+
+
+def test_only_models_that_chat_are_offered(page: Chromium, fake: FakeServer) -> None:
+    fake.models[:0] = [{"id": "an-embedder", "owned_by": "emberline", "kind": "embedding"}, {"id": "foreign"}]
+    page.open(fake.url)
+    page.wait("document.querySelector('#settings [name=model]').options.length")
+    offered = page.js("[...document.querySelector('#settings [name=model]').options].map(o => o.value)")
+    assert offered == ["foreign", "fake"]
+
+
+@pytest.mark.parametrize("width", [320, 360, 390, 430])
+def test_the_start_page_fits_a_phone(page: Chromium, fake: FakeServer, width: int) -> None:
+    page.resize(width, 700)
+    page.wait("document.documentElement.dataset.panel === 'closed'")
+    assert page.js("(s => s.scrollWidth <= s.clientWidth)(document.querySelector('#scroll'))")
+    right = "Math.max(...[...document.querySelectorAll('#welcome *')].map(e => e.getBoundingClientRect().right))"
+    assert page.js(right) <= width
+    shot(page, f"start-{width}")
 
 
 @pytest.mark.parametrize(

@@ -219,3 +219,8 @@ def test_detokenize() -> None:
     with pytest.raises(InvalidRequest) as caught:
         tokenize.parse_detokenize(b'{"tokens":[1,"a"]}')
     assert caught.value.param == "tokens[1]"
+
+
+def test_models_say_what_they_are_for() -> None:
+    served = [openai_models.ServedModel("m", 0, 9), openai_models.ServedModel("e", 0, 9, kind="embedding")]
+    assert [row["kind"] for row in openai_models.list_models(served)["data"]] == ["chat", "embedding"]

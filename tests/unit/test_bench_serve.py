@@ -19,6 +19,7 @@ from emberline.bench.client import Client
 from emberline.bench.report import Report
 from emberline.bench.serve import closed, latencies, local, opened, requests
 from emberline.cli import bench as command
+from emberline.core.errors import EngineUnavailable, ModelNotFound
 
 
 class FakeServer:
@@ -35,6 +36,10 @@ class FakeServer:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 if head.startswith(b"GET /stats"):
                     self._reply(writer, b"200 OK", json.dumps(self.stats()).encode())
+                    continue
+                if head.startswith(b"GET "):  # /v1/models
+                    listed = {"data": [{"id": "smollm2"}]}
+                    self._reply(writer, b"200 OK", json.dumps(listed).encode())
                     continue
                 length = int(next(line for line in head.lower().split(b"\r\n") if b"content-length" in line).split()[1])
                 self.bodies.append(json.loads(await reader.readexactly(length)))
@@ -191,3 +196,16 @@ def test_serve_reports_what_was_asked_of_it(tmp_path: Path) -> None:
     whole = json.loads((tmp_path / "r").read_text())
     assert whole["results"]["errors"]["value"] == 0 and whole["results"]["output"]["value"] > 0
     assert whole["config"]["concurrency"] == 2
+
+
+@pytest.mark.parametrize("what", [("serve", "--concurrency", "1"), ("soak", "--seconds", "1")])
+def test_a_server_that_is_not_there_is_an_error_before_any_load(what: tuple[str, ...]) -> None:
+    with pytest.raises(EngineUnavailable, match=r"no server answers at http://127.0.0.1:9/v1.*emberline serve"):
+        command.run(parse(*what, "--url", "http://127.0.0.1:9/v1"))
+
+
+def test_a_model_that_is_not_there_is_an_error_before_any_load() -> None:
+    server = FakeServer()
+    with serving(server) as url, pytest.raises(ModelNotFound, match=r"no model 'nope'.*--model, one of smollm2"):
+        command.run(parse("serve", "--url", url, "--model", "nope", "--concurrency", "1"))
+    assert not server.bodies

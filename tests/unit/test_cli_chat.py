@@ -200,3 +200,15 @@ def test_a_bad_address_is_named(url: str) -> None:
     done = pipe("hello", "--url", url)
     assert done.returncode == 1
     assert "is not a server's address" in done.stderr
+
+
+def test_a_model_that_the_server_does_not_have_is_refused_before_the_conversation(fake: FakeServer) -> None:
+    done = pipe("hello", "--url", fake.url, "--model", "nope")
+    assert done.returncode == 1 and not fake.requests
+    assert "serves no model 'nope' (hint: it serves fake)" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_embedder_is_not_talked_to(fake: FakeServer) -> None:
+    fake.models.insert(0, {"id": "embedder", "owned_by": "emberline", "kind": "embedding"})
+    assert pipe("hello", "--url", fake.url).returncode == 0
+    assert fake.requests[0]["model"] == "fake"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from emberline.core import freememory
 from emberline.core.freememory import free_memory
 
 
@@ -51,8 +52,20 @@ JOB_V1 = {
         (V2, 650_000),
         (MACHINE | JOB_V2, 650_000),
         (MACHINE | JOB_V1, 107_000),
-        ({}, 0),
+        ({}, 8_000_000),  # macOS has neither
     ],
 )
-def test_the_least_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
+def test_the_least_counts(
+    tmp_path: Path, files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freememory, "physical_memory", lambda: 16_000_000)
     assert free_memory(write(tmp_path, files)) == free
+
+
+def test_a_machine_that_does_not_tell_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    assert freememory.physical_memory() > 1 << 20
+    monkeypatch.setattr(freememory.os, "sysconf", refuse)
+    assert free_memory(tmp_path) == 0

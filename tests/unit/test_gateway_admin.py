@@ -15,6 +15,7 @@ from emberline.core.clock import ManualClock
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
+from emberline.gateway.costs.catalogue import Catalogue
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.keys.keys import Keys
@@ -23,6 +24,7 @@ from emberline.gateway.keys.vault import Vault
 from emberline.gateway.limits.local import LocalLimiter
 from emberline.gateway.limits.rule import Rule
 from emberline.gateway.logs.record import Payload, new_id
+from emberline.gateway.providers.registry import KNOWN
 from emberline.gateway.settings import ProviderSettings, Settings
 from emberline.gateway.store.sqlite import SQLiteStore
 from emberline.gateway.store.watch import Watch
@@ -658,3 +660,31 @@ def test_every_endpoint_is_in_the_document_and_it_is_sound(world: World) -> None
 
     assert {ref.rpartition("/")[2] for ref in refs(document)} <= schemas.keys()
     assert document["paths"]["/admin/accounts/{account}/prices/{provider}/{model}"]["put"]["requestBody"]
+
+
+# What is known without being configured
+
+
+def test_every_provider_that_exists_is_listed(world: World) -> None:
+    world.ok("PUT", f"{A}/provider-keys/openai/default", {"secret": "sk-1"})
+    rows = {row["slug"]: row for row in world.ok("GET", f"{A}/providers")["items"]}
+    assert set(rows) == set(KNOWN)
+    assert rows["openai"]["has_key"] and not rows["anthropic"]["has_key"]
+    assert rows["anthropic"]["base_url"] == "https://api.anthropic.com" and rows["anthropic"]["needs_key"]
+    assert not rows["emberline"]["needs_key"]
+
+
+def test_the_catalogue_is_listed_page_by_page(world: World) -> None:
+    found, after = [], ""
+    while True:
+        page = world.ok("GET", f"{A}/catalogue", query=f"limit=7&after={after}")
+        found += page["items"]
+        if not (after := page["next"]):
+            break
+    known = Catalogue.load()
+    assert [row["id"] for row in found] == sorted(f"{model.provider}/{model.name}" for model in known.models())
+    mini = next(row for row in found if row["id"] == "openai/gpt-4o-mini")
+    price = known.price("openai", "gpt-4o-mini")
+    assert price is not None and (mini["price"]["input"], mini["price"]["output"]) == (price.input, price.output)
+    assert mini["kind"] == "chat" and mini["context"] == 128_000 and mini["source"].startswith("https://")
+    assert world("GET", f"{A}/catalogue", who=USER)[0] == 403

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from typing import Any
 
@@ -46,3 +47,38 @@ def test_a_port_where_somebody_listens_is_refused_at_once() -> None:
     with pytest.raises(InvalidRequest, match="choose another --port"):
         bind("127.0.0.1", first.getsockname()[1])
     first.close()
+
+
+def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "emberline.server")
+
+    async def main() -> None:
+        begun, end = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            begun.set()
+            await end.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+        async def leaving() -> None:
+            end.set()
+
+        listener = bind("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        ready = asyncio.Event()
+        listening = asyncio.create_task(listen(app, listener, ready.set, leaving))
+        await ready.wait()
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await begun.wait()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(listening, 20)
+        writer.close()
+
+    old = signal.getsignal(signal.SIGTERM)
+    try:
+        asyncio.run(main())
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert "stopping: open requests get up to 10 s to end (1 open)" in caplog.text

@@ -21,16 +21,21 @@ while :; do sleep 0.05; done
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    for name, text in (("scripts/setup", "#!/bin/sh\n"), (".venv/bin/emberline", STUB)):
-        (tmp_path / name).parent.mkdir(parents=True)
+    python = '#!/bin/sh\necho "$*" >>"$(dirname "$0")/python-called"\n'
+    for name, text in (
+        ("scripts/setup", "#!/bin/sh\n"),
+        (".venv/bin/emberline", STUB),
+        (".venv/bin/python", python),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     shutil.copy(SCRIPT, tmp_path / "scripts/serve")
     return tmp_path
 
 
-def called(here: Path, lines: int) -> list[str]:
-    file, deadline = here / ".venv/bin/called", time.monotonic() + 20
+def called(here: Path, lines: int, name: str = "called") -> list[str]:
+    file, deadline = here / ".venv/bin" / name, time.monotonic() + 20
     while not file.exists() or len(file.read_text().splitlines()) < lines:
         assert time.monotonic() < deadline, file.read_text() if file.exists() else "nothing was called"
         time.sleep(0.02)
@@ -93,3 +98,11 @@ def test_when_a_gateway_that_was_asked_for_fails_the_engine_stops(here: Path) ->
     process = started(here, "--gateway")
     process.communicate(timeout=20)
     assert process.returncode == 7 and "serve stopped" in called(here, 3)
+
+
+@pytest.mark.parametrize(("arguments", "ports"), [(["--port", "8123"], "8123 8080"), (["--no-gateway"], "8000")])
+def test_where_things_are_is_printed_when_they_answer(here: Path, arguments: list[str], ports: str) -> None:
+    process = started(here, *arguments)
+    assert called(here, 1, "python-called") == [f"-m emberline.cli.started {ports}"]
+    process.terminate()
+    process.communicate(timeout=20)

@@ -153,6 +153,7 @@ class ModelEntry(Wire):
     created: int
     owned_by: str
     max_model_len: int
+    kind: str
     type: Literal["model"]
     display_name: str
     created_at: str

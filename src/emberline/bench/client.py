@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from emberline.bench.connection import Connection, HTTPFailed, events
+from emberline.bench.connection import Connection, HTTPFailed, Unreachable, events
+from emberline.core.errors import EngineUnavailable, ModelNotFound
 from emberline.core.events import Timing
 
 
@@ -66,6 +67,23 @@ class Client:
         trace.ended = time.perf_counter()
         self._free.append(connection)
         return trace
+
+    async def check(self) -> None:
+        """Raise an error before any load if no server answers, or if it lists its models and ours is not among them."""
+        connection = Connection(self._url, self._key)
+        try:
+            listed = msgspec.json.decode(await connection.fetch(f"{urlsplit(self._url).path}/models"))
+            names = [str(model["id"]) for model in listed["data"]]
+        except Unreachable as e:
+            hint = "start one with `emberline serve`, or name another with --url"
+            raise EngineUnavailable(f"no server answers at {self._url} ({e})", hint=hint) from e
+        except (HTTPFailed, msgspec.DecodeError, LookupError, TypeError):
+            return  # a server that does not list its models
+        finally:
+            connection.close()
+        if self._model not in names and "/" not in self._model:  # PROVIDER/MODEL of a gateway may be unlisted
+            hint = f"give --model, one of {', '.join(names)}"
+            raise ModelNotFound(f"{self._url} serves no model {self._model!r}", hint=hint)
 
     def close(self) -> None:
         while self._free:

@@ -50,7 +50,7 @@ class Cluster:
     async def __aenter__(self) -> Cluster:
         try:
             await self._supervisor.start(self.router)
-            cores = sorted(os.sched_getaffinity(0)) if self._pinned else []
+            cores = sorted(os.sched_getaffinity(0)) if self._pinned and hasattr(os, "sched_setaffinity") else []
             for i, child in enumerate(self.workers):
                 await self._supervisor.start(child)
                 if cores and child.process is not None:  # before it has a thread or a child of its own

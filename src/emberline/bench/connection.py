@@ -19,6 +19,10 @@ class HTTPFailed(EmberlineError):
     """The server answered with an error, or not at all."""
 
 
+class Unreachable(HTTPFailed):
+    """No connection could be made."""
+
+
 class Reply:
     """httptools calls these as it reads."""
 
@@ -86,7 +90,10 @@ class Connection:
         if self._reader is None or self._reader.at_eof():  # the server may end what is idle
             self.close()
             context = ssl.create_default_context() if self._tls else None
-            self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+            try:
+                self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+            except OSError as e:
+                raise Unreachable(f"{type(e).__name__}: {e}") from e
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n{self._head}"
         if body is not None:
             head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

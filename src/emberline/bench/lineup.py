@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from emberline.bench.contender import Spec
+from emberline.core.config import core_count
 from emberline.core.errors import InvalidRequest
 
 MAX_CONTEXT = 4096
@@ -47,7 +48,8 @@ def _vllm(dtype: str, eager: bool) -> Callable[[str, Ground], Spec]:
             "max_model_len": MAX_CONTEXT,
             "max_num_seqs": 64,
         }
-        cores = sorted(os.sched_getaffinity(0))[: ground.threads]
+        usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(core_count())
+        cores = usable[: ground.threads]
         env = {
             "VLLM_CPU_KVCACHE_SPACE": "4",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+PROC = Path("/proc")
 LISTEN = "0A"
 
 
@@ -71,6 +72,9 @@ def _waited(pid: int) -> float:
 
 def busy_cores(seconds: float) -> float:
     """Waits, and says how many cores were busy meanwhile, whoever used them."""
+    if not (PROC / "stat").exists():
+        time.sleep(seconds)
+        return os.getloadavg()[0]  # macOS: of the last minute
     before = idle_seconds()
     began = time.perf_counter()
     time.sleep(seconds)
@@ -80,7 +84,7 @@ def busy_cores(seconds: float) -> float:
 
 def idle_seconds() -> float:
     """Of all cores together, waiting for a disk included."""
-    fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    fields = (PROC / "stat").read_text().splitlines()[0].split()
     return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import NoReturn
 
 from emberline import __version__
 from emberline.core.errors import EmberlineError
@@ -25,9 +26,19 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Lists the commands, not only the usage line, where one of them is missing."""
+
+    def error(self, message: str) -> NoReturn:
+        if self._subparsers is not None and message.startswith("the following arguments are required"):
+            self.print_help(sys.stderr)
+            self.exit(2)
+        super().error(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="emberline", description="An open LLM inference stack.")
+    parser = Parser(prog="emberline", description="An open LLM inference stack.")
     parser.add_argument("--version", action="version", version=f"emberline {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((word for word in argv if word in COMMANDS), None)

@@ -96,6 +96,7 @@ def _run_serve(args: argparse.Namespace) -> int:
     job = serve.requests(args.requests, args.input_len, args.output_len, args.vocab)
     names = ("model", "requests", "concurrency", "rate", "input_len", "output_len", "chat", "plain")
     client, config = _client(args), {name: getattr(args, name) for name in names}
+    asyncio.run(client.check())
     report = serve.bench(client, args.url, job, args.concurrency, args.rate, config)
     report.emit(args.json, args.commit)
     return 1 if report.results["errors"].value else 0
@@ -111,7 +112,9 @@ def _soak(p: argparse.ArgumentParser) -> None:
 def _run_soak(args: argparse.Namespace) -> int:
     from emberline.bench.soak import soak
 
-    report = asyncio.run(soak(_client(args), args.url, args.streams, args.seconds, args.abandon, args.vocab))
+    client = _client(args)
+    asyncio.run(client.check())
+    report = asyncio.run(soak(client, args.url, args.streams, args.seconds, args.abandon, args.vocab))
     report.emit(args.json, args.commit)
     bad = ("errors", "unended", "leaked", "engine_restarts")
     return 1 if any(report.results[name].value for name in bad if name in report.results) else 0

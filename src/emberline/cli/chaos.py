@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from emberline.core.config import DEFAULT_MODEL
+from emberline.core.errors import EmberlineError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from emberline.chaos.scene import Scene, Settings
     from emberline.hub.source import resolve
 
+    if sys.platform != "linux":
+        raise EmberlineError(f"chaos runs on Linux only, not on {sys.platform}: it uses network namespaces and prlimit")
     resolve(args.model)  # else every worker would find out, again and again
     home = args.logs or Path(tempfile.mkdtemp(prefix="emberline-chaos-"))
     home.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, InvalidRequest, ModelNotFound
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed")
@@ -28,7 +28,7 @@ CONTROLS = dict.fromkeys(c for c in (*range(0x20), *range(0x7F, 0xA0)) if c not 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="the server's address (default: %(default)s)")
-    parser.add_argument("--model", help="default: the first one the server offers")
+    parser.add_argument("--model", help="default: the first chat model that the server lists")
     parser.add_argument("--system", default="", help="the system prompt")
     parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument("--temperature", type=float)
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sampling = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
     endpoint = Endpoint(args.url, args.api_key)
-    chat = Chat(endpoint, args.model or endpoint.first_model(), args.system, sampling, Screen(sys.stdout.isatty()))
+    chat = Chat(endpoint, endpoint.choose_model(args.model), args.system, sampling, Screen(sys.stdout.isatty()))
     if sys.stdin.isatty():
         chat.converse()
     elif question := sys.stdin.read().strip():
@@ -64,9 +64,31 @@ class Endpoint:
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def first_model(self) -> str:
-        with self._request("GET", "/v1/models") as response:
-            return str(json.load(response)["data"][0]["id"])
+    def choose_model(self, wanted: str | None) -> str:
+        """`wanted`, or the first chat model. Raise ModelNotFound for a name that one of our own servers does not list;
+        through a gateway, PROVIDER/MODEL works without being listed."""
+        models = self._models(required=wanted is None)
+        chat = [str(model["id"]) for model in models if model.get("kind", "chat") == "chat"]
+        if wanted is None and not chat:
+            raise ModelNotFound(f"{self.url} serves no chat model", hint="name another server with --url")
+        if wanted is None:
+            return chat[0]
+        ours = bool(models) and all(model.get("owned_by") == "emberline" for model in models)
+        if ours and "/" not in wanted and wanted not in (str(model["id"]) for model in models):
+            raise ModelNotFound(f"{self.url} serves no model {wanted!r}", hint=f"it serves {', '.join(chat)}")
+        return wanted
+
+    def _models(self, *, required: bool) -> list[dict[str, Any]]:
+        """What the server lists; nothing if it refuses to and that is not `required`."""
+        try:
+            with self._request("GET", "/v1/models") as response:
+                return list(json.load(response)["data"])
+        except EngineUnavailable:
+            raise
+        except EmberlineError:
+            if required:
+                raise
+            return []
 
     def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
         """The chunks of one chat completion. Closing the generator closes the connection, which ends the work."""

@@ -6,7 +6,6 @@ import argparse
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 from collections.abc import Iterator
@@ -18,12 +17,13 @@ from emberline import __version__
 from emberline.cli import service
 from emberline.core.config import DEFAULT_MODEL, WEIGHTS, GPUConfig, cache_dir, core_count
 from emberline.core.errors import EmberlineError
-from emberline.core.freememory import free_memory
+from emberline.core.freememory import free_memory, physical_memory
 
 if TYPE_CHECKING:
     from emberline.hub.checkpoint import Checkpoint
     from emberline.models.config import ModelConfig
 
+PROC = Path("/proc")
 MARKS = {True: "ok", None: "--", False: "!!"}
 FEATURES = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve2", "sve", "bf16", "i8mm", "asimddp", "asimdhp", "asimd")
 SERVED = (9, 0)  # our kernels use what came with Hopper, in the form that only it has
@@ -85,16 +85,24 @@ def count(text: str) -> int:
 
 
 def _machine() -> Iterator[Finding]:
-    info = Path("/proc/cpuinfo").read_text()
-    flags = {word for line in info.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
+    flags = _cpu_flags()
     yield Finding("emberline", f"{__version__}, Python {platform.python_version()}")
     yield Finding("cpu", f"{core_count()} cores, {platform.machine()}: {' '.join(f for f in FEATURES if f in flags)}")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = physical_memory()
     yield Finding("memory", f"{free_memory() / 2**30:.1f} of {total / 2**30:.1f} GiB free")
     folder = cache_dir()
     disk = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists()))
     hint = "make room for models" if disk.free < 2 << 30 else ""
     yield Finding("cache", f"{folder}, {disk.free / 2**30:.0f} GiB free on its disk", not hint, hint)
+
+
+def _cpu_flags() -> set[str]:
+    """As Linux lists them; none without /proc (macOS)."""
+    try:
+        lines = (PROC / "cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines if line.startswith(("flags", "Features")) for word in line.split()}
 
 
 def _software() -> Iterator[Finding]:
@@ -179,9 +187,8 @@ def _transports(gpu: GPU | None) -> Iterator[Finding]:
     """How keys and values can travel between workers; one that is broken is left out by them too."""
     from emberline.kv.mooncake import distribution, probe, protocol
 
-    memory = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
     yield Finding("transport tcp", "built in")
-    yield Finding("transport shm", "CPU workers on this machine" if memory else "needs Linux", True if memory else None)
+    yield Finding("transport shm", "CPU workers on this machine")
     yield _between_gpus(gpu)
     if (found := distribution()) is None:
         hint = "pip install mooncake-transfer-engine (or -non-cuda), and libibverbs1"

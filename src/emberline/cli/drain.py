@@ -82,6 +82,28 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
             raise Unauthorized(
                 "the router wants the cluster's key", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
             ) from e
-        raise EmberlineError(json.load(e)["error"]["message"]) from e
+        raise _refusal(router, e) from e
     except (OSError, ValueError, http.client.HTTPException) as e:
         raise EmberlineError(f"no router at {router}: {e}", hint="give --router URL") from e
+
+
+def _refusal(router: str, reply: urllib.error.HTTPError) -> EmberlineError:
+    if not _is_router(router):
+        return EmberlineError(
+            f"{router} is not a router: it answered {reply.code} to a drain",
+            hint="give --router URL; a server without a router is stopped by Ctrl-C or SIGTERM",
+        )
+    try:
+        return EmberlineError(str(json.load(reply)["error"]["message"]))
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        return EmberlineError(f"the router at {router} refused to drain: {reply.code} {reply.reason}")
+
+
+def _is_router(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/cluster/status", timeout=10) as reply:
+            return "workers" in json.load(reply)
+    except urllib.error.HTTPError as e:
+        return e.code in (401, 403)
+    except (OSError, ValueError, TypeError, http.client.HTTPException):
+        return False

@@ -20,6 +20,7 @@ from emberline.core.config import (
 )
 from emberline.core.errors import InvalidRequest
 
+PROC = Path("/proc")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server, engine, rules = ServerConfig(), EngineConfig(model=""), FleetConfig()
@@ -178,7 +179,11 @@ def _models(model: str | None, several: str | None, served_name: str | None) -> 
 
 
 def _process_start() -> float:
-    """When this process was started, so that "ready after" counts the interpreter and the imports too."""
-    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    """When this process was started, so that "ready in" counts the interpreter and the imports too; now, without /proc
+    (macOS)."""
+    try:
+        ticks = int((PROC / "self/stat").read_text().rsplit(")", 1)[1].split()[19])
+        uptime = float((PROC / "uptime").read_text().split()[0])
+    except OSError:
+        return time.time()
     return time.time() - uptime + ticks / os.sysconf("SC_CLK_TCK")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", 
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes; 0 where nobody says."""
+    """Bytes. Half of the machine's memory where there is neither /proc nor a control group (macOS)."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -23,7 +24,15 @@ def free_memory(root: Path = Path("/")) -> int:
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))  # given when asked
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
-    return max(0, min(found, default=0))
+    return max(0, min(found)) if found else physical_memory() // 2
+
+
+def physical_memory() -> int:
+    """Bytes that the machine has; 0 if the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
 
 
 def _groups(root: Path, top: Path, controller: str) -> Iterator[Path]:

@@ -121,7 +121,8 @@ def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_ids)
     limits = {resource.RLIMIT_STACK: STACK_BYTES, resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
     for limit, amount in limits.items():
-        resource.setrlimit(limit, (amount, resource.getrlimit(limit)[1]))
+        with contextlib.suppress(OSError, ValueError):  # macOS refuses some; the deadline below holds there too
+            resource.setrlimit(limit, (amount, resource.getrlimit(limit)[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is for the server
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a server that was killed wants no answer
     for line in sys.stdin:

@@ -4,6 +4,7 @@ where there is a key for them. A server that does not answer has nothing to offe
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 
@@ -29,6 +30,7 @@ class _Row(msgspec.Struct):
     created: int = 0
     max_model_len: int = 0
     owned_by: str = ""
+    kind: str = "chat"  # servers other than ours do not say
 
 
 class _Rows(msgspec.Struct):
@@ -51,11 +53,11 @@ class ModelList:
             for row in rows:
                 if identity.may_use(slug, row.id) and _allowed(settings, slug, row.id):
                     name = row.id if slug == settings.default_provider and not named else f"{slug}/{row.id}"
-                    models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug))
+                    models.append(ServedModel(name, row.created, row.max_model_len, row.owned_by or slug, row.kind))
         names = {model.id: model for model in models}
         for alias, name in settings.models.items():
             target = names.get(name)
-            models.append(ServedModel(alias, target.created if target else 0, target.max_context if target else 0))
+            models.append(replace(target, id=alias, owned_by="emberline") if target else ServedModel(alias, 0, 0))
         models += [ServedModel(name, 0, 0) for name in settings.pools if identity.may_use(POOL, name)]
         routes = [ServedModel(f"{DYNAMIC}/{name}", 0, 0) for name in settings.routes if identity.may_use(DYNAMIC, name)]
         return sorted([*models, *routes], key=lambda model: model.id)
@@ -66,7 +68,7 @@ class ModelList:
         if not provider.needs_key:
             return await self._asked(provider, key)
         known = self._catalogue.current.models(slug) if key is not None else []
-        return [_Row(model.name, 0, model.context or 0) for model in known]
+        return [_Row(model.name, 0, model.context or 0, kind=model.kind) for model in known]
 
     async def _asked(self, provider: Provider, key: str | None) -> list[_Row]:
         headers = {"accept": "application/json"}

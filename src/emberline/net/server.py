@@ -22,6 +22,10 @@ class Server:
         host = self.host
         self._listener = await host.loop.create_server(lambda: Visitor(host), sock=listener, backlog=BACKLOG)
 
+    @property
+    def open_requests(self) -> int:
+        return len(self.host.work)
+
     async def stop(self, seconds: float) -> None:
         """Nobody new is taken. Who is here may be answered to the end, within this time."""
         host = self.host

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
+import logging
 import signal
 import socket
 import threading
@@ -13,6 +15,8 @@ from contextlib import contextmanager
 from emberline.core.errors import InvalidRequest
 from emberline.net.host import App
 from emberline.net.server import Server
+
+log = logging.getLogger("emberline.server")
 
 GOODBYE = 10.0  # seconds for what is under way to end
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -26,8 +30,21 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except (OSError, OverflowError) as e:
         listener.close()
-        raise InvalidRequest(f"cannot listen on {host}:{port}: {e}", hint="choose another --port") from e
+        raise InvalidRequest(f"cannot listen on {host}:{port}: {_why(e)}", hint=_hint(e, port)) from e
     return listener
+
+
+def _why(error: OSError | OverflowError) -> str:
+    if not isinstance(error, OSError):
+        return "a port is between 0 and 65535"
+    if error.errno == errno.EADDRINUSE:
+        return "another process uses this port"
+    return error.strerror or str(error)
+
+
+def _hint(error: OSError | OverflowError, port: int) -> str:
+    in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 
 
 async def listen(
@@ -51,6 +68,8 @@ async def listen(
         gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
         ready()
         await stop.wait()
+        if count := server.open_requests:
+            log.info("stopping: open requests get up to %g s to end (%d open)", GOODBYE, count)
         if leaving is not None:
             await leaving()
         await server.stop(GOODBYE)
@@ -78,5 +97,6 @@ def _stopped() -> Iterator[asyncio.Event]:
 def _listens(listener: socket.socket) -> bool:
     try:
         return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:
-        return False  # the event loop has closed it
+    except OSError as e:
+        # macOS does not know the option; EBADF: the event loop has closed the socket.
+        return e.errno == errno.ENOPROTOOPT and listener.fileno() >= 0

@@ -25,11 +25,11 @@ export class Conversation {
     return answer;
   }
 
-  /** Wire messages. Neighbours of one role (a question whose answer never came) are joined: some templates insist on turns. */
+  /** Wire messages. A question whose request failed before any answer is left out: it stays on the page, marked. Neighbours of one role (a question whose answer never came) are joined: some templates insist on turns. */
   messages(system) {
     const messages = system.trim() ? [{ role: "system", content: system }] : [];
-    for (const { role, content } of this.turns) {
-      if (!content) continue;
+    for (const [i, { role, content }] of this.turns.entries()) {
+      if (!content || isFailed(this.turns[i + 1])) continue;
       const previous = messages.at(-1);
       if (previous?.role === role) previous.content += `\n\n${content}`;
       else messages.push({ role, content });
@@ -54,6 +54,8 @@ export class Conversation {
     }
   }
 }
+
+const isFailed = (turn) => turn?.role === "assistant" && turn.ending === "failed" && !turn.content;
 
 function load(storage) {
   try {

@@ -17,6 +17,7 @@ class ServedModel:
     created: int  # seconds since the epoch
     max_context: int
     owned_by: str = "emberline"
+    kind: str = "chat"  # or "embedding": what a playground may offer
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": model.owned_by,
         "max_model_len": model.max_context,
+        "kind": model.kind,
         "type": "model",
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

@@ -17,6 +17,7 @@ from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllow
 from emberline.gateway.admin import gateways
 from emberline.gateway.admin.ask import Ask, named
 from emberline.gateway.admin.audit import AuditDesk
+from emberline.gateway.admin.catalogue import CatalogueDesk
 from emberline.gateway.admin.cloudflare import CloudflareDesk, envelope, error_envelope
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
@@ -26,6 +27,7 @@ from emberline.gateway.admin.logs import LogDesk
 from emberline.gateway.admin.openapi import document
 from emberline.gateway.admin.routes import RouteDesk
 from emberline.gateway.admin.spent import SpentDesk
+from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.keys.identity import Identity
 
@@ -37,7 +39,7 @@ _OURS = re.compile(r"/admin/|/accounts/[^/]+/ai-gateway(/|$)")  # what else an a
 
 
 class Admin:
-    def __init__(self, desk: Desk, version: str = "") -> None:
+    def __init__(self, desk: Desk, version: str = "", catalogue: CatalogueFiles | None = None) -> None:
         self._logs = LogDesk(desk)
         self._endpoints = [
             Endpoint("GET", "/admin/openapi.json", "This document", self._document),
@@ -45,6 +47,7 @@ class Admin:
             *SpentDesk(desk).endpoints(),
             *KeyDesk(desk).endpoints(),
             *ProviderKeyDesk(desk).endpoints(),
+            *CatalogueDesk(desk, catalogue or CatalogueFiles()).endpoints(),
             *RouteDesk(desk).endpoints(),
             *self._logs.endpoints(),
             *AuditDesk(desk).endpoints(),

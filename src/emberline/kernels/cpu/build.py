@@ -16,7 +16,11 @@ COMPILERS = ("g++", "c++", "clang++")
 # No early scheduling: it lengthens the tiles' register lives until they spill.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-schedule-insns")
 # Left to itself the compiler writes 256-bit code for machines with 512: a gated product then took 1.8 times as long.
-NATIVE = {"aarch64": ("-mcpu=native",), "x86_64": ("-march=native", "-mprefer-vector-width=512")}
+NATIVE = {
+    "aarch64": ("-mcpu=native",),
+    "arm64": ("-mcpu=native",),  # macOS's name of it
+    "x86_64": ("-march=native", "-mprefer-vector-width=512"),
+}
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATHS)
 BUILD_SECONDS = 300
 
@@ -30,10 +34,20 @@ def build(cache: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++")
-    command = [compiler, *FLAGS, *NATIVE.get(platform.machine(), ("-march=native",))]
-    path = cache / f"ember-{_key(command)}.so"
-    if not path.exists():
-        _compile(command, path)
+    native = [compiler, *FLAGS, *NATIVE.get(platform.machine(), ("-march=native",))]
+    path = cache / f"ember-{_key(native)}.so"
+    if path.exists():
+        return path
+    # Some versions of clang refuse "native" for some CPUs; portable kernels are still faster than plain torch.
+    portable = [compiler, *FLAGS]
+    other = cache / f"ember-{_key(portable)}.so"
+    if other.exists():
+        return other
+    try:
+        _compile(native, path)
+    except BuildError:
+        _compile(portable, other)
+        return other
     return path
 
 

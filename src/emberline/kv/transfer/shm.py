@@ -10,8 +10,10 @@ import fcntl
 import mmap
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -33,15 +35,30 @@ class Segment:
 
     def __init__(self, layout: Layout, blocks: int) -> None:
         self.size = sum(_spans(layout, blocks))
-        self.fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # nobody's mapping can fault
+        self.fd, self._read_only = _memory_file(self.size)
         self.memory = mmap.mmap(self.fd, self.size)
         self.region = _region(layout, blocks, self.memory)
 
     def reader(self) -> int:
         """A descriptor that cannot write."""
+        if self._read_only is not None:
+            return os.dup(self._read_only)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _memory_file(size: int) -> tuple[int, int | None]:
+    """A file of this size without a name, and a descriptor that can only read it where /proc cannot make one."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # no mapping of it can fault
+        return fd, None
+    fd, path = tempfile.mkstemp(prefix="emberline-kv-")  # macOS: without seals
+    try:
+        os.ftruncate(fd, size)
+        return fd, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        Path(path).unlink()
 
 
 class ShmServer(Server):

@@ -122,7 +122,7 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     sockets = stacked((*outer, limited_sessions(limiter, claims, clock, wall)), realtime)
     gateway = Gateway(stacked(layers, attempts), sockets, registry, book, keys, clock, wall)
     desk = Desk(store, vault, wall, limiter, fixed=fixed, allow_private=config.private_providers)
-    admin = Admin(desk, __version__)
+    admin = Admin(desk, __version__, catalogue)
     models = ModelList(registry, vault, upstream, catalogue)
     _beside(stack, Retention(store, fixed, wall).run())
     _beside(stack, _follow(catalogue))

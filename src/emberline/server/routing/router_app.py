@@ -112,11 +112,17 @@ class RouterApp:
     def _served(self) -> list[models.ServedModel]:
         """Of workers that are there; what several have is as long as the shortest of them."""
         contexts: dict[str, int] = {}
+        chat: set[str] = set()
         for _, member, health in self._seen():
             if health is not Health.LOST:
                 for model in member.card.models:
                     contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
-        return [models.ServedModel(name, self._began, context) for name, context in sorted(contexts.items())]
+                    if model.max_running:  # an embedder keeps no batch
+                        chat.add(model.name)
+        return [
+            models.ServedModel(name, self._began, context, kind="chat" if name in chat else "embedding")
+            for name, context in sorted(contexts.items())
+        ]
 
     # -- workers -------------------------------------------------------------------------------------------------------
 

@@ -214,5 +214,6 @@ class EngineApp:
             for model in self._catalog
         ]
         if self._embeddings is not None:
-            served.append(models.ServedModel(self._embeddings.name, int(self._began), self._embeddings.max_length))
+            length = self._embeddings.max_length
+            served.append(models.ServedModel(self._embeddings.name, int(self._began), length, kind="embedding"))
         return served

@@ -15,17 +15,21 @@ class Keys {
   constructor(api, where) {
     Object.assign(this, { api, where });
     this.found = element("section", { className: "card", id: "keys-found" });
+    this.warning = element("p", { className: "alarm", id: "keys-warning", role: "status", hidden: true });
   }
 
   async open() {
     await this.show();
     const make = button("New key", () => this.make(), "primary");
     make.id = "new-key";
-    return element("div", {}, head("Keys", "Who may use the gateway, and how much. A secret is shown once, when its key is made.", make), this.found);
+    return element("div", {}, head("Keys", "Who may use the gateway, and how much. A secret is shown once, when its key is made.", make), this.warning, this.found);
   }
 
   async show() {
-    const items = await this.api.all("keys", this.where.signal);
+    const [items, gateways] = await Promise.all([this.api.all("keys", this.where.signal), this.api.all("gateways", this.where.signal)]);
+    const open = gateways.filter(({ value }) => !value.authentication).map(({ id }) => id);
+    this.warning.hidden = !open.length;
+    this.warning.replaceChildren(element("strong", {}, "Authentication is off"), ` for ${open.join(", ")}: requests without a key are answered there. Set authentication to true in its settings (Gateways, or the configuration file) to require a key.`);
     const columns = [
       ["Name", (k) => element("span", { className: "place" }, element("b", {}, k.name), element("small", {}, `${k.shown}…`)), "wide"],
       ["May", (k) => element("span", { className: "marks" }, ...k.scopes.map((scope) => pill(scope, scope === "admin" ? "mild" : "good")))],
@@ -37,7 +41,7 @@ class Keys {
       ["State", (k) => state(k)],
       ["", (k) => element("span", { className: "actions" }, ...this.actions(k))],
     ];
-    this.found.replaceChildren(table("Keys", columns, items, { none: "No keys yet. Until there is one, only tokens of the configuration work." }));
+    this.found.replaceChildren(table("Keys", columns, items, { none: open.length ? "No keys yet." : "No keys yet. Until there is one, only keys of the configuration work." }));
   }
 
   actions(key) {

@@ -28,7 +28,7 @@ class Playground {
     this.model.control.setAttribute("list", "models");
     this.gateway = field({ name: "gateway", label: "Gateway", kind: "select", options: gateways, value: session.gateway || "default" });
     this.system = field({ name: "system", label: "System prompt", kind: "area", rows: 3 });
-    this.most = field({ name: "most", label: "Most tokens", kind: "number", min: 1, value: 512 });
+    this.most = field({ name: "most", label: "Max tokens", kind: "number", min: 1, value: 512 });
     this.temperature = field({ name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, placeholder: "as the model has it" });
     this.fresh = field({ name: "fresh", label: "Do not answer from the cache", kind: "check" });
   }
@@ -63,7 +63,7 @@ class Playground {
     if (this.session.account !== "default") return; // the list is of that account only
     const served = answered("v1/models", { headers, signal: this.where.signal }, this.where.signal).then((reply) => reply.json());
     const [models, routes] = await Promise.all([served.catch(() => ({ data: [] })), this.session.api.all("routes", this.where.signal).catch(() => [])]);
-    const names = [...models.data.map(({ id }) => id), ...routes.filter(({ deployed }) => deployed !== null).map(({ name }) => `dynamic/${name}`)];
+    const names = [...models.data.filter(({ kind = "chat" }) => kind === "chat").map(({ id }) => id), ...routes.filter(({ deployed }) => deployed !== null).map(({ name }) => `dynamic/${name}`)];
     this.names.replaceChildren(...names.map((name) => element("option", { value: name })));
     if (document.activeElement !== this.model.control) this.model.control.value ||= names[0] ?? ""; // who writes is left alone
   }
@@ -91,7 +91,8 @@ class Playground {
       this.stop.hidden = true;
       this.send.disabled = false;
     }
-    messages.push({ role: "assistant", content: reply.said.data });
+    if (reply.failed && !reply.said.data) messages.pop(); // the question is on the page, marked, and not sent again
+    else messages.push({ role: "assistant", content: reply.said.data });
   }
 
   async answer(reply) {
@@ -163,8 +164,10 @@ function turn(role, content) {
   const foot = element("div", { className: "foot" });
   const node = element("li", { className: `said ${role}` }, element("b", {}, role), element("p", {}, said), foot);
   const fail = (message) => {
+    made.failed = true;
     node.classList.add("error");
     foot.append(element("span", { className: "failed", role: "alert" }, message));
   };
-  return { node, said, foot, fail };
+  const made = { node, said, foot, fail, failed: false };
+  return made;
 }

@@ -1,7 +1,7 @@
 /** Providers: their keys, which go in and never come out, and providers of the account's own. */
 
 import { element } from "../dom.js";
-import { exactly } from "./figures.js";
+import { NONE, exactly } from "./figures.js";
 import { ask, button, confirmed, done, field, form, head, list, pill, say, table } from "./parts.js";
 import { part } from "./api.js";
 
@@ -16,6 +16,7 @@ class Providers {
     Object.assign(this, { api, where });
     this.keys = element("div", { id: "provider-keys" });
     this.own = element("div", { id: "custom-providers" });
+    this.known = element("div", { id: "known-providers" });
   }
 
   async open() {
@@ -30,11 +31,12 @@ class Providers {
       head("Providers", "Keys are encrypted when they arrive; no answer of the gateway contains one.", add, store),
       element("section", { className: "card" }, element("h3", {}, "Keys of providers"), this.keys),
       element("section", { className: "card" }, element("h3", {}, "Providers of your own"), this.own),
+      element("section", { className: "card" }, element("h3", {}, "Known providers", element("small", {}, "a key is enough to use one")), this.known),
     );
   }
 
   async show() {
-    const [keys, own] = await Promise.all([this.api.all("provider-keys", this.where.signal), this.api.all("custom-providers", this.where.signal)]);
+    const [keys, own, known] = await Promise.all(["provider-keys", "custom-providers", "providers"].map((path) => this.api.all(path, this.where.signal)));
     const columns = [
       ["Provider", ({ provider }) => element("b", {}, provider), "wide"],
       ["Alias", ({ alias }) => alias],
@@ -50,6 +52,14 @@ class Providers {
       ["State", ({ value }) => (value.enable ? pill("on", "good") : pill("off", "bad"))],
       ["", (item) => element("span", { className: "actions" }, button("Change", () => this.edit(item)), this.deleting(`custom-providers/${part(item.id)}`, item.value.name))],
     ];
+    const facts = [
+      ["Provider", ({ slug }) => element("b", {}, slug), "wide"],
+      ["Address", ({ base_url }) => base_url || NONE],
+      ["Speaks", ({ speaks }) => speaks.join(", ") || NONE],
+      ["Key", ({ needs_key, has_key }) => (has_key ? pill("stored", "good") : needs_key ? pill("none", "mild") : "not needed")],
+      ["", ({ slug, has_key }) => (has_key ? null : button("Store a key", () => this.store({ provider: slug, alias: "default" })))],
+    ];
+    this.known.replaceChildren(table("Known providers", facts, known));
     this.own.replaceChildren(table("Providers of your own", places, own, { none: "None. Anything that speaks a known dialect can be one." }));
   }
 
@@ -75,7 +85,7 @@ class Providers {
       say("Stored, encrypted.");
     });
     wanted.id = "provider-key-form";
-    ask(old ? `Replace ${old.provider}/${old.alias}` : "Store a provider's key", wanted);
+    ask(old?.created ? `Replace ${old.provider}/${old.alias}` : "Store a provider's key", wanted);
   }
 
   edit(old) {

@@ -1,0 +1,78 @@
+"""What the command line prints when something is missing or not what it should be."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from emberline.cli.__main__ import COMMANDS, main
+
+
+@contextmanager
+def answering(body: bytes, status: bytes) -> Iterator[str]:
+    """A server that is not a router: it answers the same to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(int(status))
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.05}).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert all(f"{name} " in told and help_ in told for name, help_ in COMMANDS.items() if len(help_) < 50)
+
+
+def test_bench_without_a_kind_lists_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench"])
+    assert "load on any OpenAI URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("body", [json.dumps({"error": {"message": "nothing here"}}).encode(), b"{}", b"<html>"])
+@pytest.mark.parametrize("status", [b"404", b"405", b"500"])
+def test_drain_at_what_is_no_router(body: bytes, status: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(body, status) as url:
+        assert main(["drain", "w", "--router", url]) == 1
+    told = capsys.readouterr().err
+    assert f"{url} is not a router: it answered {status.decode()}" in told and "(hint: give --router URL" in told
+
+
+@pytest.mark.parametrize("command", ["gateway", "router", "serve"])
+def test_a_taken_port_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([command, "--port", str(port)]) == 1
+    told = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: another process uses this port (hint: choose another --port" in told
+
+
+def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--port", "99999"]) == 1
+    assert "cannot listen on 127.0.0.1:99999: a port is between 0 and 65535" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""What scripts/serve prints when everything answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from emberline.cli import started
+from emberline.core.config import GatewayConfig
+
+EMBEDDER = {"id": "minilm", "kind": "embedding"}
+CHAT = {"id": "smollm2", "kind": "chat"}
+
+
+@contextmanager
+def serving(status: int) -> Iterator[int]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"data": [EMBEDDER, CHAT]}).encode()
+            self.send_response(status if self.path == "/v1/models" else 200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.05}).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def test_urls_the_key_file_and_a_request_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(200) as port:
+        assert started.main([str(port), str(port)]) == 0
+    told = capsys.readouterr().err
+    url = f"http://127.0.0.1:{port}"
+    assert f"Playground   {url}/" in told and f"Dashboard    {url}/" in told
+    assert str(GatewayConfig().admin_file) in told
+    assert f"curl {url}/v1/chat/completions" in told and '"model": "smollm2"' in told
+    assert "Authorization" not in told
+
+
+def test_the_request_to_try_is_a_shell_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(200) as port:
+        started.main([str(port)])
+    told = capsys.readouterr().err
+    command = told[told.index("curl ") : told.index("  Stop")].replace("curl ", "printf '%s\\n' ", 1)
+    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert json.loads(words[-1])["messages"][0]["role"] == "user"
+
+
+def test_a_server_with_keys_is_asked_with_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(401) as port:
+        started.main([str(port)])
+    told = capsys.readouterr().err
+    assert "Authorization: Bearer API_KEY" in told and "Dashboard" not in told
+
+
+def test_without_its_parent_it_ends() -> None:
+    assert not started.wait_until_ready("http://127.0.0.1:9", lambda: False)
