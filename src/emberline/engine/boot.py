@@ -55,6 +55,8 @@ class Loaded:
     kv_bytes: int
     kernels: str
     seconds: dict[str, float]
+    device: str
+    kv_dtype: str
 
 
 def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
@@ -129,6 +131,8 @@ def loaded_on_gpu(made: Booted) -> Loaded:
         kv_bytes=made.plan.kv_bytes,
         kernels=f"cuda ({torch.cuda.get_device_name()})",
         seconds=dict(made.seconds),
+        device="cuda",
+        kv_dtype=_name(made.runner.cache.shape.dtype),
     )
 
 
@@ -180,6 +184,8 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
+        device="cpu",
+        kv_dtype=_name(cache.shape.dtype),
     )
 
 
@@ -240,6 +246,10 @@ def _dtype(field: str, name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise InvalidRequest(f"{field} is {name!r}; it must be one of {', '.join(DTYPES)}", param=field)
     return DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
