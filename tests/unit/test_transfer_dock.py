@@ -49,6 +49,7 @@ def test_blocks_arrive_by_every_way(kind: str) -> None:
 
 
 def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dock, "_engines", {})
     monkeypatch.setattr(dock, "probe", lambda *_: "it died of signal 11")
     with caplog.at_level(logging.WARNING):
         made = opened("here", mooncake=True)

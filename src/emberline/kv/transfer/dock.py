@@ -98,7 +98,9 @@ def port_at(base: int, offset: int) -> int:
 
 def _mooncake(host: str, config: TransferConfig, region: Region) -> Mooncake | None:
     """Return the engine, or None if it cannot be used here: blocks then travel by the other transports."""
-    reason = probe(host, protocol()) if isinstance(region, HostRegion) else "they are in a GPU's memory"
+    reason: str | None = "they are in a GPU's memory"
+    if isinstance(region, HostRegion):
+        reason = None if host in _engines else probe(host, protocol())
     if reason is None:
         try:
             if host not in _engines:
