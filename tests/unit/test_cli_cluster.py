@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from emberline.cli import cluster, drain, serve
+from emberline.cli import cluster, drain, serve, service
 from emberline.cluster.supervisor import children
-from emberline.core.config import WorkerConfig, cluster_key
+from emberline.core.config import EngineConfig, TransferConfig, WorkerConfig, cluster_key
 from emberline.core.errors import EmberlineError, InvalidRequest
 
 
@@ -31,7 +31,7 @@ def test_how_many_of_each() -> None:
             counts(*wrong)
 
 
-@pytest.mark.parametrize("option", ["--kv-checksums", "--kv-mooncake", "--worker-name=w"])
+@pytest.mark.parametrize("option", ["--kv-checksums", "--kv-mooncake", "--kv-port=7000", "--worker-name=w"])
 def test_who_has_no_router_exchanges_nothing(option: str) -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
@@ -46,6 +46,41 @@ def test_the_key_is_in_no_command() -> None:
     assert made[2].arguments == ["worker", "m", "--role", "decode", "--router", "http://r", "--worker-name", "decode-1"]
     assert all("hush" not in child.arguments and "hush" not in repr(child) for child in made)
     assert all(child.environment["EMBERLINE_CLUSTER_KEY"] == "hush" for child in made)
+
+
+def test_every_worker_has_kv_ports_of_its_own() -> None:
+    counts = {"prefill": 1, "both": 2}
+    made = children([], counts, ["m"], url="http://r", key="k", logs=Path("/logs"), kv_port=7000)
+    assert [child.arguments[-2:] for child in made[1:]] == [["--kv-port", str(port)] for port in (7000, 7008, 7016)]
+    with pytest.raises(InvalidRequest, match="every worker's"):
+        cluster._worker(argparse.Namespace(options=["--kv-port=7000"], model="m"), 2, [])
+
+
+def test_engines_of_one_worker_have_kv_ports_of_their_own() -> None:
+    config = EngineConfig("m", kv_port=7000, transfer=TransferConfig("w", required=False))
+    second = config.with_kv_ports(1)
+    assert (second.kv_port, second.transfer) == (7008, TransferConfig("w", port=7008, required=True))
+    free = EngineConfig("m", transfer=TransferConfig("w", required=False))
+    assert free.with_kv_ports(1) == free
+    with pytest.raises(InvalidRequest, match="kv_port is 65535"):
+        EngineConfig("m", kv_port=65535)
+
+
+def test_checksums_come_with_mooncake_unless_they_are_switched_off() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+
+    def sealed(*options: str) -> bool:
+        given = service.given(parser.parse_args(["m", *options]), EngineConfig) | {"model": ""}
+        return EngineConfig(**given).seals_blocks
+
+    assert not sealed() and sealed("--kv-checksums") and sealed("--kv-mooncake")
+    assert not sealed("--kv-mooncake", "--no-kv-checksums")
+
+
+def test_an_address_for_mooncake_needs_mooncake() -> None:
+    with pytest.raises(InvalidRequest, match="neither kv_mooncake nor kv_store"):
+        EngineConfig("m", kv_mooncake_host="10.0.0.1")
 
 
 def test_the_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

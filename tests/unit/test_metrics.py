@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from emberline.core.events import Stats, Timing, Turns
-from emberline.server.metrics import Metrics, Replies, exposition
+import pytest
+
+from emberline.core.events import Stats, TierStats, Timing, Turns
+from emberline.server.metrics import CacheInfo, Metrics, Replies, exposition
 
 LABEL = r'[a-z_]+="(?:[^"\\\n]|\\["\\n])*"'
 LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
@@ -13,6 +15,25 @@ LINE = re.compile(rf"^[a-z0-9_:]+(\{{{LABEL}(,{LABEL})*\}})? -?[0-9.e+-]+$")
 
 def rendered(metrics: Metrics, **stats: int) -> str:
     return exposition(metrics.families(Stats(**stats), restarts=2, ready=True, block_size=16))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "tiers", "gpu", "cpu"),
+    [("cpu", {}, 0, 100), ("cuda", {}, 100, 0), ("cuda", {"host": 7}, 100, 7), ("cpu", {"host": 7, "disk": 9}, 0, 107)],
+)
+def test_cache_settings_are_those_of_the_engine(device: str, tiers: dict[str, int], gpu: int, cpu: int) -> None:
+    stats = Stats(blocks_total=100, tiers={name: TierStats(capacity=size) for name, size in tiers.items()})
+    cache = CacheInfo(device, "float8_e4m3fn", False)
+    text = exposition(Metrics("m").families(stats, restarts=0, ready=True, block_size=64, cache=cache))
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    assert dict(re.findall(r'([a-z_]+)="([^"]*)"', line)) == {
+        "model_name": "m",
+        "block_size": "64",
+        "cache_dtype": "float8_e4m3fn",
+        "enable_prefix_caching": "False",
+        "num_gpu_blocks": str(gpu),
+        "num_cpu_blocks": str(cpu),
+    }
 
 
 def test_every_line_is_well_formed_and_every_family_is_described() -> None:

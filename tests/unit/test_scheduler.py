@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
@@ -13,7 +13,7 @@ from emberline.core.config import SchedulerConfig
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
-from emberline.core.request import FinishReason, Priority, Submission
+from emberline.core.request import FinishReason, Priority, Request, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeAheadRunner, FakeRunner
 from emberline.engine.scheduler import MOST_SCORED
@@ -319,3 +319,47 @@ def test_what_a_preempted_prompt_finds_of_itself_is_not_cached() -> None:
     assert not e.scheduler._found
     e.add(submission("c", 90, start=500, max_tokens=2))
     assert sum(o.cached_tokens for o in run(e)) == e.kv.hits == 88
+
+
+def victim_by_scanning(e: Engine, request: Request) -> Request:
+    """The definition: of those behind, batch first, then the fewest blocks that nothing else holds, then the latest."""
+    kv, rank = e.kv, e.scheduler.waiting.rank
+    held = Counter(block for r in e.scheduler.running for block in kv.table(r))
+
+    def private(r: Request) -> int:
+        return sum(held[block] == 1 for block in kv.table(r))
+
+    behind = [r for r in e.scheduler.running if rank(r) > rank(request) and private(r) > 0]
+    return min(behind, key=lambda r: (-r.priority, private(r), -rank(r)[0])) if behind else request
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.sampled_from([0, 0, 500]), st.integers(1, 40), st.integers(1, 3)),
+        min_size=2,
+        max_size=8,
+    ),
+    st.integers(9, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_victim_is_the_one_that_a_scan_of_all_tables_finds(
+    asked: list[tuple[int, int, int, int]], blocks: int
+) -> None:
+    e, found = engine(blocks), list[str]()
+    choose = e.scheduler._victim
+
+    def compared(request: Request) -> Request:
+        chosen = choose(request)
+        assert chosen is victim_by_scanning(e, request)
+        found.append(chosen.id)
+        return chosen
+
+    e.scheduler._victim = compared  # type: ignore[method-assign]
+    for i, (length, start, tokens, n) in enumerate(asked):
+        priority = Priority.BATCH if i % 3 == 2 else Priority.INTERACTIVE
+        if -(-(length + tokens) // 8) < blocks:
+            e.add(submission(f"r{i}", length, start=start, priority=priority, max_tokens=tokens, n=n))
+        e.step()
+        e.clock.advance(0.5)  # type: ignore[attr-defined]
+    run(e)
+    target(len(found))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from blocks_made import BLOCK_BYTES, block, buffer, content, digest
+from listening import listening_ports
 
 from emberline.bench.master import Master, freeze
 from emberline.core.clock import ManualClock
@@ -27,7 +28,7 @@ from emberline.kv.tiers import storeclient
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import HOPELESS, RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.tiers.storeclient import NO_ROOM, NOT_THERE, StoreClient, StoreDown
+from emberline.kv.tiers.storeclient import NO_ROOM, NOT_THERE, StoreClient, StoreDown, StorePlace
 
 NAMES = [digest(i) for i in range(8)]
 MEMORY = 64 << 20
@@ -155,6 +156,16 @@ def test_a_nonsensical_address_is_refused() -> None:
             StoreClient(wrong, MEMORY, 1 << 16)
 
 
+def test_a_master_elsewhere_needs_our_address(caplog: pytest.LogCaptureFixture) -> None:
+    """Only a setting opens memory to a network in which Mooncake authenticates no peer."""
+    with pytest.raises(InvalidRequest, match="authenticates no peer") as raised:
+        StoreClient("192.0.2.7:50051", MEMORY, 1 << 16)
+    assert raised.value.hint is not None and "--kv-mooncake-host" in raised.value.hint
+    assert not caplog.text
+    StoreClient("192.0.2.7:50051", MEMORY, 1 << 16, StorePlace("192.0.2.8"))
+    assert "open to the network: host=192.0.2.8" in caplog.text
+
+
 def test_no_master_is_no_reason_not_to_start() -> None:
     tier = RemoteTier(f"127.0.0.1:{free_port()}", "m", BLOCK_BYTES, MEMORY)
     assert not tier.stats().on and fill(tier, NAMES[:1]) == 0 and tier.guess(NAMES) == 0
@@ -206,6 +217,21 @@ def test_another_worker_finds_what_one_has_stored(master: Master) -> None:
     assert stack.take(fetch) == ([], True)
     for tier in (one, two, other):
         tier.close()
+
+
+def test_our_part_of_the_store_is_at_the_stated_place(master: Master) -> None:
+    base = free_port()
+    client = StoreClient(master.address, MEMORY, 1 << 16, StorePlace(port=base))
+    client.check()
+    assert client.pid is not None
+    ports = listening_ports(client.pid)
+    assert ports == {base, base + 1}
+    for port in ports:
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        for other in ("127.0.0.2", "::1"):
+            with pytest.raises(OSError):
+                socket.create_connection((other, port), 0.3)
+    client.close()
 
 
 def test_a_master_that_is_killed_and_started_again(master: Master) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from blocks_made import BLOCK_BYTES, BUFFER_BYTES, block, content, digest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeAheadRunner, FakeRunner
+from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.stack import STUCK, TierStack
 
@@ -315,3 +317,40 @@ def test_tiers_are_used_at_all() -> None:
     assert ask(0) == 40 and schedule.tiers.stats()["below"].hit_tokens == 40
     assert ask(0) == 40 and schedule.engine.kv.hits == 40
     assert ask(0, "b") == 0, "another tenant's"
+
+
+def test_all_damaged_blocks_of_a_prefix_are_written_again(tmp_path: Path) -> None:
+    """One restart heals a prefix, however many of its blocks are damaged."""
+    prefix = [digest(i) for i in range(6)]
+
+    def started() -> tuple[TierStack, DiskTier]:
+        disk = DiskTier(tmp_path, "m", BLOCK_BYTES, 1 << 20)
+        return TierStack(HostTier(BLOCK_BYTES, 8 * BUFFER_BYTES), [disk], threads=False), disk
+
+    def arrivals(tiers: TierStack) -> int:
+        fetch = tiers.fetch(prefix)
+        while tiers.read_next():
+            pass
+        arrived, ended = tiers.take(fetch)
+        assert ended
+        for arrival in arrived:
+            tiers.loaded(arrival.digest)
+        return len(arrived)
+
+    def compute(tiers: TierStack) -> None:
+        """As the engine does with what did not arrive."""
+        for name in prefix:
+            if (room := tiers.reserve(name)) is not None:
+                room[:] = block(name)
+                tiers.saved(name)
+            tiers.write_next()
+
+    compute(started()[0])
+    for name in (prefix[1], prefix[3], prefix[4]):
+        (path,) = tmp_path.glob(f"*/*/{name.hex()}")
+        path.write_bytes(bytes(path.stat().st_size))
+    tiers, disk = started()
+    assert arrivals(tiers) == 1 and disk.stats().damaged_blocks == 1
+    compute(tiers)
+    tiers, disk = started()
+    assert arrivals(tiers) == 6 and disk.stats().damaged_blocks == 0

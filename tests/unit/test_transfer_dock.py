@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transfers import content, fill, small, soon
 
 from emberline.core.config import TransferConfig
+from emberline.core.freeport import free_port
 from emberline.kernels.cpu.library import find_library
 from emberline.kv.checksum import crc_of
 from emberline.kv.codec import codec_of
 from emberline.kv.transfer import dock
 from emberline.kv.transfer.dock import Dock, Near, Ways
+from emberline.kv.transfer.errors import Corrupted
+from emberline.kv.transfer.mooncake import MooncakeServer
+from emberline.kv.transfer.region import HostRegion
 from emberline.kv.transfer.shm import Segment
 
 LIBRARY = find_library()
 
 
-def opened(name: str, *, mooncake: bool, host: str = "127.0.0.1") -> Dock:
-    ways = Ways(crc_of(LIBRARY), codec_of("auto", LIBRARY, "bfloat16"), always=True, mooncake=mooncake)
+def opened(name: str, *, mooncake: bool, host: str = "127.0.0.1", port: int = 0, at: str = "127.0.0.1") -> Dock:
+    ways = Ways(crc_of(LIBRARY), codec_of("auto", LIBRARY, "bfloat16"), True, at if mooncake else None, mooncake)
     segment = Segment(small(), 12)
-    return Dock.opened(TransferConfig(name, host), segment.region, Near.by_memory(segment), ways)
+    return Dock.opened(TransferConfig(name, host, port), segment.region, Near.by_memory(segment), ways)
 
 
 @pytest.mark.parametrize("kind", ["shm", "mooncake", "tcp"])
@@ -41,6 +49,7 @@ def test_blocks_arrive_by_every_way(kind: str) -> None:
 
 
 def test_a_broken_mooncake_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(dock, "_engines", {})
     monkeypatch.setattr(dock, "probe", lambda *_: "it died of signal 11")
     with caplog.at_level(logging.WARNING):
         made = opened("here", mooncake=True)
@@ -54,3 +63,72 @@ def test_half_a_dock_leaves_nothing_behind() -> None:
         opened("x", mooncake=False, host="192.0.2.1")
     gc.collect()
     assert "emberline-kv" not in Path("/proc/self/maps").read_text() and threading.active_count() == before
+
+
+STATED_PORTS = """
+import sys
+from listening import listening_ports
+from test_transfer_dock import opened
+base = int(sys.argv[1])
+made = opened("here", mooncake=True, port=base)
+told = made.sender.endpoints
+assert (told["tcp"], told["mooncake"]) == (f"127.0.0.1:{base}", f"127.0.0.1:{base + 1}"), told
+assert listening_ports() == {base, base + 1, base + 2, base + 3}, listening_ports()
+other = opened("another model", mooncake=True, port=base + 8)
+assert listening_ports() - {base, base + 1, base + 2, base + 3} == {base + 8, base + 9}
+other.close(); made.close()
+"""
+
+
+def test_ports_of_every_transport_are_those_stated() -> None:
+    """In a process of its own: Mooncake reads its setting once."""
+    command = [sys.executable, "-c", STATED_PORTS, str(free_port())]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_address_of_the_network_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dock, "is_loopback", lambda host: host != "127.0.0.9")
+    with caplog.at_level(logging.WARNING):
+        opened("here", mooncake=True, at="127.0.0.9").close()
+    assert "authenticates no peer" in caplog.text and "host=127.0.0.9" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        opened("here", mooncake=True).close()
+    assert "authenticates" not in caplog.text
+
+
+STRANGER = """
+import sys
+from mooncake.engine import TransferEngine
+engine = TransferEngine()
+assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+junk = engine.allocate_managed_buffer(4096)
+engine.write_bytes_to_buffer(junk, bytes(4096), 4096)
+sys.exit(engine.transfer_sync_write(sys.argv[1], junk, int(sys.argv[2]), int(sys.argv[3])))
+"""
+
+
+def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
+    """Mooncake lets any process that reaches its port write to a published block."""
+    here, there = opened("here", mooncake=True), opened("there", mooncake=True)
+    for other in ("shm", "tcp"):
+        del there.sender.endpoints[other]
+    region = there.sender.region
+    assert isinstance(region, HostRegion)
+    first, sent = fill(region, [4], 1), fill(region, [5, 1], 2)
+    kept, ticket = there.sender.publish([5, 1], 30.0), there.sender.publish([4], 30.0)
+    engine = next(server._engine for server in there.servers if isinstance(server, MooncakeServer))
+    address = np.frombuffer(region.parts[0], np.uint8).ctypes.data + 4 * region.layout.plane_bytes
+    stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
+    assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
+    assert content(region, [4]) != first, "the stranger wrote"
+    with pytest.raises(Corrupted, match="another checksum than it left with"):
+        here.receiver.pull(ticket, [2], soon())
+    here.receiver.pull(kept, [2, 3], soon())
+    assert content(here.receiver.region, [2, 3]) == sent
+    here.close()
+    there.close()

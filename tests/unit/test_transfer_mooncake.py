@@ -80,7 +80,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     engine = SlowEngine()
-    monkeypatch.setattr(mooncake, "new_engine", lambda: engine)
+    monkeypatch.setattr(mooncake, "new_engine", lambda _port: engine)
     made = Pair(engine, Sender(blank(small(), 12), "p"), Mooncake())
     server = serve_mooncake(made.sender, made.mooncake)
     yield made
@@ -202,7 +202,7 @@ def test_the_wheel_of_the_tests_works() -> None:
 
 
 def test_a_missing_wheel_is_a_transport_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
+    def missing(_port: int) -> None:
         raise MooncakeMissing("Mooncake cannot be used: no module")
 
     monkeypatch.setattr(mooncake, "new_engine", missing)

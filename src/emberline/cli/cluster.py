@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import tracing
-from emberline.core.config import DEFAULT_MODEL, Role, RouterConfig, cluster_key, core_count
+from emberline.core.config import DEFAULT_MODEL, KV_PORTS, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 
 POLL = 0.5  # seconds
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
-        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share")  # fmt: skip
+        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
     up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
     up.add_argument("--kv-events", action="store_true", help="the router follows what workers' caches hold")
+    up.add_argument(
+        "--kv-port", type=int, default=0, help=f"first of {KV_PORTS} ports for each worker's KV transfers (0: any)"
+    )
     tracing.add_arguments(up)
     up.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
     up.add_argument(
@@ -78,7 +81,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
     options = _worker(args, sum(workers.values()), [*keys, *traced])
-    made = children(router, workers, options, url=url, key=key, logs=logs)
+    made = children(router, workers, options, url=url, key=key, logs=logs, kv_port=args.kv_port)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)

@@ -11,6 +11,7 @@ from emberline.cli import service, tracing
 from emberline.core.config import (
     DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
+    KV_PORTS,
     WEIGHTS,
     EngineConfig,
     FleetConfig,
@@ -107,9 +108,24 @@ def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:
         help="a worker moves prefixes by Mooncake's Transfer Engine too (RDMA where there is some)",
     )
     parser.add_argument(
+        "--kv-mooncake-host",
+        metavar="ADDRESS",
+        help="IPv4 address of this host for Mooncake, which authenticates no peer: name one only in a network that you "
+        "trust (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--kv-port",
+        type=int,
+        default=engine.kv_port,
+        metavar="PORT",
+        help=f"first of {KV_PORTS} ports for each model's KV transfers: TCP, then Mooncake (default: free ones)",
+    )
+    parser.add_argument(
         "--kv-checksums",
-        action="store_true",
-        help="a worker hands on each block with a checksum, which whoever takes it compares in its own cache",
+        action=argparse.BooleanOptionalAction,
+        default=engine.kv_checksums,
+        help="each block is published with a checksum, which the receiving worker compares with what arrived "
+        "(default: with --kv-mooncake)",
     )
     parser.add_argument(
         "--kv-codec",
@@ -152,6 +168,8 @@ def _worker(args: argparse.Namespace) -> WorkerConfig | None:
             raise InvalidRequest(
                 f"--{name.replace('_', '-')} is for a worker of a router", hint="give --router URL too"
             )
+    if args.kv_port and args.kv_store is None:
+        raise InvalidRequest("--kv-port is for a worker of a router, or with --kv-store", hint="give --router URL too")
     return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.core.config import Role, environment
+from emberline.core.config import KV_PORTS, Role, environment
 
 LONGEST_PAUSE = 30.0
 STEADY = 60.0  # seconds: who ran so long is started again at once
@@ -112,14 +112,24 @@ def _ending(status: int) -> str:
 
 
 def children(
-    router: Sequence[str], workers: Mapping[Role, int], worker: Sequence[str], *, url: str, key: str, logs: Path
+    router: Sequence[str],
+    workers: Mapping[Role, int],
+    worker: Sequence[str],
+    *,
+    url: str,
+    key: str,
+    logs: Path,
+    kv_port: int = 0,
 ) -> list[Child]:
-    """The router first. All know the cluster's key from their environment, where only their user can read it."""
+    """The router first. All know the cluster's key from their environment, where only their user can read it.
+    `kv_port`: the first of the ports of KV transfers, of which each worker has its own; 0: any."""
     secret = environment(key)
     made = [Child("router", ["router", *router], logs / "router.log", secret)]
     for role, count in workers.items():
         for i in range(count):
             name = f"{'worker' if role == 'both' else role}-{i + 1}"
             own = ["--role", role, "--router", url, "--worker-name", name]
+            if kv_port:
+                own += ["--kv-port", str(kv_port + (len(made) - 1) * KV_PORTS)]
             made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", secret))
     return made

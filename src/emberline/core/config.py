@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
@@ -98,6 +98,7 @@ class TransferConfig:
                 raise InvalidRequest(f"{name} must be above 0", param=name)
 
 
+KV_PORTS = 8  # reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare
 WEIGHTS = ("auto", "plain", "packed", "both")  # how a GPU keeps them
 
 
@@ -126,8 +127,10 @@ class EngineConfig:
     kv_store: str | None = None  # HOST:PORT of the master of a store that a cluster shares, for them too
     kv_store_memory: int = 1 << 30  # bytes of main memory that this engine gives to it
     kv_codec: str = "auto"  # of blocks on a disk and between hosts; auto: where it is faster; uw: always; none
-    kv_checksums: bool = False  # blocks for other engines have one from when they are published until they have arrived
+    kv_checksums: bool | None = None  # of each block, from its publication to its arrival; None: with Mooncake
     kv_mooncake: bool = False  # blocks travel by Mooncake's Transfer Engine too, if it works here
+    kv_mooncake_host: str | None = None  # address of this host for its engine and store; None: loopback
+    kv_port: int = 0  # first of the ports that blocks are exchanged at; 0: any that are free
     transfer: TransferConfig | None = None  # None: it keeps its blocks to itself
 
     def __post_init__(self) -> None:
@@ -137,6 +140,11 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} is {value}; it must be at least {least}", param=name)
         if (self.kv_disk is None) != (self.kv_disk_size is None):
             raise InvalidRequest("kv_disk and kv_disk_size need each other: give both", param="kv_disk")
+        if not 0 <= self.kv_port <= 65536 - KV_PORTS:
+            raise InvalidRequest(f"kv_port is {self.kv_port}; it must be 0 to {65536 - KV_PORTS}", param="kv_port")
+        if self.kv_mooncake_host is not None and not self.kv_mooncake and self.kv_store is None:
+            message = "kv_mooncake_host is given, and neither kv_mooncake nor kv_store is"
+            raise InvalidRequest(message, param="kv_mooncake_host", hint="add --kv-mooncake or --kv-store")
         if self.has_tiers and not self.prefix_cache:
             raise InvalidRequest("blocks are kept for the prefix cache, which is off", param="prefix_cache")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -145,6 +153,19 @@ class EngineConfig:
             raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.kv_codec not in ("auto", "none", "uw"):
             raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it is auto, none or uw", param="kv_codec")
+
+    def with_kv_ports(self, index: int) -> EngineConfig:
+        """Return the settings of the engine of this index among those that share `kv_port`."""
+        port = self.kv_port + index * KV_PORTS if self.kv_port else 0
+        transfer = self.transfer
+        if transfer is not None and port:  # a stated port that cannot be had is an error
+            transfer = replace(transfer, port=port, required=True)
+        return replace(self, kv_port=port, transfer=transfer)
+
+    @property
+    def seals_blocks(self) -> bool:
+        """Whether published blocks carry a checksum. Mooncake lets a stranger overwrite them, so there they do."""
+        return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
 
     @property
     def has_tiers(self) -> bool:

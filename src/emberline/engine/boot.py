@@ -22,12 +22,14 @@ from emberline.kernels import ops
 from emberline.kv.cache import KVShape
 from emberline.kv.checksum import crc_of
 from emberline.kv.codec import codec_of
+from emberline.kv.confine import LOOPBACK, address_of
 from emberline.kv.tiers.base import Tier, buffer_size
 from emberline.kv.tiers.disk import DiskTier
 from emberline.kv.tiers.host import HostTier
 from emberline.kv.tiers.remote import RemoteTier
 from emberline.kv.tiers.stack import TierStack
-from emberline.kv.transfer.dock import Dock, Near, Ways
+from emberline.kv.tiers.storeclient import StorePlace
+from emberline.kv.transfer.dock import STORE_PORT, Dock, Near, Ways, port_at
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
 from emberline.models.loader import DTYPES, load
@@ -53,6 +55,8 @@ class Loaded:
     kv_bytes: int
     kernels: str
     seconds: dict[str, float]
+    device: str
+    kv_dtype: str
 
 
 def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
@@ -127,6 +131,8 @@ def loaded_on_gpu(made: Booted) -> Loaded:
         kv_bytes=made.plan.kv_bytes,
         kernels=f"cuda ({torch.cuda.get_device_name()})",
         seconds=dict(made.seconds),
+        device="cuda",
+        kv_dtype=_name(made.runner.cache.shape.dtype),
     )
 
 
@@ -178,6 +184,8 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         kv_bytes=cache.num_blocks * cache.shape.block_bytes,
         kernels=str(backend),
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
+        device="cpu",
+        kv_dtype=_name(cache.shape.dtype),
     )
 
 
@@ -207,7 +215,9 @@ def _tiers(config: EngineConfig, layout: str, shape: KVShape, library: ctypes.CD
         below.append(DiskTier(where, layout, size, quota, policy=policy, crc=crc, codec=codec, coding=config.kv_codec))
     if config.kv_store is not None:
         memory = config.kv_store_memory
-        below.append(RemoteTier(config.kv_store, layout, size, memory, crc=crc, codec=codec, coding=config.kv_codec))
+        place = StorePlace(config.kv_mooncake_host, port_at(config.kv_port, STORE_PORT))
+        tier = RemoteTier(config.kv_store, layout, size, memory, place, crc=crc, codec=codec, coding=config.kv_codec)
+        below.append(tier)
     return TierStack(host, below)
 
 
@@ -215,7 +225,8 @@ def _dock(
     config: EngineConfig, transfer: TransferConfig, region: Region, near: Near | None, library: ctypes.CDLL | None
 ) -> Dock | None:
     codec = codec_of(config.kv_codec, library, region.layout.dtype)
-    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", config.kv_mooncake, config.kv_checksums)
+    mooncake = address_of(config.kv_mooncake_host or LOOPBACK, "kv_mooncake_host") if config.kv_mooncake else None
+    ways = Ways(crc_of(library), codec, config.kv_codec == "uw", mooncake, config.seals_blocks)
     try:
         return Dock.opened(transfer, region, near, ways)
     except OSError as error:
@@ -235,6 +246,10 @@ def _dtype(field: str, name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise InvalidRequest(f"{field} is {name!r}; it must be one of {', '.join(DTYPES)}", param=field)
     return DTYPES[name]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _most_tokens(config: EngineConfig, running: int, context: int) -> int:

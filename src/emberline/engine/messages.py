@@ -54,6 +54,9 @@ class Facts(msgspec.Struct):
     max_running: int
     seconds: dict[str, float]
     peer: dict[str, Any] | None = None  # kv.transfer.ticket's Peer: how other engines reach its blocks
+    device: str = "cpu"  # or cuda
+    kv_dtype: str = ""  # of keys and values, as torch names it
+    prefix_cache: bool = True
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -97,6 +97,9 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
         layout=loaded.engine.runner.layout,
         max_running=loaded.engine.config.max_running,
         seconds={**imports, **loaded.seconds},
+        device=loaded.device,
+        kv_dtype=loaded.kv_dtype,
+        prefix_cache=loaded.engine.config.prefix_cache,
         peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
     )
 

@@ -8,6 +8,8 @@ by a later plan cannot be missed by an earlier one. No torch, no wall clock, no 
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
 from emberline.core.events import Output, Timing
@@ -255,16 +257,13 @@ class Scheduler:
         """Among those ranked behind the one in need, the batch class first, then whoever frees a block for the least
         recomputation. The one in need itself if nobody is behind it: so the first in rank always gets on."""
         rank = self.waiting.rank
-        behind = [
-            r
-            for r in self.running
-            if rank(r) > rank(request)
-            and self.kv.private_blocks(r) > 0
+        candidates = [
+            (-r.priority, blocks, -rank(r)[0], i, r)
+            for i, r in enumerate(self.running[bisect_right(self.running, rank(request), key=rank) :])
+            if (blocks := self.kv.private_blocks(r)) > 0
             and not (r.pending and r.params.prompt_logprobs is not None)  # its scores are on their way
         ]
-        if not behind:
-            return request
-        return min(behind, key=lambda r: (-r.priority, self.kv.private_blocks(r), -rank(r)[0]))
+        return min(candidates)[-1] if candidates else request
 
     def _preempt(self, request: Request) -> None:
         self.kv.free(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -49,6 +50,8 @@ class KVManager:
         self.residency = Residency(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency, on_take)
         self._tables: dict[str, list[int]] = {}
+        self._holders: dict[str, int] = {}  # by request, its number in the pool
+        self._numbers = itertools.count(1)
         self._indexed: dict[str, int] = {}  # how many of a request's leading blocks are in the index
         self._fetches: dict[str, tuple[Fetch, float]] = {}  # prefixes on their way from a lower tier, and until when
         self._pulling: dict[str, Pull] = {}  # prefixes on their way from another engine
@@ -87,9 +90,10 @@ class KVManager:
         idle = sum(1 for block in shared if self._pool.holders(block) == 0)
         if wanted + reserve > self._pool.available - idle:
             return False
+        holder = self._holders[request.id] = next(self._numbers)
         for block in shared:
-            self._pool.hold(block)
-        self._tables[request.id] = shared + [self._pool.take() for _ in range(wanted)]
+            self._pool.hold(block, holder)
+        self._tables[request.id] = shared + [self._pool.take(holder) for _ in range(wanted)]
         self._indexed[request.id] = len(shared)
         request.computed = request.planned = request.cached = len(shared) * self.block_size
         if not request.preemptions:  # later, its own blocks are found again
@@ -106,7 +110,8 @@ class KVManager:
             return True
         if wanted > self._pool.available:
             return False
-        table.extend(self._pool.take() for _ in range(wanted))
+        holder = self._holders[request.id]
+        table.extend(self._pool.take(holder) for _ in range(wanted))
         return True
 
     def commit(self, request: Request) -> None:
@@ -123,15 +128,18 @@ class KVManager:
 
     def free(self, request: Request) -> None:
         """Takes the request's blocks back; last block first, so that prefixes outlive what follows them."""
-        table = self._tables.pop(request.id)
+        table, holder = self._tables.pop(request.id), self._holders.pop(request.id)
         del self._indexed[request.id]
         if (pull := self._pulling.pop(request.id, None)) is not None:
             assert self.pulls is not None
             self.pulls.cancel(pull)
             self._quarantine.append((pull, table))
-            return
-        self._stop_fetching(request)
-        self._release(table)
+            for block in table:
+                self._pool.disown(block, holder)
+        else:
+            self._stop_fetching(request)
+            self._release(table, holder)
+        self._pool.forget(holder)
 
     # -- what it holds, for others to know -------------------------------------------------------------------------
 
@@ -180,9 +188,9 @@ class KVManager:
         """Blocks that are nobody's yet."""
         return sum(len(table) for _, table in self._quarantine)
 
-    def _release(self, blocks: Sequence[int]) -> None:
+    def _release(self, blocks: Sequence[int], holder: int = 0) -> None:
         for block in reversed(blocks):
-            self._pool.release(block, keep=block in self._prefix)
+            self._pool.release(block, holder, keep=block in self._prefix)
 
     # -- prefixes from elsewhere ------------------------------------------------------------------------------------
 
@@ -294,7 +302,7 @@ class KVManager:
         """How many blocks freeing this request would give back at once."""
         if request.id in self._pulling:
             return 0
-        return sum(1 for block in self._tables[request.id] if self._pool.holders(block) == 1)
+        return self._pool.num_alone(self._holders[request.id])
 
     def check(self) -> None:
         """Conservation: every block is free, idle or used, and held exactly as often as tables, those in quarantine
@@ -305,6 +313,9 @@ class KVManager:
         held = Counter(block for table in tables for block in table) + self._pinned
         assert all(self._pool.holders(block) == held[block] for block in range(self._pool.total))
         assert self._pool.num_free + self._pool.num_idle + len(held) == self._pool.total
+        for name, table in self._tables.items():
+            alone = sum(1 for block in table if self._pool.holders(block) == 1)
+            assert self._pool.num_alone(self._holders[name]) == alone
 
     def _shareable(self, request: Request) -> list[bytes]:
         """Of its blocks, those that need not be computed if they are found."""

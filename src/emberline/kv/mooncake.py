@@ -15,12 +15,15 @@ from typing import Protocol
 from emberline.core.errors import EmberlineError
 
 PROBE_SECONDS = 20.0
+PORT_RANGE = ("MC_MIN_RPC_PORT", "MC_MAX_RPC_PORT")  # environment variables of Mooncake
 PROBE = """
 import sys
 from mooncake.engine import TransferEngine
+from emberline.kv.confine import confined_to
 engine = TransferEngine()
-if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
-    sys.exit("the engine does not start")
+with confined_to(sys.argv[1]):
+    if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
+        sys.exit("the engine does not start")
 source, target = (engine.allocate_managed_buffer(4096) for _ in range(2))
 engine.write_bytes_to_buffer(source, b"ember", 5)
 if engine.transfer_sync_read(f"{sys.argv[1]}:{engine.get_rpc_port()}", target, source, 4096) != 0:
@@ -39,6 +42,8 @@ def probe(host: str = "127.0.0.1", protocol: str = "tcp", seconds: float = PROBE
     """Why it cannot be used here, found out in another process: one that crashes or hangs takes nobody along."""
     command = [sys.executable, "-c", PROBE, host, protocol]
     environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
+    for name in PORT_RANGE:  # those are for the engine that follows
+        environment.pop(name, None)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
@@ -98,8 +103,9 @@ def protocol() -> str:
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
 
 
-def new_engine() -> Engine:
-    _quiet()
+def new_engine(port: int = 0) -> Engine:
+    """`port`: the first of the two that it listens at; 0: any that are free."""
+    _prepare(port)
     try:
         from mooncake.engine import TransferEngine
     except (ImportError, OSError) as error:
@@ -108,8 +114,9 @@ def new_engine() -> Engine:
     return made
 
 
-def new_store() -> Store:
-    _quiet()
+def new_store(port: int = 0) -> Store:
+    """`port`: the first of the two that it listens at; 0: any that are free."""
+    _prepare(port)
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
@@ -118,9 +125,11 @@ def new_store() -> Store:
     return made
 
 
-def _quiet() -> None:
-    """It logs every step otherwise."""
+def _prepare(port: int) -> None:
+    """Mooncake reads these when an engine is made. Without a level it logs every step."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    if port:
+        os.environ.update(zip(PORT_RANGE, (str(port), str(port + 1)), strict=True))
 
 
 def _missing(error: Exception) -> MooncakeMissing:

@@ -69,6 +69,18 @@ class Histogram:
         return Family(self.name, self.help, "histogram", lines)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """KV cache of an engine, for `cache_config_info`."""
+
+    device: str = "cpu"  # or cuda
+    dtype: str = ""
+    prefix_cache: bool = True
+
+
+CPU_CACHE = CacheInfo()
+
+
 class Metrics:
     """Of one model."""
 
@@ -142,7 +154,9 @@ class Metrics:
         if timing.decode is not None and tokens > 1:
             self.tpot.observe(timing.decode / (tokens - 1))
 
-    def families(self, stats: Stats, *, restarts: int, ready: bool, block_size: int) -> Iterator[Family]:
+    def families(
+        self, stats: Stats, *, restarts: int, ready: bool, block_size: int, cache: CacheInfo = CPU_CACHE
+    ) -> Iterator[Family]:
         one = self.labels
         for name, help_, gauge in (
             ("vllm:num_requests_running", "Requests in the batch.", stats.running),
@@ -174,7 +188,9 @@ class Metrics:
             ("emberline:engine_restarts_total", "Times the engine process was started again.", restarts),
         ):
             yield Family.of(name, help_, "counter", [(one, counter)])
-        yield from self._labelled(stats, block_size)
+        labels = self._cache(stats, block_size, cache)
+        yield Family.of("vllm:cache_config_info", "KV cache settings.", "gauge", [(labels, 1)])
+        yield from self._labelled(stats)
         for histogram in (
             self.ttft,
             self.itl,
@@ -228,13 +244,24 @@ class Metrics:
             full = f"emberline:kv_tier_{name}" + ("_total" if kind == "counter" else "")
             yield Family.of(full, help_, kind, samples)
 
-    def _labelled(self, stats: Stats, block_size: int) -> Iterator[Family]:
+    def _cache(self, stats: Stats, block_size: int, cache: CacheInfo) -> str:
+        """Return the labels of the cache. Blocks are counted by the memory that they are in, the host tier's too."""
+        on_gpu = cache.device != "cpu"
+        kept = stats.tiers["host"].capacity if stats.tiers and "host" in stats.tiers else 0
+        labels = {
+            "block_size": block_size,
+            "cache_dtype": cache.dtype,
+            "enable_prefix_caching": cache.prefix_cache,
+            "num_gpu_blocks": stats.blocks_total if on_gpu else 0,
+            "num_cpu_blocks": kept if on_gpu else stats.blocks_total + kept,
+        }
+        return ",".join([self.labels, *(f'{name}="{value}"' for name, value in labels.items())])
+
+    def _labelled(self, stats: Stats) -> Iterator[Family]:
         """Families that have labels of their own."""
         one = self.labels
         if stats.tiers:
             yield from self._tiers(stats.tiers)
-        config = f'{one},block_size="{block_size}",num_gpu_blocks="0",num_cpu_blocks="{stats.blocks_total}"'
-        yield Family.of("vllm:cache_config_info", "How the KV cache is cut.", "gauge", [(config, 1)])
         waiting = [
             (f'{one},reason="capacity"', stats.waiting - stats.deferred - stats.asleep),
             (f'{one},reason="deferred"', stats.deferred),

@@ -12,12 +12,15 @@ each process holds for what it has seen: together they may exceed it by what the
 With a codec, blocks are stored coded where that brings them back sooner (`gain.py`), always, or never; whatever lies
 there is read. The quota counts bytes, so more of them fit.
 
-An I/O error (a full disk too) turns the tier off for a while: one line in the log, requests notice nothing.
+A full disk makes blocks leave before the quota does; where that is not enough, stores are skipped for a while and
+loads go on. A directory that was deleted is made again, unless its file system is gone (unmounted). Any other I/O error
+turns the tier off for a while. Each of these is one line in the log; requests notice nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -41,6 +44,8 @@ log = logging.getLogger("emberline.kv")
 PAUSE = 30.0  # seconds without the disk after an error; then it is tried again
 STALE = 600.0  # seconds after which a file that nobody finished is nobody's
 TEMPORARY = ".part"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+MAX_EVICTIONS_PER_WRITE = 8  # on a full disk; what they free may be taken by other programs
 
 
 class DiskTier:
@@ -77,10 +82,13 @@ class DiskTier:
         self._seen: dict[str, int] = {}  # folders, and when each had last changed
         self._off_until = float("-inf")
         self._off = False
+        self._full = False  # at the last write
+        self._stores_off_until = float("-inf")  # on a full disk
         self._count = 0
         self._stats = TierStats(capacity=self.capacity)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._device = self._root.stat().st_dev
             self._scan()
         except OSError as e:
             hint = "give a directory that this user may write to"
@@ -163,24 +171,12 @@ class DiskTier:
         return True
 
     def _store(self, digest: bytes, buffer: memoryview) -> bool:
-        if self._resting():
+        began = time.perf_counter()
+        resting = self._resting() or self._clock.now() < self._stores_off_until
+        size = None if resting else self._write(digest, buffer)
+        if size is None:
             with self._lock:
                 self._stats.dropped_blocks += 1
-            return False
-        began = time.perf_counter()
-        spare, path = self._make_room(digest, self._files.form.most_bytes), self._path(digest)
-        self._count += 1
-        temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._count}{TEMPORARY}")
-        try:
-            path.parent.mkdir(exist_ok=True)  # not its parents: a disk may have been unmounted
-            if spare is not None:
-                with contextlib.suppress(FileNotFoundError):  # another process was faster
-                    os.utime(spare, follow_symlinks=False)  # it is not stale
-                    spare.rename(temporary)
-            coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
-            size = self._files.write(path, temporary, digest, buffer, coded=coded)
-        except OSError as e:
-            self._fail(e)
             return False
         with self._lock:
             self._insert(digest, size)
@@ -188,6 +184,48 @@ class DiskTier:
             self._stats.stored_bytes += size
             self._stats.store_seconds += time.perf_counter() - began
         self._well()
+        return True
+
+    def _write(self, digest: bytes, buffer: memoryview) -> int | None:
+        """Return the bytes written; None: an error, or the disk is full and stays so whatever leaves."""
+        for evicted in range(1 + MAX_EVICTIONS_PER_WRITE):
+            try:
+                size = self._write_once(digest, buffer)
+            except OSError as e:
+                if e.errno not in FULL:
+                    self._fail(e)
+                    return None
+                self._note_full(e)
+                if evicted == MAX_EVICTIONS_PER_WRITE or not self._evict_one(digest):
+                    break
+            else:
+                self._full = evicted > 0
+                return size
+        self._stores_off_until = self._clock.now() + PAUSE
+        return None
+
+    def _write_once(self, digest: bytes, buffer: memoryview) -> int:
+        path = self._path(digest)
+        self._make_folder(path.parent)  # before room is made: a deleted directory leaves nothing to evict
+        spare = self._make_room(digest, self._files.form.most_bytes)
+        self._count += 1
+        temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._count}{TEMPORARY}")
+        if spare is not None:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.utime(spare, follow_symlinks=False)  # it is not stale
+                spare.rename(temporary)
+        coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
+        return self._files.write(path, temporary, digest, buffer, coded=coded)
+
+    def _evict_one(self, incoming: bytes) -> bool:
+        """Remove the block that the policy would drop for `incoming`; False: there is none."""
+        with self._lock:
+            evicted = self._policy.evict(incoming, lambda key: True) if len(self._policy) else None
+            if evicted is None:
+                return False
+            self._used -= self._sizes.pop(evicted)
+            self._stats.evicted_blocks += 1
+        self._unlink(evicted)
         return True
 
     def _make_room(self, incoming: bytes, size: int) -> Path | None:
@@ -232,11 +270,16 @@ class DiskTier:
         """Folders that have changed since the last time; the least recently used files come first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
         seen: dict[str, int] = {}  # not before all of it is taken in: one folder may fail to be read
-        for folder in os.scandir(self._root):
+        here = self._folders()
+        for folder in here:
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
             if changed is not None and self._seen.get(folder.name) != changed:
                 seen[folder.name] = changed
                 listed[folder.name] = self._list(Path(folder.path))
+        empty: dict[bytes, tuple[float, int]] = {}
+        names = {folder.name for folder in here}
+        listed |= {name: empty for name in self._seen if name not in names}  # folders that were deleted
+        self._seen = {name: changed for name, changed in self._seen.items() if name in names}
         with self._lock:
             gone = [key for key in self._policy if key not in listed.get(key.hex()[:2], (key,))]
         for digest in gone:
@@ -251,6 +294,35 @@ class DiskTier:
             with self._lock:
                 self._insert(digest, size)
         self._seen |= seen
+
+    def _folders(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self._root) as found:
+                return list(found)
+        except FileNotFoundError:
+            self._recreate()
+            return []
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            self._recreate()
+            folder.mkdir(exist_ok=True)
+
+    def _recreate(self) -> None:
+        """Make a deleted directory again. Raises OSError if its file system is gone: what lies under the mount point
+        must not fill up instead."""
+        nearest = next(folder for folder in self._root.parents if folder.exists())
+        if nearest.stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, "its file system is not mounted", str(self._root))
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._lock:
+            gone = list(self._policy)
+        for digest in gone:
+            self._drop(digest)
+        self._seen = {}
+        log.warning("KV disk directory was deleted, created again: path=%s blocks_lost=%d", self._root, len(gone))
 
     def _list(self, folder: Path) -> dict[bytes, tuple[float, int]]:
         """Blocks, when each was used last, and its bytes. What cannot be one is removed; strangers' files are left."""
@@ -281,6 +353,13 @@ class DiskTier:
             self._stats.errors += 1
         if first:
             log.warning("KV blocks on disk are off: %s; tried again every %.0f s", error, PAUSE)
+
+    def _note_full(self, error: OSError) -> None:
+        with self._lock:
+            first, self._full = not self._full, True
+            self._stats.errors += first
+        if first:
+            log.warning("KV disk is full, blocks leave before the quota does: path=%s error=%s", self._root, error)
 
     def _well(self) -> None:
         with self._lock:

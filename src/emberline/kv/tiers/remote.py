@@ -22,7 +22,7 @@ from emberline.kv.codec import Codec
 from emberline.kv.tiers.base import PAGE, buffer_size
 from emberline.kv.tiers.blockform import BlockForm, layout_hash
 from emberline.kv.tiers.gain import Gain, Reading
-from emberline.kv.tiers.storeclient import NO_ROOM, NOT_READY, NOT_THERE, StoreClient, StoreDown
+from emberline.kv.tiers.storeclient import NO_ROOM, NOT_READY, NOT_THERE, StoreClient, StoreDown, StorePlace
 
 log = logging.getLogger("emberline.kv")
 
@@ -39,6 +39,7 @@ class RemoteTier:
         layout: str,
         block_bytes: int,
         memory: int,
+        place: StorePlace | None = None,
         *,
         crc: Crc | None = None,
         codec: Codec | None = None,
@@ -52,7 +53,7 @@ class RemoteTier:
         self._coding, self._gain = coding, Gain(self._form.buffer_bytes)
         self._prefix = digest.hex()
         self._clock = clock or SystemClock()
-        self._client = client or StoreClient(master, memory, self._form.room_bytes)
+        self._client = client or StoreClient(master, memory, self._form.room_bytes, place)
         self._loading = threading.Lock()  # of the client's last value
         self._lock = threading.Lock()  # of everything below
         self._on = False

@@ -166,7 +166,7 @@ class TierStack:
             room = self.host.reserve(digest)
             if room is None:
                 return False  # buffers come back when plans have been carried out
-            tier = self._bring(digest, room)
+            tier = self._bring(digest, room, fetch.hashes[fetch.arrived + 1 :])
             where, buffer = (tier, room) if tier is not None else ("", None)
         with self._lock:
             wanted = not fetch.ended
@@ -181,14 +181,18 @@ class TierStack:
         self._news.set()
         return True
 
-    def _bring(self, digest: bytes, room: memoryview) -> str | None:
-        """Which tier it came from."""
+    def _bring(self, digest: bytes, room: memoryview, rest: Sequence[bytes]) -> str | None:
+        """Return the name of the tier that had the block. A tier where it was damaged forgets the rest of the prefix,
+        which may be damaged too and would not be looked at before the next restart: all of it is written again."""
         self._reading_since = self._clock.now()
         for tier in self.below:
+            damaged = tier.stats().damaged_blocks
             if tier.load([digest], [room]):
                 self.host.publish(digest, pin=True)
                 self._reading_since = None
                 return tier.name
+            if tier.stats().damaged_blocks > damaged:
+                tier.forget(rest)
         self.host.abandon(digest)
         self._reading_since = None
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import socket
@@ -19,7 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from emberline.core.errors import InvalidRequest
-from emberline.kv.tiers.storeprocess import MESSAGE, Task
+from emberline.kv.confine import LOOPBACK, address_of, is_loopback
+from emberline.kv.tiers.storeprocess import EXPOSED, MESSAGE, Task
+
+log = logging.getLogger("emberline.kv")
 
 WAIT = 1.0  # seconds for one value
 SETUP = 10.0  # seconds for all that comes before the first
@@ -28,6 +32,14 @@ STUCK = 60.0  # seconds until a process that owes an answer is given up: it give
 UNREACHABLE = -900  # this and all below: the master does not answer
 # Other answers, which are nobody's failure: no memory is left; the value is being written; it is not there.
 NO_ROOM, NOT_READY, NOT_THERE = -200, -703, -704
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """Where our part of the store listens."""
+
+    host: str | None = None  # address of this host; None: loopback, for a master on this machine
+    port: int = 0  # first of two; 0: any that are free
 
 
 class StoreDown(Exception):
@@ -107,12 +119,14 @@ class Process:
 
 
 class StoreClient:
-    def __init__(self, master: str, memory: int, value_bytes: int) -> None:
+    def __init__(self, master: str, memory: int, value_bytes: int, place: StorePlace | None = None) -> None:
         """`master`: HOST:PORT. `memory`: bytes that we give to the store. `value_bytes`: the most of one value."""
+        place = place or StorePlace()
         host, _, port = master.rpartition(":")
         if not host or not port.isdigit():
             raise InvalidRequest(f"{master!r} is not HOST:PORT of a store's master", param="kv_store")
         self._master, self._address = master, (host, int(port))
+        self._host, self._port = _our_address(host, place.host), place.port
         self._memory = memory
         self._room = -(-value_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._process: Process | None = None
@@ -153,7 +167,8 @@ class StoreClient:
         with process.put.lock:
             if not process.ready and (answer := process.put.expect(patience)) != 0:
                 process.end()
-                raise StoreDown(f"its client does not start ({answer})")
+                reason = f"its listeners cannot be confined to {self._host}" if answer == EXPOSED else str(answer)
+                raise StoreDown(f"its client does not start ({reason})")
             process.ready = True
             process.put.ask("check", "anything", 0, WAIT)
 
@@ -175,23 +190,22 @@ class StoreClient:
     def _started(self) -> Process:
         """A client waits for a master for minutes, so we knock first."""
         try:
-            with socket.create_connection(self._address, timeout=WAIT) as knock:
-                host = knock.getsockname()[0]  # ours, as others reach it
+            socket.create_connection(self._address, timeout=WAIT).close()
         except OSError as error:
             raise StoreDown(f"nobody answers at {self._master}: {error}") from error
         try:
-            return self._spawned(host)
+            return self._spawned()
         except OSError as error:  # descriptors, memory or processes have run out, perhaps only for now
             raise StoreDown(f"its process cannot be started: {error}") from error
 
-    def _spawned(self, host: str) -> Process:
+    def _spawned(self) -> Process:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         shared = os.memfd_create("emberline-store", os.MFD_CLOEXEC)
         try:
             os.ftruncate(shared, 2 * self._room)
             memory = memoryview(mmap.mmap(shared, 2 * self._room))
             lines = (pairs[0][1].fileno(), pairs[1][1].fileno())
-            task = Task(lines, shared, self._room, host, self._master, self._memory)
+            task = Task(lines, shared, self._room, self._host, self._port, self._master, self._memory)
             command = [sys.executable, "-m", "emberline.kv.tiers.storeprocess", task.as_json()]
             running = subprocess.Popen(
                 command, pass_fds=(*lines, shared), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -202,3 +216,24 @@ class StoreClient:
                 theirs.close()
         get, put = (Line(pair[0], memory[i * self._room :][: self._room]) for i, pair in enumerate(pairs))
         return Process(running, get, put)
+
+
+def _our_address(master: str, stated: str | None) -> str:
+    """Return the address that our memory is offered at. Mooncake authenticates no peer, so only a setting opens it."""
+    if stated is None:
+        if is_loopback(master):
+            return LOOPBACK
+        raise InvalidRequest(
+            f"kv_store names a master at {master}, which opens this worker's part of the store to the network: "
+            "Mooncake authenticates no peer",
+            param="kv_store",
+            hint="add --kv-mooncake-host with this host's address in a network that you trust",
+        )
+    address = address_of(stated, "kv_mooncake_host")
+    if not is_loopback(address):
+        log.warning(
+            "KV store open to the network: host=%s; Mooncake authenticates no peer, so any process that reaches its "
+            "ports can read and overwrite what it holds (hint: use a network of the workers' own, or a firewall)",
+            address,
+        )
+    return address

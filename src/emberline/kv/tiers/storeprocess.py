@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from emberline.kv.confine import ListenerExposed, confined_to
 from emberline.kv.mooncake import Store, new_store, protocol
 
 LOCAL = 16 << 20  # bytes that the client wants for itself
 MESSAGE = 4096  # bytes, at most
+EXPOSED = -10001  # the answer where listeners cannot be confined; Mooncake's own are above
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,7 +34,8 @@ class Task:
     lines: tuple[int, int]  # descriptors, as is:
     shared: int
     room: int  # bytes of each of the two rooms
-    host: str  # as others reach us
+    host: str  # IPv4 address that others reach us at
+    port: int  # first of the two that we listen at; 0: any
     master: str
     memory: int  # bytes that we give to the store
 
@@ -44,7 +47,11 @@ def run(task: Task, store: Store) -> None:
     memory = mmap.mmap(task.shared, 2 * task.room)
     begin = np.frombuffer(memory, np.uint8).ctypes.data
     get, put = (socket.socket(fileno=line) for line in task.lines)
-    answer = store.setup(task.host, "P2PHANDSHAKE", task.memory, LOCAL, protocol(), "", task.master)
+    try:
+        with confined_to(task.host):
+            answer = store.setup(task.host, "P2PHANDSHAKE", task.memory, LOCAL, protocol(), "", task.master)
+    except ListenerExposed:
+        answer = EXPOSED
     put.send(json.dumps([0, answer or store.register_buffer(begin, 2 * task.room)]).encode())
     threading.Thread(target=_serve, args=(get, store, begin, task.room), daemon=True).start()
     _serve(put, store, begin + task.room, task.room)
@@ -68,7 +75,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us decides
     told = json.loads(sys.argv[1])
-    run(Task(**{**told, "lines": tuple(told["lines"])}), new_store())
+    task = Task(**{**told, "lines": tuple(told["lines"])})
+    run(task, new_store(task.port))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from emberline.core.config import TransferConfig
 from emberline.kv.checksum import Crc
 from emberline.kv.codec import Codec
+from emberline.kv.confine import is_loopback
 from emberline.kv.mooncake import probe, protocol
 from emberline.kv.transfer.base import Transport
 from emberline.kv.transfer.errors import PeerUnreachable
@@ -24,6 +25,8 @@ from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 
 log = logging.getLogger("emberline.transfer")
 
+LEASES_PORT, ENGINE_PORT, STORE_PORT = 1, 2, 4  # of Mooncake, from the TCP transport's on; the latter have two each
+_engines: dict[str, Mooncake] = {}  # of this process, by address: models share one, since its ports are set once only
 DEVICE_STREAMS = 4  # connections of one pull: a device's pieces take more steps one after the other, on both sides
 
 
@@ -34,7 +37,7 @@ class Ways:
     crc: Crc = zlib.crc32
     codec: Codec | None = None  # between hosts, where it measures faster
     always: bool = False  # or wherever it can be used
-    mooncake: bool = False  # also by its Transfer Engine
+    mooncake: str | None = None  # IPv4 address of this host for its Transfer Engine; None: not used
     seal: bool = False  # with a checksum from when they are published
 
 
@@ -69,8 +72,8 @@ class Dock:
         transports: list[Transport] = [near.transport] if near else []
         servers: list[Server] = [near.serve(sender)] if near else []
         try:
-            if ways.mooncake and (engine := _mooncake(config.advertise or config.host, region)) is not None:
-                servers.append(serve_mooncake(sender, engine, config.host, advertise=config.advertise))
+            if ways.mooncake and (engine := _mooncake(ways.mooncake, config, region)) is not None:
+                servers.append(serve_mooncake(sender, engine, port_at(config.port, LEASES_PORT)))
                 transports.append(MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
             servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
             transports.append(TcpTransport(layout, habits))
@@ -88,13 +91,39 @@ class Dock:
             server.stop()
 
 
-def _mooncake(host: str, region: Region) -> Mooncake | None:
-    """None if it is not to be had: blocks have other ways."""
-    reason = probe(host, protocol()) if isinstance(region, HostRegion) else "they are in a GPU's memory"
+def port_at(base: int, offset: int) -> int:
+    """Return the port of one listener, given `--kv-port`; 0, any that is free, stays 0."""
+    return base + offset if base else 0
+
+
+def _mooncake(host: str, config: TransferConfig, region: Region) -> Mooncake | None:
+    """Return the engine, or None if it cannot be used here: blocks then travel by the other transports."""
+    reason: str | None = "they are in a GPU's memory"
+    if isinstance(region, HostRegion):
+        reason = None if host in _engines else probe(host, protocol())
     if reason is None:
         try:
-            return Mooncake(host, protocol())
+            if host not in _engines:
+                _engines[host] = Mooncake(host, protocol(), port_at(config.port, ENGINE_PORT))
         except PeerUnreachable as error:
             reason = error.message
+        else:
+            _warn_of_exposure(host, config)
+            return _engines[host]
     log.warning("blocks do not travel by Mooncake: %s", reason)
     return None
+
+
+def _warn_of_exposure(host: str, config: TransferConfig) -> None:
+    if not is_loopback(host):
+        log.warning(
+            "KV cache open to the network: host=%s; Mooncake authenticates no peer, so any process that reaches its "
+            "ports can read and overwrite the cache (hint: use a network of the workers' own, or a firewall)",
+            host,
+        )
+    elif not is_loopback(config.advertise or config.host):
+        log.warning(
+            "Mooncake serves this machine only: host=%s; workers on other machines fetch blocks by TCP "
+            "(hint: --kv-mooncake-host ADDRESS opens it to a network that you trust)",
+            host,
+        )

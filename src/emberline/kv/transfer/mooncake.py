@@ -3,8 +3,11 @@ its TCP. Leases travel over our own connection, and so does what makes a read co
 vouches that lease and generations still stood.
 
 The engine cannot be told to stop, and gives up on a silent peer only after half a minute. So it never writes to a
-cache: each read has a room of its own, and who waits no longer leaves the room to the engine. Whoever reaches the
-engine's port may read the registered memory, as with any such transport: it belongs in a network of its own.
+cache: each read has a room of its own, and who waits no longer leaves the room to the engine.
+
+The engine authenticates no peer: a process that reaches its ports may read and overwrite the registered memory, which
+is the whole cache. Its listeners are therefore confined to one address, and blocks carry a checksum from when they are
+published, so that a receiver notices a write of somebody else (see docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from emberline.kv.confine import LOOPBACK, ListenerExposed, confined_to
 from emberline.kv.mooncake import MooncakeMissing, new_engine
 from emberline.kv.transfer.base import Fetch
 from emberline.kv.transfer.channel import PATIENCE, Channel, Kind
@@ -91,14 +95,19 @@ class Rooms:
 class Mooncake:
     """The engine of this process: one for all senders and receivers in it."""
 
-    def __init__(self, host: str = "127.0.0.1", protocol: str = "tcp") -> None:
-        """Raises PeerUnreachable if it cannot be had. `probe` first: a broken wheel may take the process along."""
+    def __init__(self, host: str = LOOPBACK, protocol: str = "tcp", port: int = 0) -> None:
+        """Raises PeerUnreachable if it cannot be had. `probe` first: a broken wheel may take the process along.
+        `host`: the IPv4 address that its listeners are confined to. `port`: the first of its two; 0: any."""
         try:
-            self._engine = new_engine()
-        except MooncakeMissing as error:
+            self._engine = new_engine(port)
+            with confined_to(host):
+                started = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        except (MooncakeMissing, ListenerExposed) as error:
             raise PeerUnreachable(error.message, hint=error.hint) from error
-        if self._engine.initialize(host, "P2PHANDSHAKE", protocol, "") != 0:
-            raise PeerUnreachable(f"Mooncake does not start with {protocol} at {host}", hint="run emberline doctor")
+        if started != 0:
+            where = f"{host}:{port} and {port + 1}" if port else host
+            raise PeerUnreachable(f"Mooncake does not start with {protocol} at {where}", hint="run emberline doctor")
+        self.host = host
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self.rooms = Rooms(self.register)
         self._kept: dict[int, memoryview] = {}  # by address, as long as the engine may reach it
@@ -148,17 +157,10 @@ class MooncakeServer(Server):
         channel.tell(Kind.OKAY, transfer, told, time.monotonic() + self._patience)
 
 
-def serve_mooncake(
-    sender: Sender,
-    engine: Mooncake,
-    host: str = "127.0.0.1",
-    *,
-    patience: float = PATIENCE,
-    advertise: str | None = None,
-) -> MooncakeServer:
-    """Leases at this address; the endpoint says so, and a receiver learns there where the memory is."""
-    listener = listening(host, 0)
-    sender.endpoints["mooncake"] = f"{advertise or host}:{listener.getsockname()[1]}"
+def serve_mooncake(sender: Sender, engine: Mooncake, port: int = 0, *, patience: float = PATIENCE) -> MooncakeServer:
+    """Serve leases at the engine's address. The endpoint names it, and a receiver learns there where the memory is."""
+    listener = listening(engine.host, port)
+    sender.endpoints["mooncake"] = f"{engine.host}:{listener.getsockname()[1]}"
     return MooncakeServer(sender, engine, listener, patience)
 
 

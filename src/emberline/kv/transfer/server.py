@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from hmac import compare_digest
 from typing import Any
 from zlib import crc32
 
@@ -122,7 +123,7 @@ class Server:
             told, ours = hello.read(), self._sender.peer
             if hello.kind != Kind.HELLO:
                 raise BadTransfer("a connection begins with a greeting")
-            if told.get("incarnation") != ours.incarnation:
+            if not compare_digest(str(told.get("incarnation")).encode(), ours.incarnation.encode()):
                 raise PeerChanged(f"{ours.name} was started anew", hint="ask the router for its new incarnation")
             ours.layout.check_pair(Layout.parsed(told.get("layout")))
             codec = next((self._codecs[name] for name in told.get("codecs", ()) if name in self._codecs), None)

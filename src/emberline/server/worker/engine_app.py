@@ -16,7 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.metrics import Family, exposition
+from emberline.server.metrics import CacheInfo, Family, exposition
 from emberline.server.pages import Page
 from emberline.server.site import Handler, Route, Site
 from emberline.server.tracing import Tracing
@@ -194,6 +194,7 @@ class EngineApp:
             restarts=engine.restarts,
             ready=engine.state is State.READY,
             block_size=facts.block_size,
+            cache=CacheInfo(facts.device, facts.kv_dtype, facts.prefix_cache),
         )
         if (transfer := engine.stats[model.name].transfer) is not None:
             yield from transfer_families(model.metrics.labels, transfer)

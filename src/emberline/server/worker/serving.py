@@ -38,7 +38,10 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     directories = {name: resolve(source) for name, source in config.models.items()}
     if config.worker is not None:
         engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
-    configs = {name: replace(engine_config, model=str(directory)) for name, directory in directories.items()}
+    configs = {
+        name: replace(engine_config.with_kv_ports(i), model=str(directory))
+        for i, (name, directory) in enumerate(directories.items())
+    }
     engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
     await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up

@@ -1,0 +1,133 @@
+"""Confine the listeners of a library that binds every address (0.0.0.0) to one address of this host.
+
+Mooncake's engine opens two TCP listeners and has no setting for their address. A socket filter drops every packet that
+was not sent to the stated address, which is what a bind to it means; connections that a listener accepts inherit the
+filter. Linux lets any process attach such a filter to its own sockets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from emberline.core.errors import EmberlineError, InvalidRequest
+
+LOOPBACK = "127.0.0.1"
+SO_ATTACH_FILTER = 26
+NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: offsets from here on count from the IP header
+LOAD_BYTE, LOAD_WORD, SHIFT_RIGHT, JUMP_IF_EQUAL, RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
+CONNECT_TIMEOUT_S = 0.2
+LISTEN, TIME_WAIT = "0A", "06"  # states in /proc/net/tcp
+
+
+class ListenerExposed(EmberlineError):
+    """A listener could not be confined to its address."""
+
+    status = 503
+    code = "listener_exposed"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def address_of(host: str, param: str) -> str:
+    """Return the IPv4 address of `host`; raise InvalidRequest if it has none or names every address."""
+    try:
+        address = ipaddress.IPv4Address(socket.gethostbyname(host))
+    except (OSError, ValueError) as error:
+        reason, hint = f"has no IPv4 address: {error}", "name an IPv4 address of this host"
+        raise InvalidRequest(f"{param} is {host!r}, which {reason}", param=param, hint=hint) from error
+    if address.is_unspecified:
+        hint = "name the one address that other workers use"
+        raise InvalidRequest(f"{param} is {host!r}, which stands for every address", param=param, hint=hint)
+    return str(address)
+
+
+@contextmanager
+def confined_to(host: str) -> Iterator[None]:
+    """Let only connections to the IPv4 address `host` reach listeners that the body opens.
+
+    Raises ListenerExposed if a connection to another address is possible, or was made before the filter was there.
+    """
+    before = _listeners()
+    yield
+    opened = _listeners()
+    ports = {port for inode, (_, port) in opened.items() if inode not in before}
+    try:
+        for inode, (fd, _) in opened.items():
+            if inode not in before:
+                _attach(fd, host)
+    except OSError as error:
+        raise ListenerExposed(f"listeners cannot be confined to {host}: {error}") from error
+    if early := [address for address in _connected(ports) if address != host]:
+        raise ListenerExposed(f"connections were made to {', '.join(early)} before the listeners were confined")
+    other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != host)
+    for port in ports:
+        if _accepts(other, port):
+            raise ListenerExposed(f"port {port} answers at {other} though it was confined to {host}")
+
+
+def _listeners() -> dict[str, tuple[int, int]]:
+    """Return descriptor and port of this process's TCP listeners, by inode."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile, or no socket
+            inode = str(entry.readlink())
+            if inode.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as it:
+                    if it.family != socket.AF_UNIX and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[inode] = int(entry.name), it.getsockname()[1]
+    return found
+
+
+def _attach(fd: int, host: str) -> None:
+    """Drop every packet that is not IPv4 or has another destination."""
+    address = int(ipaddress.IPv4Address(host))
+    program = (
+        (LOAD_BYTE, 0, 0, NETWORK_HEADER),
+        (SHIFT_RIGHT, 0, 0, 4),
+        (JUMP_IF_EQUAL, 0, 3, 4),  # IPv4
+        (LOAD_WORD, 0, 0, NETWORK_HEADER + 16),  # the destination
+        (JUMP_IF_EQUAL, 0, 1, address),
+        (RETURN, 0, 0, 0xFFFFFFFF),  # keep it all
+        (RETURN, 0, 0, 0),  # drop it
+    )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+    with socket.socket(fileno=os.dup(fd)) as it:
+        it.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
+
+
+def _connected(ports: Iterable[int]) -> list[str]:
+    """Return the local address of each connection to these ports. IPv6 addresses that map no IPv4 one stay in hex."""
+    wanted, found = {f"{port:04X}" for port in ports}, []
+    for table in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # no IPv6
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, _, port = local.partition(":")
+                if port in wanted and state not in (LISTEN, TIME_WAIT):
+                    found.append(_readable(address))
+    return found
+
+
+def _readable(address: str) -> str:
+    mapped = address.removeprefix("0000000000000000FFFF0000")
+    return socket.inet_ntoa(struct.pack("=I", int(mapped, 16))) if len(mapped) == 8 else address
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True

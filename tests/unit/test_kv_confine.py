@@ -1,0 +1,81 @@
+"""Listeners of a library that binds every address answer at the stated one alone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from listening import listening_ports
+
+from emberline.core.errors import InvalidRequest
+from emberline.kv import confine
+from emberline.kv.confine import ListenerExposed, address_of, confined_to
+from emberline.kv.transfer.mooncake import Mooncake
+
+
+@pytest.fixture
+def opened() -> Iterator[list[socket.socket]]:
+    sockets: list[socket.socket] = []
+    yield sockets
+    for it in sockets:
+        it.close()
+
+
+def accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 0.3).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_only_the_stated_address_answers(opened: list[socket.socket], family: int, host: str) -> None:
+    other = socket.create_server(("", 0))
+    with closing(other), confined_to(host):
+        both = family == socket.AF_INET6
+        opened.append(socket.create_server(("", 0), family=family, dualstack_ipv6=both))
+    port = opened[0].getsockname()[1]
+    answering = {at for at in ("127.0.0.1", "127.0.0.2", "127.0.0.3", "::1") if accepts(at, port)}
+    assert answering == {host}
+
+
+def test_listeners_that_were_there_are_left_alone(opened: list[socket.socket]) -> None:
+    opened.append(socket.create_server(("", 0)))
+    with confined_to("127.0.0.1"):
+        pass
+    assert accepts("127.0.0.2", opened[0].getsockname()[1])
+
+
+def test_a_connection_made_before_is_found(opened: list[socket.socket]) -> None:
+    with pytest.raises(ListenerExposed, match=r"127\.0\.0\.3"), confined_to("127.0.0.1"):
+        opened.append(socket.create_server(("", 0)))
+        opened.append(socket.create_connection(("127.0.0.3", opened[0].getsockname()[1]), 5))
+
+
+def test_a_filter_without_effect_is_found(opened: list[socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confine, "_attach", lambda *_: None)
+    with pytest.raises(ListenerExposed, match=r"answers at 127\.0\.0\.2"), confined_to("127.0.0.1"):
+        opened.append(socket.create_server(("", 0)))
+
+
+def test_every_port_of_mooncake_is_confined() -> None:
+    before = listening_ports()
+    Mooncake("127.0.0.1")
+    ports = listening_ports() - before
+    assert len(ports) == 2
+    for port in ports:
+        assert accepts("127.0.0.1", port) and not accepts("127.0.0.2", port) and not accepts("::1", port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::1", "no such host", ""])
+def test_an_address_that_is_none_of_this_host_is_refused(host: str) -> None:
+    with pytest.raises(InvalidRequest, match="kv_mooncake_host"):
+        address_of(host, "kv_mooncake_host")
+
+
+def test_an_address_is_found_by_name() -> None:
+    assert address_of("localhost", "kv_mooncake_host") == "127.0.0.1"
