@@ -39,7 +39,7 @@ class Client:
 def run(app: App, work: Callable[[Callable[[], Awaitable[Client]], Server], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
-            server = Server(app, proxied=True)
+            server = Server(app)
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             await server.start(listener)

@@ -79,6 +79,21 @@ _FAILURES = {
 }
 
 
+def _pattern(endpoint: Endpoint) -> str:
+    """A regular expression for "METHOD PATH"; a `{name}` in the path is any text, also with slashes."""
+    path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
+    return f"{endpoint.method.upper()} {path}"
+
+
+# What generates, counts, embeds or lists models. Health, statistics and metrics are the operator's.
+_MODEL_API = re.compile("|".join(_pattern(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None))
+
+
+def is_model_api(method: str, path: str) -> bool:
+    """Whether a client that may use the models may call this, through a gateway too."""
+    return _MODEL_API.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}") is not None
+
+
 def document(version: str) -> Json:
     types = dict.fromkeys(t for e in ENDPOINTS for t in (e.request, e.reply, e.error) if t is not None)
     refs, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")

@@ -12,7 +12,7 @@ import urllib.request
 from typing import Any, NamedTuple
 
 from emberline.core.config import RouterConfig, cluster_key
-from emberline.core.errors import EmberlineError, Unauthorized
+from emberline.core.errors import EmberlineError, WrongClusterKey
 
 POLL = 0.2  # seconds
 
@@ -79,8 +79,8 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
             return json.load(reply)
     except urllib.error.HTTPError as e:
         if e.code == 401:
-            raise Unauthorized(
-                "the router wants the cluster's key", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
+            raise WrongClusterKey(
+                "the cluster key is missing or wrong", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
             ) from e
         raise EmberlineError(json.load(e)["error"]["message"]) from e
     except (OSError, ValueError, http.client.HTTPException) as e:

@@ -250,18 +250,9 @@ class Visitor(asyncio.Protocol):
             "query_string": query,
             "root_path": "",
             "headers": self._headers,
-            "client": self._spoken_for() if self._host.proxied else self._client,
+            "client": self._client,  # the peer of the connection, whatever headers say
             "server": self._server_address,
         }
-
-    def _spoken_for(self) -> tuple[str, int]:
-        """A proxy on this machine is believed for whom it speaks, and nobody else."""
-        said = [value for name, value in self._headers if name == b"x-forwarded-for"]
-        if not said or self._client[0] not in ("127.0.0.1", "::1"):
-            return self._client
-        hosts = [host.strip() for host in b",".join(said).decode("latin-1").split(",") if host.strip()]
-        others = [host for host in hosts if host not in ("127.0.0.1", "::1")]
-        return (others[-1], 0) if others else self._client
 
     def _wants_socket(self) -> bool:
         upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")

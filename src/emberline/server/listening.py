@@ -37,12 +37,11 @@ async def listen(
     leaving: Callable[[], Awaitable[None]] | None = None,
     *,
     largest_message: int = 0,
-    proxied: bool = True,
 ) -> None:
     """`ready` is called when connections are taken, `leaving` before they no longer are. `largest_message`: bytes of
-    one over a WebSocket; 0: there are none. `proxied`: for whom a proxy in front speaks is looked up."""
+    one over a WebSocket; 0: there are none."""
     place = ":".join(map(str, listener.getsockname()[:2]))
-    server = Server(app, largest_message=largest_message, proxied=proxied)
+    server = Server(app, largest_message=largest_message)
     with _stopped() as stop:
         await server.start(listener)
         if not _listens(listener):

@@ -74,7 +74,7 @@ async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None
         app = await build(config, found, stack)
         where = "" if config.api_keys else f"; the dashboard's key is in {config.admin_file}"
         told = lambda: log.info("gateway at http://%s:%d%s", config.host, port, where)  # noqa: E731
-        await listen(app, listener, told, largest_message=config.max_body, proxied=False)  # nobody asks for addresses
+        await listen(app, listener, told, largest_message=config.max_body)
 
 
 async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack) -> GatewayApp:

@@ -29,8 +29,17 @@ async def route(config: RouterConfig) -> None:
         if (index := app.dispatch.kv) is not None:
             work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())
         tasks = [asyncio.create_task(each) for each in work]
+
+        def ready() -> None:
+            log.info("router at http://%s:%d", config.host, port)
+            if config.cluster_key is None:
+                log.warning(
+                    "no cluster key: workers register and are drained from this machine only"
+                    " (hint: set EMBERLINE_CLUSTER_KEY for workers on other machines)"
+                )
+
         try:
-            await listen(app, listener, lambda: log.info("router at http://%s:%d", config.host, port))
+            await listen(app, listener, ready)
         finally:
             for task in tasks:
                 task.cancel()
