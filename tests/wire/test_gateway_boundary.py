@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ import pytest
 from gateways import Gateways, Loop
 
 from emberline.core.clock import SystemClock
-from emberline.core.config import RouterConfig
+from emberline.core.config import GatewayConfig, RouterConfig
+from emberline.core.errors import InvalidRequest
 from emberline.net.server import Server
 from emberline.router.upstream import Upstream
+from emberline.server.gateway.gatewaying import build
 from emberline.server.listening import bind
 from emberline.server.routing.router_app import RouterApp
 
@@ -30,7 +34,7 @@ class Router:
         self._loop.run(self._start())
 
     async def _start(self) -> None:
-        self.app = RouterApp(RouterConfig(), Upstream(), SystemClock(), {})
+        self.app = RouterApp(RouterConfig(migration_wait=0.0), Upstream(), SystemClock(), {})
         listener = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._server = Server(self.app)
@@ -105,3 +109,29 @@ def test_router_without_a_key_takes_workers_of_this_machine(router: Router) -> N
     assert router.workers() == ["stranger"]
     leave = json.dumps({"name": "stranger", "incarnation": "1"}).encode()
     urllib.request.urlopen(urllib.request.Request(f"{router.url}/cluster/leave", leave, JSON), timeout=30).close()
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/default/default", "/v1/default/default/custom-mine/any"])
+def test_gateway_takes_json_by_its_name_only(gateway: Gateways, path: str, kind: str) -> None:
+    status, _, body = gateway.post(path, {"model": "m"}, {"content-type": kind})
+    assert status == 415 and b"-H 'content-type: application/json'" in body
+
+
+def test_gateway_forwards_forms_and_binary_data(gateway: Gateways) -> None:
+    for kind in ("multipart/form-data; boundary=b", "audio/wav"):
+        status, _, body = gateway.post("/v1/default/default/custom-mine/any", b"--b--", {"content-type": kind})
+        assert status == 404 and b"there is nothing at '/any'" in body  # the router's own words
+
+
+def test_gateway_beyond_this_machine_needs_keys(tmp_path: Path) -> None:
+    async def start(found: dict[str, Any], **config: Any) -> list[bool]:
+        store, key = f"sqlite:{tmp_path / 'store'}", str(tmp_path / "master")
+        async with AsyncExitStack() as stack:
+            app = await build(GatewayConfig(store=store, master_key=key, **config), found, stack, needs_keys=True)
+            settings = await app._gateway._book.settings("default", "default")
+            return [settings.authentication, app._needs_keys]
+
+    with pytest.raises(InvalidRequest, match="without authentication"):
+        asyncio.run(start({}))
+    assert asyncio.run(start({}, api_keys=("a-key-of-the-tests",))) == [True, True]

@@ -65,7 +65,7 @@ ENDPOINTS = (
     Endpoint("get", "/health/ready", "Whether it takes requests", needs_key=False, may_be_down=True),
     Endpoint("get", "/health/progress", "Whether the engine moves", needs_key=False, may_be_down=True),
     Endpoint("get", "/stats", "Load, as the playground shows it"),
-    Endpoint("get", "/metrics", "Metrics for Prometheus", content_type="text/plain", needs_key=False),
+    Endpoint("get", "/metrics", "Metrics for Prometheus", content_type="text/plain"),
     Endpoint("get", "/openapi.json", "This document", needs_key=False),
 )
 

@@ -58,6 +58,14 @@ def target_of(path: str) -> Target:
     )
 
 
+def is_native(path: str) -> bool:
+    """Whether it is a provider's own, where bodies may be anything."""
+    match path.split("?")[0].strip("/").split("/"):
+        case ["v1", _, _, provider, _, *_]:
+            return provider != "compat"
+    return False
+
+
 def models_at(path: str) -> tuple[Target, str] | None:
     """Whose models are asked for, and which of them; "": all."""
     match path.strip("/").split("/"):

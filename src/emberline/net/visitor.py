@@ -201,6 +201,9 @@ class Visitor(asyncio.Protocol):
         parser = self._parser
         assert parser is not None
         self._heading, self._moved = False, True
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1 or (hosts == 0 and parser.get_http_version() == "1.1"):
+            raise _BadHost  # a check of its name would look at another one than whoever reads it next
         upgrades = parser.should_upgrade()
         if upgrades and self._wants_socket():
             return
@@ -308,3 +311,7 @@ class Visitor(asyncio.Protocol):
 
 class _TooLarge(Exception):
     """A head."""
+
+
+class _BadHost(Exception):
+    """A request has no Host header, or several."""

@@ -6,6 +6,7 @@ import contextlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from emberline.core.errors import ClusterCallForbidden, Unauthorized, WrongClusterKey
 from emberline.server.exchange import Exchange
@@ -14,10 +15,37 @@ from emberline.server.exchange import Exchange
 PROXY_HEADERS = (b"via", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 
 
-def authorize(x: Exchange, keys: Iterable[str]) -> None:
-    """Raises Unauthorized unless the call carries one of the API keys."""
-    if not _matches(_bearer(x), keys):
-        raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
+CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # a router's, beside the client's own key
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The keys of a server, and which calls need which."""
+
+    api_keys: tuple[str, ...] = ()
+    cluster_key: str | None = None
+    closed: bool = False  # clients without a key are refused even where no API key was configured: only a router calls
+
+    def check(self, x: Exchange, needs: str) -> None:
+        """`needs`: as a Route says. Raises an error if the call may not be made."""
+        if needs == "cluster":
+            admit(x, self.cluster_key)
+        elif needs != "nothing" and (self.api_keys or self.closed):
+            self._check_client(x, by_cluster_key=needs == "operator")
+
+    def _check_client(self, x: Exchange, *, by_cluster_key: bool) -> None:
+        if _matches(_bearer(x), self.api_keys):
+            return
+        if self.cluster_key is not None:
+            given = [x.header(CLUSTER_KEY_HEADER), *([_bearer(x)] if by_cluster_key else [])]
+            if any(_matches(each, (self.cluster_key,)) for each in given):
+                return
+        if self.api_keys:
+            raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")
+        raise WrongClusterKey(
+            "this worker answers its router only: the cluster key is missing or wrong",
+            hint="call the router, start the worker with --api-key, or with --open",
+        )
 
 
 def admit(x: Exchange, cluster_key: str | None) -> None:

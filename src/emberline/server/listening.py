@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from emberline.core.errors import InvalidRequest
 from emberline.net.host import App
 from emberline.net.server import Server
+from emberline.server.keys import is_loopback
 
 GOODBYE = 10.0  # seconds for what is under way to end
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -28,6 +29,24 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise InvalidRequest(f"cannot listen on {host}:{port}: {e}", hint="choose another --port") from e
     return listener
+
+
+def is_exposed(listener: socket.socket) -> bool:
+    """Whether others than this machine can reach it."""
+    return not is_loopback(listener.getsockname()[0])
+
+
+def check_exposed(listener: socket.socket, *, authenticated: bool, is_open: bool, hint: str) -> None:
+    """Raises InvalidRequest for a listener that anyone could use from another machine, unless that is meant.
+    `hint`: how to authenticate."""
+    if is_exposed(listener) and not (authenticated or is_open):
+        host, port = listener.getsockname()[:2]
+        listener.close()
+        raise InvalidRequest(
+            f"refusing to listen on {host}:{port} without authentication: other machines could use it",
+            param="host",
+            hint=f"{hint}, or --open if anyone may use it",
+        )
 
 
 async def listen(
