@@ -11,12 +11,12 @@ from emberline.net.host import App, Receive, Send
 from emberline.net.server import Server
 
 GET = b"GET /a%20b?c=%20d HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /x HTTP/1.1\r\ncontent-length: 5\r\n\r\nhello"
+POST = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\nhello"
 UPGRADE = (
     b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )
-CHUNKED = b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
 
 
 class Client:
@@ -39,7 +39,7 @@ class Client:
 def run(app: App, work: Callable[[Callable[[], Awaitable[Client]], Server], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         async with asyncio.timeout(20):
-            server = Server(app, proxied=True)
+            server = Server(app)
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
             await server.start(listener)

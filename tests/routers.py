@@ -51,7 +51,9 @@ def stop(*processes: subprocess.Popen[bytes]) -> None:
 
 def get(url: str, body: Any = None, headers: dict[str, str] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=30) as reply:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}), timeout=30
+    ) as reply:
         text = reply.read().decode()
     return json.loads(text) if "json" in reply.headers["content-type"] else text
 

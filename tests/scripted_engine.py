@@ -156,7 +156,8 @@ class House:
     async def posted(self, path: str, body: Any, client: str = "127.0.0.1", **headers: str) -> Answer:
         answer = Answer()
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        given = {"content_type": "application/json", **headers}
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in given.items()]
         scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "client": (client, 1)}
         inbox = [{"type": "http.request", "body": raw}]
 

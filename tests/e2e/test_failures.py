@@ -67,7 +67,8 @@ def call(
 
 def open_stream(server: Server, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"authorization": "Bearer secret"})
+    given = {"authorization": "Bearer secret", "content-type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), given)
     return connection, connection.getresponse()
 
 
@@ -132,6 +133,7 @@ def open_stream_soon(server: Server) -> socket.socket:
         "POST /v1/chat/completions HTTP/1.1",
         "host: x",
         "authorization: Bearer secret",
+        "content-type: application/json",
         f"content-length: {len(body)}",
     )
     raw.sendall("\r\n".join((*lines, "", "")).encode() + body)

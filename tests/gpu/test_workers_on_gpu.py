@@ -90,7 +90,8 @@ def read(url: str, number: int, after: Callable[[str], None] = lambda worker: No
     """What is streamed; `after` happens when the first words are there, at the worker that says them."""
     asked = json.dumps(body(number) | {"stream": True}).encode()
     text = ""
-    with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", asked), timeout=60) as reply:
+    request = urllib.request.Request(f"{url}/v1/completions", asked, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
         for line in reply:
             if not line.startswith(b"data: {"):
                 continue

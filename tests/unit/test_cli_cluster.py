@@ -115,7 +115,7 @@ def test_a_router_that_dies_in_the_middle_of_its_answer_is_away() -> None:
 
         thread = threading.Thread(target=half)
         thread.start()
-        assert cluster._status(url) is None
+        assert cluster._status(url, "key") is None
         with pytest.raises(EmberlineError, match="no router"):
             drain._ask(url, "/cluster/status")
         thread.join()

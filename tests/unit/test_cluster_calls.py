@@ -32,13 +32,18 @@ def test_only_the_cluster_may_ask(path: str) -> None:
     for worker, client, headers, status in (
         ({}, "127.0.0.1", {}, 200),
         ({}, "::1", {}, 200),
-        ({}, "10.0.0.7", {}, 401),
-        ({}, "", {}, 401),
-        ({}, "127.0.0.1", {"origin": "http://evil"}, 401),
+        ({}, "::ffff:127.0.0.1", {}, 200),
+        ({}, "10.0.0.7", {}, 403),
+        ({}, "", {}, 403),
+        ({}, "127.0.0.1", {"origin": "http://evil"}, 403),
+        ({}, "127.0.0.1", {"x-forwarded-for": "127.0.0.1"}, 403),
+        ({}, "127.0.0.1", {"via": "1.1 emberline-gateway"}, 403),
+        ({}, "127.0.0.1", {"forwarded": "for=127.0.0.1"}, 403),
         ({"cluster_key": "secret"}, "10.0.0.7", ours, 200),
         ({"cluster_key": "secret"}, "127.0.0.1", {}, 401),
         ({"cluster_key": "secret"}, "127.0.0.1", {"authorization": "Bearer wrong"}, 401),
-        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "origin": "http://evil"}, 401),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "origin": "http://evil"}, 403),
+        ({"cluster_key": "secret"}, "10.0.0.7", {**ours, "via": "1.1 emberline-gateway"}, 403),
     ):
         made = house(**worker)
         answer = asyncio.run(made.posted(path, envelope(), client=client, **headers))

@@ -73,7 +73,7 @@ def test_who_takes_slowly_is_given_slowly_and_who_reads_slowly_is_sent_slowly() 
 
     async def work(client: Any, server: Server) -> None:
         one = await client()
-        one.say(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
+        one.say(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (many * len(piece)))
         one.say(piece * many)
         size, before = one.writer.transport.get_write_buffer_size, -1
         while before != size():
@@ -151,8 +151,8 @@ def test_who_takes_nothing_of_many_replies_is_sent_away_and_who_is_slow_is_not(
         UPGRADE.replace(b"GET /", b"GET /" + b"x" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x\r\ny: " + b"z" * 9000),
         UPGRADE.replace(b"Host: x", b"Host: x" + b"\r\ny: z" * 150),
-        UPGRADE.replace(b"Host: x", b"Content-Length: 5"),  # which never comes
-        UPGRADE.replace(b"Host: x", b"Transfer-Encoding: chunked"),
+        UPGRADE.replace(b"Host: x", b"Host: x\r\nContent-Length: 5"),  # which never comes
+        UPGRADE.replace(b"Host: x", b"Host: x\r\nTransfer-Encoding: chunked"),
     ],
 )
 def test_a_sockets_head_that_is_too_large_or_has_a_body_is_refused(asked: bytes) -> None:

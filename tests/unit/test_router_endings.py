@@ -54,7 +54,7 @@ class Lingering:
 async def asked(port: int) -> bytes:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    path = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    path = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
     writer.write(b"%bcontent-length: %d\r\n\r\n%b" % (path, len(body), body))
     async with asyncio.timeout(20):
         return await reader.read()

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +124,10 @@ def test_embeddings(oai: openai.OpenAI, gateway: Gateways) -> None:
 
 
 def metrics(gateway: Gateways) -> str:
-    with urllib.request.urlopen(f"{gateway.url}/metrics") as reply:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{gateway.url}/metrics")
+    scrape = urllib.request.Request(f"{gateway.url}/metrics", headers={"authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(scrape) as reply:
         return str(reply.read().decode())
 
 
@@ -315,7 +319,7 @@ def test_a_client_that_leaves(gateway: Gateways, path: str) -> None:
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     body = {"model": model, "messages": HELLO, "max_tokens": 1000, "stream": True}
     prices = {"cf-aig-custom-cost": '{"per_token_in": 0.000001, "per_token_out": 0.000001}'}
-    connection.request("POST", path, json.dumps(body), prices)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **prices})
     reply = connection.getresponse()
     while b"word3" not in reply.read1():
         pass
@@ -331,7 +335,8 @@ def test_a_client_that_leaves_before_anything_came(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=30)
     body = {"model": "oai/silent", "messages": HELLO, "user": "early"}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"cf-aig-event-id": "early"})
+    given = {"content-type": "application/json", "cf-aig-event-id": "early"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), given)
     until(lambda: fake.running == 1, 5)
     connection.close()
     until(lambda: fake.gone == 1 and fake.running == 0, 5)
@@ -348,7 +353,8 @@ def test_a_client_that_does_not_read(tmp_path_factory: pytest.TempPathFactory) -
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", int(made.url.rpartition(":")[2])))
         body = json.dumps({"model": OPENAI, "messages": HELLO, "max_tokens": 800_000}).encode()  # about 9 MB
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        kind = b"content-type: application/json"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%b\r\ncontent-length: %d\r\n\r\n" % (kind, len(body))
         client.sendall(head + body)
         until(lambda: made.fakes["fake"].count == 1, 5)
         row = until(made.newest, 30)

@@ -182,7 +182,7 @@ def test_who_leaves_stops_the_one_who_goes_on(gateway: Gateways) -> None:
     gateway.fakes["b"].pace = 0.2
     asked = {"model": "a-chat-chat/cut@3", "messages": HELLO, "stream": True}
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=10)
-    connection.request("POST", "/v1/chat/completions", json.dumps(asked), WISH)
+    connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"content-type": "application/json", **WISH})
     reply = connection.getresponse()
     log = reply.headers["cf-aig-log-id"]
     while b"word4" not in reply.readline():

@@ -127,7 +127,9 @@ def ask(made: Gateways, case: Case, patience: int) -> Heard:
     body = {"model": case.model, "messages": [{"role": "user", "content": "hello"}], "stream": case.stream}
     body["max_tokens"] = WORDS
     wishes = {"cf-aig-request-timeout": str(1000 * patience), "x-emberline-continue": str(case.wish).lower()}
-    connection.request("POST", PATHS[case.dialect], json.dumps(body), {**PRICES, **wishes})
+    connection.request(
+        "POST", PATHS[case.dialect], json.dumps(body), {"content-type": "application/json", **PRICES, **wishes}
+    )
     reply = connection.getresponse()
     try:
         text, whole = reply.read(), True

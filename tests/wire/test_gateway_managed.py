@@ -92,7 +92,7 @@ def test_a_body_cannot_name_another_model_than_the_path(gateway: Gateways, path:
     _, key = new_key(gateway, allowed_models=["small*"])
     headers = {"cf-aig-authorization": key["authorization"], "authorization": "Bearer k"}
     status, _, _ = gateway.post(f"/v1/default/default/{path.format(model='large')}", {"model": "small"}, headers)
-    assert status == (403 if allowed else 404)
+    assert status == (403 if allowed else 400)
     slug, _, endpoint = path.partition("/")
     step = {"provider": slug, "endpoint": endpoint.format(model="large"), "query": {"model": "small"}}
     assert gateway.post("/v1/default/default", [step], headers)[0] == (403 if allowed else 400)

@@ -101,7 +101,7 @@ FORM = {"prompt": "x", "response_format": {"type": "json_object"}}
 
 
 def is_idle(gateway: Gateways) -> bool:
-    return b"gateway_open_requests 0" in gateway.post("/metrics", b"", method="GET")[2]
+    return b"gateway_open_requests 0" in gateway.post("/metrics", b"", KEY, method="GET")[2]
 
 
 def test_json_that_is_nested_too_deep_stays_text(gateway: Gateways) -> None:

@@ -135,4 +135,9 @@ def test_a_collector_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
     until(lambda: not collecting.script)
     of(collecting, ask(gateway)[1])
     assert all(about(span)["emberline.log_id"] != lost for span in collecting.spans)
-    until(lambda: b"spans_dropped_total 1" in gateway.post("/metrics", b"", method="GET")[2])
+    until(
+        lambda: (
+            b"spans_dropped_total 1"
+            in gateway.post("/metrics", b"", {"authorization": "Bearer a-key-of-the-tests"}, method="GET")[2]
+        )
+    )

@@ -36,7 +36,8 @@ def test_the_last_call_is_in_the_log(tmp_path: Path, how: signal.Signals) -> Non
         _ready(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
         with pytest.raises(urllib.error.HTTPError) as refused:
             body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/chat/completions", body, timeout=10)
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"}), timeout=10)
         process.send_signal(how)
         process.wait(15)
     finally:

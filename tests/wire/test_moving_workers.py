@@ -43,7 +43,8 @@ class Workers:
         return {row["name"]: row for row in get(f"{self.router.url}/cluster/status")["workers"]}
 
     def ask(self, name: str, path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
-        request = urllib.request.Request(self.urls[name] + path, json.dumps(body).encode(), headers or {})
+        given = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.urls[name] + path, json.dumps(body).encode(), given)
         with urllib.request.urlopen(request, timeout=30) as reply:
             told: bytes = reply.read()
         return told

@@ -179,5 +179,8 @@ def test_a_body_that_cannot_be_read_is_refused(pair: Pair) -> None:
         (b'{"model": "tiny", "stream": "yes", "x": "\xff"}', 400),
     ):
         with pytest.raises(urllib.error.HTTPError, match=str(status)) as raised:
-            urllib.request.urlopen(urllib.request.Request(f"{pair.url}/v1/chat/completions", body), timeout=10)
+            urllib.request.urlopen(
+                urllib.request.Request(f"{pair.url}/v1/chat/completions", body, {"content-type": "application/json"}),
+                timeout=10,
+            )
         assert json.loads(raised.value.read())["error"]["message"]

@@ -45,7 +45,7 @@ def open_stream(
     connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
     headers = {"x-session-affinity": session} if session else {}
     body = {"model": "fake", "messages": HELLO, "max_tokens": tokens, "stream": True}
-    connection.request("POST", path, json.dumps(body), headers)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
     return connection, connection.getresponse()
 
 
@@ -306,7 +306,7 @@ def test_a_client_that_leaves_is_noticed_by_the_worker(fakes: Fakes) -> None:
         before = fakes.tell("a")["gone"]
         connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
         body = {"model": "fake", "messages": HELLO, "max_tokens": 100_000, "stream": stream}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         until(lambda: fakes.tell("a")["running"] == 1)
         connection.close()
         until(lambda b=before: fakes.tell("a")["gone"] == b + 1)  # type: ignore[misc]

@@ -93,7 +93,12 @@ def test_sglang_prefills_to_the_end_when_its_client_leaves(tmp_path: Path) -> No
         d.fails = False
         with rooms.changed:  # nobody can enter
             connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-            connection.request("POST", "/v1/chat/completions", json.dumps({**BODY, "stream": True}))
+            connection.request(
+                "POST",
+                "/v1/chat/completions",
+                json.dumps({**BODY, "stream": True}),
+                {"content-type": "application/json"},
+            )
             until(lambda: p.asked and d.asked)
             connection.close()
             until(lambda: rows(url)[d.name]["left"] == 1)

@@ -67,7 +67,8 @@ def ask(fakes: Fakes, session: str = "s", size: int = 4000, **more: Any) -> tupl
     connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
     messages = [{"role": "user", "content": f"{os.urandom(8).hex()} {'x' * size}"}]
     body = {"model": "fake", "messages": messages, "max_tokens": LENGTH, "stream": True, "seed": 7, "uneven": True}
-    connection.request("POST", CHAT, json.dumps({**body, **more}), {"x-session-affinity": session} if session else {})
+    headers = {"content-type": "application/json", **({"x-session-affinity": session} if session else {})}
+    connection.request("POST", CHAT, json.dumps({**body, **more}), headers)
     reply = connection.getresponse()
     got = reply.read()
     connection.close()
@@ -214,7 +215,7 @@ def test_a_client_that_reads_slowly_loses_nothing(tmp_path: Path) -> None:
         speech = Speech(7, Asked(max_tokens=60_000))
         connection = http.client.HTTPConnection(fakes.url.removeprefix("http://"), timeout=60)
         body = {"model": "fake", "messages": [], "max_tokens": speech.length, "stream": True, "seed": 7}
-        connection.request("POST", CHAT, json.dumps(body))
+        connection.request("POST", CHAT, json.dumps(body), {"content-type": "application/json"})
         reply = connection.getresponse()
         first, counts = reply.headers["x-emberline-worker"], [0, 0]
 
@@ -391,7 +392,9 @@ def test_a_client_that_leaves_closes_both_legs(split: Fakes) -> None:
         split.tell(first, "stall", after=0, calls=RESUME)
         connection = http.client.HTTPConnection(split.url.removeprefix("http://"), timeout=60)
         body = {"model": "fake", "messages": [{"role": "user", "content": point * 400}], "stream": True}
-        connection.request("POST", CHAT, json.dumps(body), {"x-session-affinity": "s"})
+        connection.request(
+            "POST", CHAT, json.dumps(body), {"content-type": "application/json", "x-session-affinity": "s"}
+        )
         until(lambda: split.tell("p")["running"])
         if point == "after the ticket":
             until(lambda: split.tell(first)["running"])

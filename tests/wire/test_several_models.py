@@ -64,7 +64,8 @@ def client(served: Server) -> openai.OpenAI:
 
 def get(server: Server, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(server.url + path, data), timeout=30) as reply:
+    request = urllib.request.Request(server.url + path, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
         text = reply.read().decode()
     return json.loads(text) if "json" in reply.headers["content-type"] else text
 

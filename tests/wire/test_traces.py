@@ -53,7 +53,9 @@ class Stack:
         messages = [{"role": "user", "content": f"{number}. {STORY}"}]
         body = {"model": model, "messages": messages, "stream": True, "max_tokens": TOKENS, "ignore_eos": True}
         headers = {"traceparent": f"00-{number:032x}-{PARENT}-0{int(sampled)}", "tracestate": "vendor=1"}
-        asked = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+        asked = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json", **headers}
+        )
         return urllib.request.urlopen(asked, timeout=60)
 
     def trace(self, number: int, *expected: tuple[str, str]) -> list[Span]:

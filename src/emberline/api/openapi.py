@@ -65,7 +65,7 @@ ENDPOINTS = (
     Endpoint("get", "/health/ready", "Whether it takes requests", needs_key=False, may_be_down=True),
     Endpoint("get", "/health/progress", "Whether the engine moves", needs_key=False, may_be_down=True),
     Endpoint("get", "/stats", "Load, as the playground shows it"),
-    Endpoint("get", "/metrics", "Metrics for Prometheus", content_type="text/plain", needs_key=False),
+    Endpoint("get", "/metrics", "Metrics for Prometheus", content_type="text/plain"),
     Endpoint("get", "/openapi.json", "This document", needs_key=False),
 )
 
@@ -77,6 +77,21 @@ _FAILURES = {
     503: "The engine is starting or restarting",
     504: "The time limit passed",
 }
+
+
+def _pattern(endpoint: Endpoint) -> str:
+    """A regular expression for "METHOD PATH"; a `{name}` in the path is any text, also with slashes."""
+    path = re.sub(r"\\{\w+\\}", ".+", re.escape(endpoint.path))
+    return f"{endpoint.method.upper()} {path}"
+
+
+# What generates, counts, embeds or lists models. Health, statistics and metrics are the operator's.
+_MODEL_API = re.compile("|".join(_pattern(endpoint) for endpoint in ENDPOINTS if endpoint.reply is not None))
+
+
+def is_model_api(method: str, path: str) -> bool:
+    """Whether a client that may use the models may call this, through a gateway too."""
+    return _MODEL_API.fullmatch(f"{'GET' if method == 'HEAD' else method} {path}") is not None
 
 
 def document(version: str) -> Json:

@@ -15,14 +15,15 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from emberline.cli import tracing
+from emberline.cli import service, tracing
 from emberline.core.config import DEFAULT_MODEL, KV_PORTS, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
 
 POLL = 0.5  # seconds
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
-        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port")  # fmt: skip
+        "--worker-name", "--worker-url", "--cluster-key", "--otlp", "--trace-share", "--kv-port", "--open",
+        "--cors-origins", "--allowed-hosts")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument("--host", default=default.host, help="of the router; workers stay on this machine")
     up.add_argument("--port", type=int, default=default.port, help="of the router; workers choose theirs (0: any)")
     up.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    service.add_exposure(up)
     up.add_argument("--kv-events", action="store_true", help="the router follows what workers' caches hold")
     up.add_argument(
         "--kv-port", type=int, default=0, help=f"first of {KV_PORTS} ports for each worker's KV transfers (0: any)"
@@ -77,7 +79,8 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     traced = _traced(args)
-    router = ["--host", args.host, "--port", str(port), *keys, *traced, *(["--kv-events"] if args.kv_events else [])]
+    router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *traced]
+    router += ["--kv-events"] if args.kv_events else []
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
     options = _worker(args, sum(workers.values()), [*keys, *traced])
@@ -86,7 +89,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     supervisor = Supervisor(_say)
-    watching = asyncio.create_task(_watch(url))
+    watching = asyncio.create_task(_watch(url, key))
     try:
         for child in made:
             await supervisor.start(child)
@@ -104,6 +107,15 @@ def _keep(file: Path, key: str) -> Path:
     file.touch(mode=0o600, exist_ok=False)
     file.write_text(key + "\n")
     return file
+
+
+def _exposure(args: argparse.Namespace) -> list[str]:
+    """As the router is to have it."""
+    lists = {"--cors-origins": args.cors_origins, "--allowed-hosts": args.allowed_hosts}
+    return [
+        *(["--open"] if args.open else []),
+        *(f"{name}={','.join(given)}" for name, given in lists.items() if given),
+    ]
 
 
 def _traced(args: argparse.Namespace) -> list[str]:
@@ -124,11 +136,11 @@ def _worker(args: argparse.Namespace, workers: int, own: list[str]) -> list[str]
     return [args.model, *own, *shared, *options]
 
 
-async def _watch(url: str) -> None:
+async def _watch(url: str, key: str) -> None:
     """Says what the router sees, whenever that changes."""
     told: dict[str, tuple[str, str]] = {}  # of which process, and what
     while True:
-        status = await asyncio.to_thread(_status, url)
+        status = await asyncio.to_thread(_status, url, key)
         for row in status["workers"] if status else []:
             line = f"{row['health']}, {', '.join(row['models'])}"
             if told.get(row["name"]) != (row["incarnation"], line):
@@ -142,9 +154,10 @@ async def _watch(url: str) -> None:
         await asyncio.sleep(POLL)
 
 
-def _status(url: str) -> Any:
+def _status(url: str, key: str) -> Any:
+    request = urllib.request.Request(f"{url}/cluster/status", headers={"authorization": f"Bearer {key}"})
     try:
-        with urllib.request.urlopen(f"{url}/cluster/status", timeout=5) as reply:
+        with urllib.request.urlopen(request, timeout=5) as reply:
             return json.load(reply)
     except (OSError, ValueError, http.client.HTTPException):
         return None  # not yet, or not any more, be it in the middle of its answer

@@ -12,7 +12,7 @@ import urllib.request
 from typing import Any, NamedTuple
 
 from emberline.core.config import RouterConfig, cluster_key
-from emberline.core.errors import EmberlineError, Unauthorized
+from emberline.core.errors import EmberlineError, WrongClusterKey
 
 POLL = 0.2  # seconds
 
@@ -31,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     given = args.cluster_key or cluster_key()
-    key = {"authorization": f"Bearer {given}"} if given else {}
+    key = {"content-type": "application/json", **({"authorization": f"Bearer {given}"} if given else {})}
     _ask(args.router, "/cluster/drain", {"name": args.worker, "on": not args.undo, "move": args.move}, key)
     if args.undo:
         print(f"{args.worker} takes requests again")
         return 0
     told, idle_since = None, time.monotonic()
-    process = _row(_ask(args.router, "/cluster/status"), args.worker).get("incarnation")
+    process = _row(_ask(args.router, "/cluster/status", headers=key), args.worker).get("incarnation")
     while not args.no_wait:
-        left = _left(_ask(args.router, "/cluster/status"), args.worker, process)
+        left = _left(_ask(args.router, "/cluster/status", headers=key), args.worker, process)
         idle_since = time.monotonic() if left.open else idle_since
         if not any(left[:2]) and left.age < time.monotonic() - idle_since:
             break
@@ -79,8 +79,8 @@ def _ask(router: str, path: str, body: Any = None, headers: dict[str, str] | Non
             return json.load(reply)
     except urllib.error.HTTPError as e:
         if e.code == 401:
-            raise Unauthorized(
-                "the router wants the cluster's key", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
+            raise WrongClusterKey(
+                "the cluster key is missing or wrong", hint="--cluster-key or EMBERLINE_CLUSTER_KEY"
             ) from e
         raise _refusal(router, e) from e
     except (OSError, ValueError, http.client.HTTPException) as e:

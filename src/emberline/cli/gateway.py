@@ -11,6 +11,8 @@ from emberline.cli import service
 from emberline.core.config import GatewayConfig
 from emberline.core.errors import InvalidRequest
 
+OPTIONS = ("host", "port", "engine", "store", "redis", "otlp", "trace_share", "open", "cors_origins", "allowed_hosts")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = GatewayConfig()
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", help="sqlite:DIRECTORY or postgresql://... (default: in the cache directory)")
     parser.add_argument("--redis", help="redis://..., where several replicas count together")
     parser.add_argument("--api-key", action="append", help="a token that works and manages; may be given several times")
+    service.add_exposure(parser, default=None)
     parser.add_argument("--otlp", metavar="URL", help="of an OpenTelemetry collector, for spans of calls")
     parser.add_argument("--trace-share", type=float, help="of calls whose client does not say whether to trace them")
     service.add_log_level(parser)
@@ -54,8 +57,8 @@ def configured(found: dict[str, Any], args: argparse.Namespace) -> GatewayConfig
         default = getattr(GatewayConfig(), name)
         if default is not None and not isinstance(value, list if isinstance(default, tuple) else type(default)):
             raise InvalidRequest(f"{name} must be like {default!r}", param=name)
-    if "api_keys" in given:
-        given["api_keys"] = tuple(given["api_keys"])
-    told = {name: getattr(args, name) for name in ("host", "port", "engine", "store", "redis", "otlp", "trace_share")}
+        if isinstance(value, list):
+            given[name] = tuple(value)
+    told = {name: getattr(args, name) for name in OPTIONS}
     config = replace(GatewayConfig(**given), **{name: value for name, value in told.items() if value is not None})
     return replace(config, api_keys=(*config.api_keys, *(args.api_key or ())))

@@ -15,8 +15,37 @@ def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
     parser.add_argument("--host", default=config.host)
     parser.add_argument("--port", type=int, default=config.port)
     parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
+    add_exposure(parser)
     add_setting(parser, config, "request_timeout", "seconds")
     add_log_level(parser)
+
+
+def add_exposure(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Options of a listener; `defaults`: what an option is that was not given."""
+    parser.add_argument(
+        "--open",
+        action="store_true",
+        **defaults,
+        help="listen beyond this machine without authentication: anyone who reaches it may use it",
+    )
+    parser.add_argument(
+        "--cors-origins",
+        type=words,
+        metavar="ORIGIN,...",
+        **{"default": (), **defaults},
+        help="web pages that may call, such as https://chat.example.com, or * (default: none of other sites)",
+    )
+    parser.add_argument(
+        "--allowed-hosts",
+        type=words,
+        metavar="NAME,...",
+        **{"default": (), **defaults},
+        help="names under which it is called, besides localhost, such as that of a proxy in front",
+    )
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (word.strip() for word in text.split(","))))
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:

@@ -275,6 +275,9 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    open: bool = False  # it may listen beyond this machine without authentication
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
     cluster_key: str | None = None  # of workers and of who drains them; None: whoever is on this machine
     max_body: int = 32 << 20
     request_timeout: float = 600.0
@@ -347,6 +350,9 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()  # tokens that always work, and manage; none: one is made, in a file
+    open: bool = False  # it may listen beyond this machine without authentication
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
     engine: str = "http://127.0.0.1:8000"  # URL of our own engine or router
     store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
     redis: str | None = None  # redis://..., where several replicas count together
@@ -392,6 +398,10 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    open: bool = False  # it may listen beyond this machine without authentication
+    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
+    closed: bool = False  # without API keys it answers only its router, which has the cluster key
     max_body: int = 32 << 20
     request_timeout: float = 600.0
     stall_timeout: float = 120.0  # an engine with open requests and no sign of life for so long is restarted

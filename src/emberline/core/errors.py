@@ -3,8 +3,14 @@
     EmberlineError                 status  code
     ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it
     │   ├── ContextLengthExceeded  400     context_length_exceeded
-    │   └── BodyTooLarge           413     body_too_large
+    │   ├── BodyTooLarge           413     body_too_large
+    │   └── UnsupportedMediaType   415     unsupported_media_type    the body's content-type
     ├── Unauthorized               401     invalid_api_key
+    │   └── WrongClusterKey        401     invalid_cluster_key
+    ├── RequestForbidden           403     forbidden             whatever key it carries
+    │   ├── ClusterCallForbidden   403     cluster_call_forbidden    through a proxy, from a web page or from afar
+    │   ├── HostNotAllowed         403     host_not_allowed      the Host header names another server
+    │   └── OriginNotAllowed       403     origin_not_allowed    a web page of another site
     ├── NotFound                   404     not_found
     │   └── ModelNotFound          404     model_not_found
     ├── MethodNotAllowed           405     method_not_allowed
@@ -55,9 +61,35 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
 class Unauthorized(EmberlineError):
     status = 401
     code = "invalid_api_key"
+
+
+class WrongClusterKey(Unauthorized):
+    code = "invalid_cluster_key"
+
+
+class RequestForbidden(EmberlineError):
+    status = 403
+    code = "forbidden"
+
+
+class ClusterCallForbidden(RequestForbidden):
+    code = "cluster_call_forbidden"
+
+
+class HostNotAllowed(RequestForbidden):
+    code = "host_not_allowed"
+
+
+class OriginNotAllowed(RequestForbidden):
+    code = "origin_not_allowed"
 
 
 class NotFound(EmberlineError):

@@ -51,6 +51,16 @@ def _counts(said: Any) -> TypeGuard[int]:
     return type(said) is int and said > 0  # True is none
 
 
+class _Name:
+    """A key of an object: unlike text, no two are equal, so that none replaces another."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+_NAMES = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=lambda _, text: _Name(text))
 _PEEK = msgspec.json.Decoder(Peek)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -60,11 +70,24 @@ def peek(body: bytes) -> Peek:
         found = _PEEK.decode(body)
     except NOT_JSON as e:
         raise InvalidRequest(f"the body is not a JSON object: {e}") from e
+    check_names(body)
     if isinstance(found.model, str) and len(found.model) > MODEL_LENGTH:
         raise InvalidRequest(
             f"model has {len(found.model)} characters; at most {MODEL_LENGTH} are taken", param="model"
         )
     return found
+
+
+def check_names(body: bytes) -> None:
+    """Raises InvalidRequest if a JSON object has a key twice at its top level: the gateway decides by the last one, and
+    a provider may go by the first."""
+    seen = set()
+    for name in _NAMES.decode(body):
+        if name.text in seen:
+            raise InvalidRequest(
+                f"the body has the key {name.text[:100]!r} twice", param=name.text[:100], hint="write it once"
+            )
+        seen.add(name.text)
 
 
 def edited(body: bytes, **changes: Any) -> bytes:

@@ -29,8 +29,9 @@ T = TypeVar("T")
 
 
 class Book:
-    def __init__(self, fixed: Fixed, store: Store, watch: Watch, engine: str) -> None:
-        """`fixed`: those of the file, which the store cannot change."""
+    def __init__(self, fixed: Fixed, store: Store, watch: Watch, engine: str, *, needs_keys: bool = False) -> None:
+        """`fixed`: those of the file, which the store cannot change. `needs_keys`: all need a key, in any case."""
+        self._needs_keys = needs_keys
         self._fixed = fixed
         self._store = store
         self._engine = engine
@@ -49,6 +50,8 @@ class Book:
             if document is None:
                 return None
             settings = with_engine(_stored(document), self._engine)
+            if self._needs_keys:
+                settings = msgspec.structs.replace(settings, authentication=True)
         providers = {
             f"custom-{each.slug}": _custom(each) async for each in self._all("custom_provider", account, CustomProvider)
         }

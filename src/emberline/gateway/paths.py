@@ -8,11 +8,13 @@ from urllib.parse import unquote
 
 import msgspec
 
-from emberline.core.errors import NotFound
+from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.call import Dialect
 
 Kind = Literal["plain", "native", "compat", "universal"]
 DEFAULT = "default"
+MAX_DECODINGS = 4  # of percent-encoding within percent-encoding
+SLASHED = "aws-bedrock"  # the provider whose model names, ARNs, have slashes that its clients encode
 
 # Where each dialect lives under /v1 (and under /ai/v1 and /compat). The model says which provider is meant.
 PLAIN: dict[str, Dialect] = {
@@ -36,8 +38,10 @@ class Target(msgspec.Struct, frozen=True):
 
 def target_of(path: str) -> Target:
     """`path` as it was sent, percent-encoding and all."""
-    parts = path.split("?")[0].strip("/").split("/")
-    match [] if climbs(parts) else parts:
+    plain = path.split("?")[0]
+    if "%" in plain or "\\" in plain or "/." in plain:
+        check_path(plain)
+    match plain.strip("/").split("/"):
         case ["v1", *rest] if "/".join(rest) in PLAIN:
             return _plain("/".join(rest))
         case ["client", "v4", "accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
@@ -58,6 +62,14 @@ def target_of(path: str) -> Target:
     )
 
 
+def is_native(path: str) -> bool:
+    """Whether it is a provider's own, where bodies may be anything."""
+    match path.split("?")[0].strip("/").split("/"):
+        case ["v1", _, _, provider, _, *_]:
+            return provider != "compat"
+    return False
+
+
 def models_at(path: str) -> tuple[Target, str] | None:
     """Whose models are asked for, and which of them; "": all."""
     match path.strip("/").split("/"):
@@ -74,9 +86,21 @@ def models_at(path: str) -> tuple[Target, str] | None:
     return None
 
 
-def climbs(parts: list[str]) -> bool:
-    """With dots for the place above: whoever resolves them reads another path than we do."""
-    return any(unquote(part) in (".", "..") for part in parts)
+def check_path(path: str, param: str | None = None) -> None:
+    """Raises InvalidRequest for a path that another server may read as another path: one with dot segments, backslashes
+    or encoded slashes, however often they are encoded."""
+    decoded = path
+    for _ in range(MAX_DECODINGS):
+        decoded, before = unquote(decoded), decoded
+        if decoded == before:
+            break
+    if "\\" in decoded or any(segment in (".", "..") for segment in decoded.split("/")):
+        what = "a backslash" if "\\" in decoded else "a dot segment"
+    elif decoded.count("/") != path.count("/") and f"/{SLASHED}/" not in f"/{path}":
+        what = "an encoded slash"
+    else:
+        return
+    raise InvalidRequest(f"the path {path[:200]!r} has {what} in it", param=param, hint="write the path out in full")
 
 
 def _plain(endpoint: str, account: str = DEFAULT) -> Target:

@@ -23,12 +23,10 @@ class Guest(Protocol):
 
 
 class Host:
-    def __init__(self, app: App, *, largest_message: int, proxied: bool) -> None:
-        """`largest_message`: bytes of one over a WebSocket; 0: there are none. `proxied`: for whom a proxy on this
-        machine speaks is looked up."""
+    def __init__(self, app: App, *, largest_message: int) -> None:
+        """`largest_message`: bytes of one over a WebSocket; 0: there are none."""
         self.app = app
         self.largest_message = largest_message
-        self.proxied = proxied
         self.loop = asyncio.get_running_loop()
         self.guests: set[Guest] = set()
         self.work: set[asyncio.Task[None]] = set()

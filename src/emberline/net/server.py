@@ -13,9 +13,9 @@ BACKLOG = 2048  # connections that wait to be taken
 
 
 class Server:
-    def __init__(self, app: App, *, largest_message: int = 0, proxied: bool = False) -> None:
+    def __init__(self, app: App, *, largest_message: int = 0) -> None:
         """As a Host has them."""
-        self.host = Host(app, largest_message=largest_message, proxied=proxied)
+        self.host = Host(app, largest_message=largest_message)
         self._listener: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:

@@ -201,6 +201,9 @@ class Visitor(asyncio.Protocol):
         parser = self._parser
         assert parser is not None
         self._heading, self._moved = False, True
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1 or (hosts == 0 and parser.get_http_version() == "1.1"):
+            raise _BadHost  # a check of its name would look at another one than whoever reads it next
         upgrades = parser.should_upgrade()
         if upgrades and self._wants_socket():
             return
@@ -250,18 +253,9 @@ class Visitor(asyncio.Protocol):
             "query_string": query,
             "root_path": "",
             "headers": self._headers,
-            "client": self._spoken_for() if self._host.proxied else self._client,
+            "client": self._client,  # the peer of the connection, whatever headers say
             "server": self._server_address,
         }
-
-    def _spoken_for(self) -> tuple[str, int]:
-        """A proxy on this machine is believed for whom it speaks, and nobody else."""
-        said = [value for name, value in self._headers if name == b"x-forwarded-for"]
-        if not said or self._client[0] not in ("127.0.0.1", "::1"):
-            return self._client
-        hosts = [host.strip() for host in b",".join(said).decode("latin-1").split(",") if host.strip()]
-        others = [host for host in hosts if host not in ("127.0.0.1", "::1")]
-        return (others[-1], 0) if others else self._client
 
     def _wants_socket(self) -> bool:
         upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")
@@ -317,3 +311,7 @@ class Visitor(asyncio.Protocol):
 
 class _TooLarge(Exception):
     """A head."""
+
+
+class _BadHost(Exception):
+    """A request has no Host header, or several."""

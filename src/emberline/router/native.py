@@ -14,6 +14,7 @@ from emberline.router.call import Call
 from emberline.router.dialect import CHAIN, PRIVATE, Garbled, Ticket, Word, Words
 
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
+CLUSTER_KEY = f"{PRIVATE}cluster-key"
 LONGEST = 16 << 20  # bytes of a line
 
 _WORD = msgspec.json.Decoder(Word)
@@ -50,6 +51,8 @@ class Native:
 
     def plain(self, stream: bool) -> Call:
         given = {f"{PRIVATE}seed": str(self.seed)}
+        if self.key:  # it vouches for the client, whose own key may be known to the router alone
+            given[CLUSTER_KEY] = self.key
         if self.created is not None:
             given[f"{PRIVATE}created"] = str(self.created)
         return self.call.with_headers(given | ({f"{PRIVATE}track": "1"} if stream else {}))

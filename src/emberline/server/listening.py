@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from emberline.core.errors import InvalidRequest
 from emberline.net.host import App
 from emberline.net.server import Server
+from emberline.server.keys import is_loopback
 
 log = logging.getLogger("emberline.server")
 
@@ -47,6 +48,24 @@ def _hint(error: OSError | OverflowError, port: int) -> str:
     return "choose another --port" + (f"; `lsof -i :{port}` shows the process" if in_use else "")
 
 
+def is_exposed(listener: socket.socket) -> bool:
+    """Whether others than this machine can reach it."""
+    return not is_loopback(listener.getsockname()[0])
+
+
+def check_exposed(listener: socket.socket, *, authenticated: bool, is_open: bool, hint: str) -> None:
+    """Raises InvalidRequest for a listener that anyone could use from another machine, unless that is meant.
+    `hint`: how to authenticate."""
+    if is_exposed(listener) and not (authenticated or is_open):
+        host, port = listener.getsockname()[:2]
+        listener.close()
+        raise InvalidRequest(
+            f"refusing to listen on {host}:{port} without authentication: other machines could use it",
+            param="host",
+            hint=f"{hint}, or --open if anyone may use it",
+        )
+
+
 async def listen(
     app: App,
     listener: socket.socket,
@@ -54,12 +73,11 @@ async def listen(
     leaving: Callable[[], Awaitable[None]] | None = None,
     *,
     largest_message: int = 0,
-    proxied: bool = True,
 ) -> None:
     """`ready` is called when connections are taken, `leaving` before they no longer are. `largest_message`: bytes of
-    one over a WebSocket; 0: there are none. `proxied`: for whom a proxy in front speaks is looked up."""
+    one over a WebSocket; 0: there are none."""
     place = ":".join(map(str, listener.getsockname()[:2]))
-    server = Server(app, largest_message=largest_message, proxied=proxied)
+    server = Server(app, largest_message=largest_message)
     with _stopped() as stop:
         await server.start(listener)
         if not _listens(listener):

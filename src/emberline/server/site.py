@@ -4,14 +4,15 @@ protocol that was spoken or, once a reply has begun, breaks the connection: nobo
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from emberline.api.errors import anthropic_error, openai_error
 from emberline.core.errors import EmberlineError, MethodNotAllowed, NotFound
 from emberline.net.turn import CutOff
 from emberline.server.exchange import ClientGone, Exchange
-from emberline.server.keys import admit, authorize
+from emberline.server.keys import Access
+from emberline.server.mediatype import require_json
 from emberline.server.metrics import Replies
 from emberline.server.pages import Page
 
@@ -26,7 +27,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Route:
     handler: Handler
     method: str = "POST"
-    needs: str = "key"  # of clients; of the "cluster"; or "nothing"
+    needs: str = "key"  # of clients; "operator": that, or the cluster's; "cluster": its own alone; or "nothing"
 
 
 @dataclass(slots=True)
@@ -34,8 +35,7 @@ class Site:
     routes: dict[str, Route]
     model: Route  # of one
     pages: Mapping[str, Page]
-    api_keys: Sequence[str]
-    cluster_key: str | None
+    access: Access
     hint: str  # for who asks for what is not here
     replies: Replies = field(default_factory=Replies)
 
@@ -52,7 +52,7 @@ class Site:
             elif cut:
                 log.warning("%s cut off: %s", x.path, e)
             if not cut:
-                await _refuse(x, e)
+                await refuse(x, e)
         known = x.path if x.path in self.routes else "other"
         self.replies.replied(known, x.status or (499 if "client" in x.note else 500))
         if cut:
@@ -67,14 +67,14 @@ class Site:
             raise NotFound(f"there is nothing at {x.path[:200]!r}", hint=self.hint)
         if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
             raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
-        if route.needs == "key" and self.api_keys:
-            authorize(x, self.api_keys)
-        if route.needs == "cluster":
-            admit(x, self.cluster_key)
+        self.access.check(x, route.needs)
+        if route.method == "POST":
+            require_json(x.header("content-type"))
         await route.handler(x)
 
 
-async def _refuse(x: Exchange, error: Exception) -> None:
+async def refuse(x: Exchange, error: Exception) -> None:
+    """Answer with the error, in the protocol that was spoken."""
     reply = (anthropic_error if x.speaks.startswith("/v1/messages") else openai_error)(error)
     allow = {"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {}
     await x.json(reply.body, reply.status, {**reply.headers, **allow})

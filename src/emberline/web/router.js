@@ -4,6 +4,7 @@ import { Chart, WINDOW } from "./chart.js";
 import { element } from "./dom.js";
 
 const PERIOD = 1000; // ms
+const KEY = "emberline-router-key"; // in the session storage
 const $ = (id) => document.getElementById(id);
 
 const whole = (value) => (value >= 10_000 ? `${(value / 1000).toFixed(0)}k` : value.toFixed(0));
@@ -55,8 +56,10 @@ class Page {
   async poll() {
     let status = null;
     try {
-      const reply = await fetch("cluster/status");
+      const key = sessionStorage.getItem(KEY); // a secret: forgotten with the tab
+      const reply = await fetch("cluster/status", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
       if (reply.ok) status = await reply.json();
+      if (reply.status === 401) this.askForKey();
     } catch {
       // shown as offline below
     }
@@ -65,6 +68,14 @@ class Page {
     this.samples.push({ time: now, ...(status && this.measure(status, now)) });
     for (const chart of this.charts) chart.draw(this.samples, now);
     this.show(status);
+  }
+
+  /** Once for each page: whoever does not give it sees the router as offline. */
+  askForKey() {
+    if (this.asked) return;
+    this.asked = true;
+    const key = window.prompt("API key or cluster key of this router");
+    if (key) sessionStorage.setItem(KEY, key.trim());
   }
 
   /** Gauges, and rates from differences of counters: null where they cannot be known, and never below zero when a worker

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from emberline.core.clock import Clock
+from emberline.core.privatefile import make_private
 from emberline.gateway.cache.base import LARGEST
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class SqliteCache:
 
     def _opened(self) -> sqlite3.Connection:
         if self._base is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self._path)
             base = sqlite3.connect(self._path, timeout=WAIT, isolation_level=None)
             base.executescript(SCHEMA)
             self._base = base

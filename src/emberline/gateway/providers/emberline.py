@@ -1,12 +1,16 @@
-"""Emberline: our own engine or router. It speaks three protocols itself, so nothing is translated."""
+"""Emberline: our own engine or router. It speaks three protocols itself, so nothing is translated. Only its model API
+is forwarded: cluster control, statistics and metrics of the same server are for its operator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import ClassVar
 
-from emberline.gateway.call import Dialect
+from emberline.api.openapi import is_model_api
+from emberline.core.errors import NotFound
+from emberline.gateway.call import Call, Dialect
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.upstream.outgoing import Outgoing
 
 
 class Emberline(Provider):
@@ -22,3 +26,15 @@ class Emberline(Provider):
     needs_key = False
     takes_thoughts = True
     prefill = "flag"
+
+    def request(self, call: Call, key: str | None) -> Outgoing:
+        """NotFound for a path that is not one of the engine's model API."""
+        path = call.endpoint.partition("?")[0]
+        if self._base_url.endswith("/v1"):  # the version is then no part of the endpoint
+            path = f"v1/{path.removeprefix('v1/')}"
+        if not is_model_api(call.method, f"/{path}"):
+            raise NotFound(
+                f"the gateway does not forward {call.method[:20]} {path[:200]!r} to the engine",
+                hint="it forwards the model API: v1/chat/completions, v1/messages, v1/models, tokenize, ...",
+            )
+        return super().request(call, key)

@@ -11,7 +11,7 @@ from emberline.gateway.body import peek
 from emberline.gateway.call import Step
 from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.options import Options
-from emberline.gateway.paths import climbs
+from emberline.gateway.paths import check_path
 from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.settings import Settings
@@ -65,8 +65,7 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
     seen = peek(query)
     endpoint = step.endpoint.strip("/")
     path, _, asked_of = endpoint.partition("?")
-    if climbs(path.split("/")):
-        raise InvalidRequest(f"{path[:100]!r} is no endpoint: it has dots for another place", param="endpoint")
+    check_path(f"{step.provider}/{path}", param="endpoint")
     provider = registry.find(step.provider, settings)
     return Step(
         step.provider,

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from emberline.core.clock import Clock, SystemClock
+from emberline.core.privatefile import make_private
 from emberline.gateway.errors import Conflict
 from emberline.gateway.logs.record import Payload, Record, created, day_of
 from emberline.gateway.store import sql
@@ -231,7 +232,8 @@ class SQLiteStore:
     # Files
 
     def _prepare(self, lane: Lane) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in (self._main, *self._directory.glob("*.db")):
+            make_private(path)
         _migrate(lane.connection(self._main), MAIN)
         for kind, steps in (("logs", LOGS), ("payloads", PAYLOADS)):
             for path in self._directory.glob(f"{kind}-*.db"):
@@ -299,6 +301,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 def _make(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
     """A file that has its tables when it is first seen. Of two that make it at once, the first is it."""
     draft = path.with_suffix(f".{os.urandom(8).hex()}")
+    make_private(draft)
     with closing(sqlite3.connect(draft, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         _migrate(db, steps)

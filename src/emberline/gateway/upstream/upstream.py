@@ -15,6 +15,7 @@ from emberline.net.reply import Reply as Incoming
 __all__ = ["Incoming", "Upstream"]
 
 IDLE = 15.0  # seconds a connection is kept
+VIA = "1.1 emberline-gateway"  # by which a router knows that a call was forwarded, and refuses to be controlled by it
 
 
 class Upstream:
@@ -34,7 +35,8 @@ class Upstream:
     async def send(self, out: Outgoing, seconds: float) -> Incoming:
         """The reply's head, within this time. Whoever gets it closes it."""
         origin, path = _split(out.url)
-        headers = {"accept-encoding": "identity", **out.headers}
+        via = f"{out.headers['via']}, {VIA}" if "via" in out.headers else VIA
+        headers = {"accept-encoding": "identity", **out.headers, "via": via}
         return await self._pool.ask(origin, out.method, path, headers, out.body, seconds, checked=out.public)
 
     async def dial(self, host: str, port: int) -> socket.socket:

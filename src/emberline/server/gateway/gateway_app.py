@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from emberline.api.errors import openai_error
 from emberline.api.openai import models
 from emberline.core.config import GatewayConfig
-from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.errors import EmberlineError, InvalidRequest, Unauthorized
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.models import ModelList
-from emberline.gateway.paths import models_at
+from emberline.gateway.paths import is_native, models_at
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
 from emberline.net.turn import CutOff
 from emberline.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from emberline.server.gateway.attended import Attended
 from emberline.server.gateway.gateway_metrics import GatewayMetrics
-from emberline.server.gateway.gateway_socket import GatewaySocket
+from emberline.server.gateway.gateway_socket import GatewaySocket, said
+from emberline.server.mediatype import is_json, require_json
 from emberline.server.metrics import Replies, exposition
 from emberline.server.pages import Page as File
 
@@ -57,7 +58,9 @@ class GatewayApp:
         store: Store,
         metrics: GatewayMetrics,
         files: dict[str, File],
+        needs_keys: bool = False,
     ) -> None:
+        """`needs_keys`: callers without a key see no metrics either."""
         self._config = config
         self._gateway = gateway
         self._runs = runs
@@ -66,6 +69,7 @@ class GatewayApp:
         self.store = store
         self._metrics = metrics
         self._files = files
+        self._needs_keys = needs_keys or bool(config.api_keys)
         self._replies = Replies()
         self._began = int(time.time())
         self._pages: dict[str, Page] = {
@@ -76,6 +80,14 @@ class GatewayApp:
             "/metrics": self._scrape,
             "/v1/models": self._list_models,
         }
+
+    async def knows(self, scope: Scope) -> bool:
+        """Whether a request carries one of our keys."""
+        headers = said(scope)[0] if scope["type"] == "websocket" else _decoded(dict(scope["headers"]))
+        try:
+            return (await self._gateway.who(headers)).kind != "anonymous"
+        except EmberlineError:
+            return False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -118,6 +130,7 @@ class GatewayApp:
             with Attended(receive, BODY) as attended:
                 body = await x.body(self._config.max_body)
                 attended.watch()
+                _check_type(x, path, body)
                 request = Request(x.method, path, x.query, _headers(x), body)
                 reply = await (self._runs if Runs.owns(path) else self._gateway).answer(request)
                 attended.within(max(reply.patience, 0.0) + LAST_WORDS)
@@ -173,6 +186,8 @@ class GatewayApp:
                 body = await x.body(min(self._config.max_body, LARGEST_CHANGE))
         except TimeoutError:
             raise _late() from None
+        if body:
+            require_json(x.header("content-type"))
         status, found = await self._admin.handle(x.method, x.path, x.query, body, identity)
         await x.json(found, status, {"cache-control": "no-store"})
 
@@ -198,6 +213,8 @@ class GatewayApp:
         await x.json({"status": "ready"})
 
     async def _scrape(self, x: Exchange) -> None:
+        if self._needs_keys and (await self._gateway.who(_headers(x))).kind != "token":
+            raise Unauthorized("metrics need a key of this gateway", hint="send Authorization: Bearer TOKEN")
         text = exposition([*self._metrics.families(), self._replies.family()])
         await x.reply(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
 
@@ -217,5 +234,20 @@ def _late() -> InvalidRequest:
     return InvalidRequest(f"the body had not come after {BODY:.0f} s")
 
 
+def _check_type(x: Exchange, path: str, body: bytes) -> None:
+    """Raises UnsupportedMediaType for JSON by another name. A provider's own path also takes forms and binary data."""
+    kind = x.header("content-type")
+    if not body or is_json(kind):
+        return
+    if Runs.owns(path) and kind.startswith("text/plain") and x.header("authorization"):
+        return  # as JavaScript's fetch() calls a string; no web page sends this header without permission
+    if not is_native(path) or body.lstrip()[:1] in (b"{", b"["):
+        require_json(kind)
+
+
 def _headers(x: Exchange) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in x.headers.items()}
+    return _decoded(x.headers)
+
+
+def _decoded(headers: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}

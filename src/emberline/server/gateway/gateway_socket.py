@@ -65,7 +65,7 @@ class GatewaySocket:
         opening = await self._receive()
         assert opening["type"] == "websocket.connect"
         try:
-            self._headers, plain, chosen = _said(self._scope)
+            self._headers, plain, chosen = said(self._scope)
             target = self._target()
             if target.kind == "native":
                 await RealtimeSocket(self._gateway, target, self._receive, self._send).run(
@@ -165,7 +165,7 @@ class GatewaySocket:
         await self._send({"type": "websocket.send", "text": text})
 
 
-def _said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
+def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
     """The headers, with what was said as a subprotocol; the others of those, which say no key; and which is taken, for
     a browser wants one to be."""
     headers = {

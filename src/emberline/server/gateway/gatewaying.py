@@ -10,13 +10,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from emberline import __version__
 from emberline.core.clock import SystemClock, WallClock
 from emberline.core.config import MASTER_KEY, GatewayConfig, secret
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
-from emberline.gateway.book import Book, read_gateways
+from emberline.gateway.book import Book, Fixed, read_gateways
 from emberline.gateway.cache.opening import open_cache, semantic_by
 from emberline.gateway.costs.catalogue import CatalogueFiles
 from emberline.gateway.costs.prices import Prices
@@ -55,9 +57,10 @@ from emberline.gateway.stack import stacked
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.watch import Watch
 from emberline.gateway.upstream.upstream import Upstream
+from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
 from emberline.server.gateway.gateway_app import GatewayApp
 from emberline.server.gateway.gateway_metrics import GatewayMetrics
-from emberline.server.listening import bind, listen
+from emberline.server.listening import bind, is_exposed, listen
 from emberline.server.pages import load_pages
 from emberline.server.tracing import tracing
 
@@ -70,15 +73,24 @@ async def serve_gateway(config: GatewayConfig, found: Mapping[str, Any]) -> None
     """Runs until told to stop by a signal. `found`: the decoded configuration file."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
+    exposed = is_exposed(listener) and not config.open
+    policy = CrossSitePolicy.of(
+        config.cors_origins, config.allowed_hosts, loopback=not is_exposed(listener), authenticated=False
+    )
     async with AsyncExitStack() as stack:
-        app = await build(config, found, stack)
+        app = await build(config, found, stack, needs_keys=exposed)
         where = "" if config.api_keys else f"; the dashboard's key is in {config.admin_file}"
         told = lambda: log.info("gateway at http://%s:%d%s", config.host, port, where)  # noqa: E731
-        await listen(app, listener, told, largest_message=config.max_body, proxied=False)  # nobody asks for addresses
+        await listen(CrossSiteGuard(app, policy, app.knows), listener, told, largest_message=config.max_body)
 
 
-async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack) -> GatewayApp:
-    """Everything, put together; `stack` takes it apart again."""
+async def build(
+    config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExitStack, *, needs_keys: bool = False
+) -> GatewayApp:
+    """Everything, put together; `stack` takes it apart again. `needs_keys`: every gateway is only for callers with a
+    key, whatever its settings say."""
+    given = read_gateways(found, config.engine)
+    fixed = _authenticated(config, given) if needs_keys else given
     clock, wall = SystemClock(), WallClock()
     store = await open_store(config.store_url)
     stack.push_async_callback(store.close)
@@ -114,8 +126,7 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
         Continued(attempts, registry).layer,
         routed,
     )
-    fixed = read_gateways(found, config.engine)
-    book = Book(fixed, store, watch, config.engine)
+    book = Book(fixed, store, watch, config.engine, needs_keys=needs_keys)
     keys = Keys(store, watch, wall, _configured(config))
     breakers = attempts.breakers
     realtime = Realtime(registry, Secrets(vault), upstream, prices, clock, breakers, largest=config.max_body)
@@ -128,7 +139,21 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     _beside(stack, _follow(catalogue))
     queue = await stack.enter_async_context(Queue(store, gateway.answer, lambda: metrics.open, wall).running())
     runs = Runs(gateway, queue, clock)
-    return GatewayApp(config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"))
+    return GatewayApp(
+        config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"), needs_keys
+    )
+
+
+def _authenticated(config: GatewayConfig, fixed: Fixed) -> Fixed:
+    """InvalidRequest where neither a key nor a setting shows that callers were meant to need one."""
+    if not config.api_keys and not all(settings.authentication for settings in fixed.values()):
+        raise InvalidRequest(
+            f"refusing to listen on {config.host}:{config.port} without authentication: other machines could use it",
+            param="host",
+            hint="give --api-key KEY, write `authentication = true` into every [gateways.NAME] of the configuration,"
+            " or --open if anyone may use it",
+        )
+    return {name: msgspec.structs.replace(settings, authentication=True) for name, settings in fixed.items()}
 
 
 def _beside(stack: AsyncExitStack, work: Coroutine[Any, Any, None]) -> None:

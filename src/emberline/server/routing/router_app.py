@@ -19,6 +19,7 @@ from emberline.net.notjson import NOT_JSON
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.keys import Access
 from emberline.server.metrics import exposition
 from emberline.server.pages import Page
 from emberline.server.routing.dispatch import TICK, Dispatch
@@ -70,14 +71,15 @@ class RouterApp:
             "/cluster/beat": Route(self._beat, needs="cluster"),
             "/cluster/leave": Route(self._leave, needs="cluster"),
             "/cluster/drain": Route(self._drain, needs="cluster"),
-            "/cluster/status": Route(self._status, "GET", "nothing"),
+            "/cluster/status": Route(self._status, "GET", "operator"),
             "/health": Route(self._ready, "GET", "nothing"),
             "/health/live": Route(self._live, "GET", "nothing"),
             "/health/ready": Route(self._ready, "GET", "nothing"),
-            "/metrics": Route(self._scrape, "GET", "nothing"),
+            "/metrics": Route(self._scrape, "GET", "operator"),
         }
         hint = "/v1/models lists what is served"
-        self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, config.cluster_key, hint)
+        access = Access(config.api_keys, config.cluster_key)
+        self._site = Site(routes, Route(self._model, "GET"), pages, access, hint)
 
     async def tick(self) -> None:
         """For as long as the router runs."""

@@ -8,7 +8,8 @@ import logging
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
 from emberline.router.upstream import Upstream
-from emberline.server.listening import bind, listen
+from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listening import bind, check_exposed, is_exposed, listen
 from emberline.server.pages import load_pages
 from emberline.server.routing.following import Following
 from emberline.server.routing.router_app import RouterApp
@@ -22,6 +23,13 @@ async def route(config: RouterConfig) -> None:
     """Runs until told to stop by a signal."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
+    check_exposed(listener, authenticated=bool(config.api_keys), is_open=config.open, hint="give --api-key KEY")
+    policy = CrossSitePolicy.of(
+        config.cors_origins,
+        config.allowed_hosts,
+        loopback=not is_exposed(listener),
+        authenticated=bool(config.api_keys),
+    )
     async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
         sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
@@ -29,8 +37,17 @@ async def route(config: RouterConfig) -> None:
         if (index := app.dispatch.kv) is not None:
             work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())
         tasks = [asyncio.create_task(each) for each in work]
+
+        def ready() -> None:
+            log.info("router at http://%s:%d", config.host, port)
+            if config.cluster_key is None:
+                log.warning(
+                    "no cluster key: workers register and are drained from this machine only"
+                    " (hint: set EMBERLINE_CLUSTER_KEY for workers on other machines)"
+                )
+
         try:
-            await listen(app, listener, lambda: log.info("router at http://%s:%d", config.host, port))
+            await listen(CrossSiteGuard(app, policy), listener, ready)
         finally:
             for task in tasks:
                 task.cancel()

@@ -16,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
 from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.keys import Access
 from emberline.server.metrics import CacheInfo, Family, exposition
 from emberline.server.pages import Page
 from emberline.server.site import Handler, Route, Site
@@ -61,12 +62,12 @@ class EngineApp:
             "/v1/models": Route(self._models, "GET"),
             "/tokenize": Route(self._tokenize),
             "/detokenize": Route(self._detokenize),
-            "/stats": Route(self._stats, "GET"),
+            "/stats": Route(self._stats, "GET", "operator"),
             "/health": Route(self._ready, "GET", "nothing"),
             "/health/live": Route(self._live, "GET", "nothing"),
             "/health/ready": Route(self._ready, "GET", "nothing"),
             "/health/progress": Route(self._progress, "GET", "nothing"),
-            "/metrics": Route(self._scrape, "GET", "nothing"),
+            "/metrics": Route(self._scrape, "GET", "operator"),
             "/openapi.json": Route(self._openapi, "GET", "nothing"),
         }
         if config.worker is not None:
@@ -76,7 +77,8 @@ class EngineApp:
             routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
         cluster_key = config.worker.cluster_key if config.worker is not None else None
         hint = "/openapi.json lists what is here"
-        self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, cluster_key, hint)
+        access = Access(config.api_keys, cluster_key, config.closed)
+        self._site = Site(routes, Route(self._model, "GET"), pages, access, hint)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"

@@ -18,7 +18,8 @@ from emberline.core.events import Stats
 from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine, State
 from emberline.hub.source import resolve
-from emberline.server.listening import bind, listen
+from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listening import bind, check_exposed, is_exposed, listen
 
 if TYPE_CHECKING:
     from emberline.cluster.registrar import Registrar
@@ -33,6 +34,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
+    config = _guarded(config, listener)
     if config.worker is not None:
         check_place(config.worker, config.host, port)
     directories = {name: resolve(source) for name, source in config.models.items()}
@@ -69,7 +71,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
                 if registrar is not None:
                     await registrar.leave()
 
-            await listen(assembled.app, listener, ready, leaving)
+            await listen(CrossSiteGuard(assembled.app, _cross_site(config, listener)), listener, ready, leaving)
             await handed_on(engine)
     finally:
         if registrar is not None:
@@ -78,6 +80,25 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+def _guarded(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """A worker beyond this machine without API keys answers only its router, by the cluster key."""
+    cluster_key = config.worker.cluster_key if config.worker is not None else None
+    hint = "give --api-key KEY" + (", or a cluster key for calls of the router alone" if config.worker else "")
+    authenticated = bool(config.api_keys or cluster_key)
+    check_exposed(listener, authenticated=authenticated, is_open=config.open, hint=hint)
+    return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)
+
+
+def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
+    reached = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
+    return CrossSitePolicy.of(
+        config.cors_origins,
+        (*config.allowed_hosts, *([reached] if reached else [])),
+        loopback=not is_exposed(listener),
+        authenticated=bool(config.api_keys),
+    )
 
 
 async def handed_on(engine: AsyncEngine) -> None:

@@ -1,0 +1,221 @@
+"""What web pages of other sites may make a visitor's browser do, and listeners that other machines reach."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from scripted_engine import House
+
+from emberline.core.clock import SystemClock
+from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
+from emberline.core.errors import InvalidRequest
+from emberline.router.upstream import Upstream
+from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
+from emberline.server.listening import bind, check_exposed
+from emberline.server.routing.router_app import RouterApp
+from emberline.server.routing.routing import route
+from emberline.server.worker.engine_app import EngineApp
+from emberline.server.worker.serving import serve
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "why"}]}
+OPEN = CrossSitePolicy.of((), (), loopback=True, authenticated=False)
+
+
+class Page:
+    """One request of a browser, and the reply."""
+
+    def __init__(self, policy: CrossSitePolicy, method: str, headers: dict[str, str], vouched: bool = False) -> None:
+        self.reached = False
+        self.status, self.headers, self.body = 0, {}, b""
+        pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        kind = "websocket" if method == "SOCKET" else "http"
+        scope = {"type": kind, "method": method, "path": "/v1/messages", "headers": pairs, "client": ("127.0.0.1", 1)}
+
+        async def vouch(_: Any) -> bool:
+            return vouched
+
+        guard = CrossSiteGuard(self._app, policy, vouch)
+        asyncio.run(guard(scope, self._receive, self._send))
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        self.reached = True
+        if scope["type"] == "http":
+            theirs = [(b"access-control-allow-origin", b"*")]  # such as a provider writes
+            await send({"type": "http.response.start", "status": 200, "headers": theirs})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    async def _receive(self) -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if "status" in message:
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        self.body += message.get("body", b"")
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8080", "localhost", "LOCALHOST:1", "[::1]:8080", "a.localhost", "127.9.9.9"]
+)
+def test_names_of_this_machine_are_served(host: str) -> None:
+    assert Page(OPEN, "POST", {"host": host}).reached
+    assert Page(OPEN, "SOCKET", {"host": host}).reached
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.7", "localhost.x"]
+)
+@pytest.mark.parametrize("method", ["GET", "POST", "SOCKET"])
+def test_a_name_that_another_site_pointed_here_is_refused(host: str, method: str) -> None:
+    """DNS rebinding: to the browser such a page is of the same origin."""
+    page = Page(OPEN, method, {"host": host, "origin": f"http://{host}", "sec_fetch_site": "same-origin"})
+    assert page.status == 403 and not page.reached and b"allowed-hosts" in page.body
+
+
+def test_hosts_that_are_configured_or_vouched_for_are_served() -> None:
+    named = CrossSitePolicy.of((), ("Proxy.Example",), loopback=True, authenticated=False)
+    assert Page(named, "POST", {"host": "proxy.example:443"}).reached
+    assert not Page(named, "POST", {"host": "other.example"}).reached
+    assert Page(OPEN, "POST", {"host": "any.example"}, vouched=True).reached
+    keyed = CrossSitePolicy.of((), (), loopback=True, authenticated=True)
+    assert Page(keyed, "POST", {"host": "any.example"}).reached
+    beyond = CrossSitePolicy.of((), (), loopback=False, authenticated=False)
+    assert Page(beyond, "POST", {"host": "any.example"}).reached
+    listed = CrossSitePolicy.of((), ("any.example",), loopback=False, authenticated=True)
+    assert not Page(listed, "POST", {"host": "evil.example"}).reached
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "SOCKET"])
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "https://localhost"])
+def test_pages_of_other_sites_change_nothing(method: str, origin: str) -> None:
+    page = Page(OPEN, method, {"host": "127.0.0.1:8080", "origin": origin})
+    assert page.status == 403 and not page.reached
+    told = json.loads(page.body)["error"]
+    assert "--cors-origins" in told["message"]
+
+
+@pytest.mark.parametrize("method", ["POST", "SOCKET"])
+def test_our_own_pages_call(method: str) -> None:
+    assert Page(OPEN, method, {"host": "127.0.0.1:8080", "origin": "http://127.0.0.1:8080"}).reached
+    behind = {"host": "127.0.0.1:8080", "origin": "https://our.example", "sec_fetch_site": "same-origin"}
+    assert Page(OPEN, method, behind).reached
+
+
+def test_preflights_are_answered_by_the_list() -> None:
+    asked = {
+        "host": "localhost",
+        "origin": "https://chat.example",
+        "access_control_request_method": "POST",
+        "access_control_request_headers": "authorization, content-type",
+    }
+    refused = Page(OPEN, "OPTIONS", asked)
+    assert refused.status == 403 and not refused.reached and "access-control-allow-origin" not in refused.headers
+    for origins in (("https://chat.example/",), ("*",)):
+        policy = CrossSitePolicy.of(origins, (), loopback=True, authenticated=False)
+        page = Page(policy, "OPTIONS", asked)
+        assert page.status == 204 and not page.reached
+        assert page.headers["access-control-allow-origin"] == "https://chat.example"
+        assert page.headers["access-control-allow-headers"] == "authorization, content-type"
+        assert "POST" in page.headers["access-control-allow-methods"]
+        page = Page(policy, "POST", {"host": "localhost", "origin": "https://chat.example"})
+        assert page.reached and page.headers["access-control-allow-origin"] == "https://chat.example"
+        assert page.headers["vary"] == "origin"
+    other = Page(CrossSitePolicy.of(("https://chat.example",), (), loopback=True, authenticated=True), "POST", {
+        "host": "localhost", "origin": "https://other.example"})  # fmt: skip
+    assert other.status == 403
+
+
+def test_replies_are_not_readable_by_pages_whatever_a_provider_wrote() -> None:
+    page = Page(OPEN, "GET", {"host": "localhost", "origin": "https://other.example"})
+    assert page.reached and "access-control-allow-origin" not in page.headers
+
+
+@pytest.mark.parametrize("text", ["chat.example", "https://chat.example/path", ""])
+def test_what_is_no_origin_is_refused_at_the_start(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="not an origin"):
+        CrossSitePolicy.of((text,), (), loopback=True, authenticated=False)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_json_by_another_name_is_refused(kind: str) -> None:
+    made = House(lambda before, index: before + "Because.")
+    answer = made.post("/v1/chat/completions", CHAT, content_type=kind)
+    assert answer.status == 415 and answer.json["error"]["code"] == "unsupported_media_type"
+    assert "-H 'content-type: application/json'" in answer.json["error"]["message"]
+    assert made.post("/v1/chat/completions", CHAT, content_type="application/json; charset=utf-8").status == 200
+
+
+def fetched(app: Any, path: str, **headers: str) -> int:
+    """The status of a GET."""
+    seen: list[Any] = []
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "GET", "path": path, "headers": pairs, "client": ("10.0.0.7", 1)}
+
+    async def send(message: dict[str, Any]) -> None:
+        seen.append(message)
+
+    asyncio.run(app(scope, None, send))
+    return int(seen[0]["status"])
+
+
+def app_with(**config: Any) -> EngineApp:
+    made = House(lambda before, index: before + "Because.")
+    settings = ServerConfig(models={"m": "m"}, embedder=None, **config)
+    return EngineApp(settings, made.app.engine, made.catalog, None, {})
+
+
+def routing(**config: Any) -> RouterApp:
+    async def make() -> RouterApp:
+        return RouterApp(RouterConfig(**config), Upstream(), SystemClock(), {})
+
+    return asyncio.run(make())
+
+
+def test_metrics_and_statistics_of_a_router_follow_the_keys() -> None:
+    for path in ("/metrics", "/cluster/status"):
+        assert fetched(routing(), path) == 200
+        keyed = routing(api_keys=("secret",), cluster_key="cluster-secret")
+        assert fetched(keyed, path) == fetched(keyed, path, authorization="Bearer wrong") == 401
+        assert fetched(keyed, path, authorization="Bearer secret") == 200
+        assert fetched(keyed, path, authorization="Bearer cluster-secret") == 200  # what watches a cluster has its key
+        assert fetched(keyed, "/health/live") == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/stats"])
+def test_metrics_and_statistics_of_an_engine_follow_the_keys(path: str) -> None:
+    keyed = app_with(api_keys=("secret",))
+    assert fetched(keyed, path) == fetched(keyed, path, authorization="Bearer wrong") == 401
+    assert fetched(keyed, path, authorization="Bearer secret") != 401  # the engine here has none to tell
+
+
+def test_a_worker_beyond_this_machine_answers_its_router() -> None:
+    closed = app_with(closed=True, worker=WorkerConfig("http://10.0.0.1:1", cluster_key="cluster-secret"))
+    assert fetched(closed, "/v1/models") == fetched(closed, "/metrics") == 401
+    assert fetched(closed, "/v1/models", authorization="Bearer cluster-secret") == 401
+    assert fetched(closed, "/v1/models", x_emberline_cluster_key="cluster-secret") == 200
+    assert fetched(closed, "/v1/models", x_emberline_cluster_key="wrong") == 401
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_listener_beyond_this_machine_needs_authentication(host: str) -> None:
+    for authenticated, is_open in ((True, False), (False, True)):
+        listener = bind(host, 0)
+        check_exposed(listener, authenticated=authenticated, is_open=is_open, hint="")
+        listener.close()
+    with pytest.raises(InvalidRequest, match=r"without authentication.*--open"):
+        check_exposed(bind(host, 0), authenticated=False, is_open=False, hint="give --api-key KEY")
+    local = bind("127.0.0.1", 0)
+    check_exposed(local, authenticated=False, is_open=False, hint="")
+    local.close()
+
+
+def test_engine_router_and_worker_refuse_to_start_open() -> None:
+    worker = WorkerConfig("http://127.0.0.1:1")
+    for config in (ServerConfig(host="0.0.0.0", port=0), ServerConfig(host="0.0.0.0", port=0, worker=worker)):
+        with pytest.raises(InvalidRequest, match="without authentication"):
+            asyncio.run(serve(config, None, None, 0.0))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="without authentication"):
+        asyncio.run(route(RouterConfig(host="0.0.0.0", port=0, cluster_key="for workers")))

@@ -1,0 +1,74 @@
+"""Paths and bodies that a gateway and a provider might read differently, and files that others must not read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from emberline.core.clock import WallClock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.body import peek
+from emberline.gateway.cache.sqlite import SqliteCache
+from emberline.gateway.options import Options
+from emberline.gateway.paths import target_of
+from emberline.gateway.providers.registry import Registry
+from emberline.gateway.routes.universal import read_steps
+from emberline.gateway.settings import Settings
+from emberline.gateway.store.sqlite import SQLiteStore
+
+ODD = ["../x", "..%2fx", "..%2Fx", "%2e%2e/x", "%2E%2e%2fx", "..\\x", "..%5cx", "a\\b", "a%5Cb", "%252e%252e/x",
+       "a%2fb", "a%252fb", "./x", "%2e/x", "x/.."]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
+    for path in (f"/v1/default/default/openai/{odd}", f"/v1/default/{odd}/openai/chat/completions"):
+        with pytest.raises(InvalidRequest, match="the path"):
+            target_of(path)
+    body = b'[{"provider": "openai", "endpoint": "v1/%b", "query": {}}]' % odd.replace("\\", "\\\\").encode()
+    with pytest.raises(InvalidRequest, match="the path"):
+        read_steps(body, Options(), Settings.read({}), Registry())
+
+
+def test_other_encoded_paths_are_forwarded_as_they_are() -> None:
+    for endpoint in ("models/gemini%3AgenerateContent", "v1/files/a..b", "@cf/meta/llama", "x/.hidden"):
+        assert target_of(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
+    arn = "bedrock-runtime/us-east-1/model/arn%3Aaws%3Abedrock%3Aprofile%2Fx/converse"
+    assert target_of(f"/v1/default/default/aws-bedrock/{arn}").endpoint == arn
+    with pytest.raises(InvalidRequest):
+        target_of("/v1/default/default/aws-bedrock/model/..%2f..%2fx")
+
+
+@pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
+def test_a_key_that_comes_twice_is_refused_by_name(twice: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="'model' twice") as refused:
+        peek(b"{%b}" % twice)
+    assert refused.value.param == "model" and refused.value.status == 400
+    assert peek(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
+
+
+def test_databases_are_their_owners_alone(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "gateway.db").touch(0o644)  # as earlier releases made it
+        asyncio.run(_use(tmp_path))
+    finally:
+        os.umask(old)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"gateway.db", "cache.db"}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files if path.stat().st_mode & 0o077} == {}
+    assert (tmp_path / "new" / "deep").stat().st_mode & 0o777 == 0o700
+
+
+async def _use(home: Path) -> None:
+    for place in ("store", "new/deep"):
+        store = await SQLiteStore.open(home / place)
+        await store.close()
+    cache = SqliteCache(home / "cache.db", WallClock())
+    await cache.put("key", b"value", 60.0)
+    assert await cache.get("key") == b"value"
+    await cache.close()
