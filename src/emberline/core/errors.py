@@ -3,7 +3,8 @@
     EmberlineError                 status  code
     ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it
     │   ├── ContextLengthExceeded  400     context_length_exceeded
-    │   └── BodyTooLarge           413     body_too_large
+    │   ├── BodyTooLarge           413     body_too_large
+    │   └── WorkTooLarge           413     request_too_complex   reading it takes more processor time than allowed
     ├── Unauthorized               401     invalid_api_key
     ├── NotFound                   404     not_found
     │   └── ModelNotFound          404     model_not_found
@@ -53,6 +54,11 @@ class ContextLengthExceeded(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "body_too_large"
+
+
+class WorkTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_complex"
 
 
 class Unauthorized(EmberlineError):
