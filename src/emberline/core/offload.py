@@ -55,7 +55,15 @@ class Child:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.calls += 1
-        answer = self._answer(pickle.dumps((self._cpu_seconds, function, args, kwargs), pickle.HIGHEST_PROTOCOL))
+        # Copying 30 MB holds the interpreter's lock, writing them to a pipe does not: large arguments are not pickled.
+        plain = tuple(
+            pickle.PickleBuffer(each) if type(each) is bytes and len(each) >= LARGE else each for each in args
+        )
+        apart: list[pickle.PickleBuffer] = []
+        question = pickle.dumps(
+            (self._cpu_seconds, function, plain, kwargs), pickle.HIGHEST_PROTOCOL, buffer_callback=apart.append
+        )
+        answer = self._answer([question, *(each.raw() for each in apart)])
         if answer is None:
             status = self._reap()
             if status == -signal.SIGPROF:
@@ -69,7 +77,7 @@ class Child:
             raise value
         return value
 
-    def _answer(self, question: bytes) -> bytes | None:
+    def _answer(self, question: list[bytes | memoryview]) -> bytes | None:
         """The pickled answer; None: the child died."""
         process = self._process
         if process is None or process.poll() is not None:
@@ -80,7 +88,9 @@ class Child:
         try:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(_LENGTH.pack(len(question)))
-                process.stdin.write(question)
+                for part in question:
+                    process.stdin.write(_LENGTH.pack(len(part)))
+                    process.stdin.write(part)
                 process.stdin.flush()
             return _read(process.stdout)
         finally:
@@ -130,17 +140,21 @@ def serve() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a server that was killed wants no answer
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # what a library prints must not be taken for an answer
-    while (question := _read(questions)) is not None:
-        data = _answered(question)
+    while len(head := questions.read(_LENGTH.size)) == _LENGTH.size:
+        question = [_read(questions) for _ in range(_LENGTH.unpack(head)[0])]
+        if None in question:
+            return
+        data = _answered(*question)
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(_LENGTH.pack(len(data)))
         answers.write(data)
         answers.flush()
 
 
-def _answered(question: bytes) -> bytes:
+def _answered(question: bytes | None, *apart: bytes | None) -> bytes:
     try:
-        cpu_seconds, function, args, kwargs = pickle.loads(question)
+        assert question is not None
+        cpu_seconds, function, args, kwargs = pickle.loads(question, buffers=apart)
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # not handled, so that it ends us inside a library too
         return pickle.dumps((True, function(*args, **kwargs)), pickle.HIGHEST_PROTOCOL)
     except Exception as e:

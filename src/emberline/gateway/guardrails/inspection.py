@@ -12,7 +12,8 @@ from urllib.parse import parse_qsl, urlencode
 import msgspec
 
 from emberline.core.errors import BodyTooLarge
-from emberline.gateway.cache.key import SECRET, canonical
+from emberline.gateway.body import canonical
+from emberline.gateway.cache.key import SECRET
 from emberline.gateway.guardrails.finding import Check, Finding
 from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, Span, cuts, redacted

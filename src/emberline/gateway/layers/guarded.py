@@ -11,6 +11,7 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
+from emberline.core.offload import LARGE as WORK_LARGE
 from emberline.core.offload import offload
 from emberline.gateway.call import Call, Handler, Reply
 from emberline.gateway.costs.beside import Beside
@@ -29,6 +30,7 @@ from emberline.gateway.guardrails.policy import Guardrails, Judge, PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, worst
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.refusal import error_reply, last_words
+from emberline.gateway.survey import survey
 
 HEADER = "cf-aig-dlp"
 LONGEST_HEADER = 20  # findings told in it
@@ -97,7 +99,11 @@ class Watch:
                 return call, seen.said
             call.redacted.append(seen.body)
             headers = {name: value for name, value in call.headers.items() if name != PACKED}
-            return call.moved(body=seen.body, headers=headers), seen.said
+            moved = call.moved(body=seen.body, headers=headers)
+            if len(seen.body) >= WORK_LARGE:
+                moved.surveyed = await offload.run(len(seen.body), survey, seen.body)
+                moved.seen = moved.surveyed.seen
+            return moved, seen.said
         all_seen = [None if s.body is None else await self._inspected(s.body, rules, {}) for s in call.steps]
         said = "\n".join(seen.said for seen in all_seen if seen is not None and seen.said)
         if all(seen is None or seen.body is None for seen in all_seen):
