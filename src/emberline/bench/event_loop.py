@@ -127,7 +127,7 @@ def bench(model: str | None, size: int, rounds: int) -> Report:
     with router() as port:
         _measure(report, "router", port, shared_inputs("fake", size), rounds)
     if model is not None:
-        with tempfile.TemporaryDirectory() as home, Launch(["--model", model], Path(home) / "log") as server:
+        with tempfile.TemporaryDirectory() as home, Launch([model], Path(home) / "log") as server:
             _measure(report, "engine", server.port, engine_inputs(model, size), rounds)
     return report
 

@@ -35,6 +35,10 @@ class Prompts:
 
     async def rendered(self, call: ChatCall, created: int | None = None) -> str:
         """As `render`; what takes long runs in a thread, whose Python code lets the event loop have its turns."""
+        if len(call.messages) > self.max_context:
+            raise ContextLengthExceeded(
+                f"{len(call.messages)} messages do not fit the context of {self.max_context} tokens", param="messages"
+            )
         long = len(call.messages) > MANY_MESSAGES or any(
             len(message.get("content") or "") > LONG_TEXT for message in call.messages
         )
