@@ -209,9 +209,8 @@ def test_a_header_takes_any_name() -> None:
 def test_names_and_pictures_are_no_texts() -> None:
     body = {
         "model": MAIL,
-        "user": MAIL,
         "messages": [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"data:x;base64,{MAIL}"}}]}
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x;base64,YWRhQGV4YW1wbGU="}}]}
         ],
     }
     asked = call(body)

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _split(kinds.add_parser("split", help="prompts and answers on separate workers, against workers that do both"))
     _gateway(kinds.add_parser("gateway", help="what the gateway adds, with a provider that is a fake"))
     _gateway_logs(kinds.add_parser("gateway-logs", help="a log of many rows: its pages, and dropping a day"))
+    _event_loop(kinds.add_parser("event-loop", help="how long one heavy request delays /health on each server"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
     plot.add_argument("files", type=Path, nargs="+")
     plot.add_argument("-o", "--out", type=Path, required=True)
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         "kv-codec": _run_kv_codec,
         "gateway": _run_gateway,
         "gateway-logs": _run_gateway_logs,
+        "event-loop": _run_event_loop,
     }[args.what](args)
 
 
@@ -317,6 +319,20 @@ def _run_gateway_logs(args: argparse.Namespace) -> int:
 
     plan = gateway_logs.Plan(args.rows, args.days, args.payload_every, args.rounds)
     gateway_logs.bench(plan, args.store).emit(args.json, args.commit)
+    return 0
+
+
+def _event_loop(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", help="of the engine server (default: gateway and router only)")
+    p.add_argument("--bytes", type=int, default=30 << 20, help="size of the heavy requests")
+    p.add_argument("--rounds", type=int, default=1)
+    reports.add_arguments(p)
+
+
+def _run_event_loop(args: argparse.Namespace) -> int:
+    from emberline.bench import event_loop
+
+    event_loop.bench(args.model, args.bytes, args.rounds).emit(args.json, args.commit)
     return 0
 
 

@@ -4,6 +4,7 @@
     ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it
     │   ├── ContextLengthExceeded  400     context_length_exceeded
     │   ├── BodyTooLarge           413     body_too_large
+    │   ├── WorkTooLarge           413     request_too_complex   reading it takes more processor time than allowed
     │   └── UnsupportedMediaType   415     unsupported_media_type    the body's content-type
     ├── Unauthorized               401     invalid_api_key
     │   └── WrongClusterKey        401     invalid_cluster_key
@@ -59,6 +60,11 @@ class ContextLengthExceeded(InvalidRequest):
 class BodyTooLarge(InvalidRequest):
     status = 413
     code = "body_too_large"
+
+
+class WorkTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_complex"
 
 
 class UnsupportedMediaType(InvalidRequest):

@@ -14,6 +14,7 @@ from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.keys.identity import Identity
 from emberline.gateway.options import Metadata, Options
 from emberline.gateway.settings import Settings
+from emberline.gateway.survey import Survey
 
 Dialect = Literal["openai-chat", "openai-responses", "openai-embeddings", "anthropic", "gemini", "raw"]
 
@@ -78,6 +79,7 @@ class Call(msgspec.Struct):
     findings: list[Finding] = []  # of guardrails
     redacted: list[bytes] = []  # the last is the body as it was sent, without what they took
     seen: Peek | None = None  # of the body as it is
+    surveyed: Survey | None = None  # of a large body, as it is
     answers: int = 1  # that the body asks for, of `max_output` each
     prefill: Prefill = ""  # its last turn is the assistant's, to be gone on with, in this way
     trace: dict[str, str] = {}  # W3C's headers, for who is asked
@@ -91,6 +93,7 @@ class Call(msgspec.Struct):
         """The same call with some things otherwise; the trail and the notes are shared."""
         if "body" in changes and changes["body"] is not self.body:
             changes.setdefault("seen", None)
+            changes.setdefault("surveyed", None)
         return msgspec.structs.replace(self, **changes)
 
 

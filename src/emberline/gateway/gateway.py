@@ -9,6 +9,7 @@ import msgspec
 
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.body import Peek, peek
 from emberline.gateway.call import POOL, VIRTUAL, Call, Dialect, Handler, Reply
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
@@ -21,6 +22,7 @@ from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.refusal import error_reply
 from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.settings import Settings
+from emberline.gateway.survey import survey
 from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")
@@ -147,6 +149,8 @@ class Gateway:
             deadline=began + settings.timeouts.total,
             trace={name: headers[name] for name in TRACES if name in headers},
         )
+        if len(call.body) >= LARGE:
+            call.surveyed = await offload.run(len(call.body), survey, call.body)
         self._addressed(call, target)
         return call
 
@@ -200,12 +204,12 @@ class Gateway:
             case "native":
                 provider = self._registry.find(target.provider, call.settings)
                 call.dialect = provider.dialect_of(target.endpoint, call.query)
-                self._peeked(call, peek(call.body) if call.dialect != "raw" else _peek_raw(call.body))
+                self._peeked(call, _seen(call) if call.dialect != "raw" else _seen_raw(call))
                 call.model = provider.model_in(target.endpoint) or call.model  # where both say it, the path decides
                 call.stream = call.stream or provider.streams_at(target.endpoint, call.query)
             case _:
                 call.plain = True
-                self._peeked(call, peek(call.body))
+                self._peeked(call, _seen(call))
                 if not call.model:
                     raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
                 call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
@@ -222,9 +226,17 @@ def _bare(credential: str) -> str:
     return (credential[7:] if credential[:7].lower() == "bearer " else credential).strip()
 
 
-def _peek_raw(body: bytes) -> Peek:
+def _seen(call: Call) -> Peek:
+    if call.surveyed is None:
+        return peek(call.body)
+    if call.surveyed.seen is None:
+        raise InvalidRequest(call.surveyed.error)
+    return call.surveyed.seen
+
+
+def _seen_raw(call: Call) -> Peek:
     try:
-        return peek(body) if body[:1] == b"{" else Peek()
+        return _seen(call) if call.body[:1] == b"{" else Peek()
     except InvalidRequest:
         return Peek()  # it may be anything
 

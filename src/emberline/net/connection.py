@@ -15,7 +15,7 @@ from emberline.net.errors import Broken, TimedOut
 FOREVER = math.inf  # seconds
 BUFFER = 1 << 16  # bytes of a reply that may wait here before its sender has to
 LARGEST_HEAD = 1 << 16  # bytes of a reply's headers; of its trailers
-LARGEST_INFLATED = 16 << 20  # bytes that one piece of a compressed reply may become
+INFLATED_AT_ONCE = 1 << 18  # bytes that are unpacked between two turns of the event loop
 CUT_OFF = "what the reply had packed is cut off"
 
 
@@ -44,6 +44,8 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._inflater: zlib._Decompress | None = None
         self._packed = False  # some of what it is to inflate has come
+        self._tail = b""  # what has come and is not inflated yet
+        self._message_ended = False  # all of it has come, inflated or not
         self._error: Broken | None = None
         self._keep = False
         self.complete = False
@@ -72,6 +74,10 @@ class Connection(asyncio.Protocol):
     async def read(self, seconds: float) -> bytes:
         """What has come, b"" at the end."""
         while not self._chunks:
+            if self._error is None and self._tail:
+                await asyncio.sleep(0)  # a little packed may be much: others have their turn between two pieces
+                self._inflate_next()
+                continue
             if self._error is not None:
                 raise self._error
             if self.complete:
@@ -83,7 +89,7 @@ class Connection(asyncio.Protocol):
     def taken(self) -> bytes:
         """What has come, without waiting."""
         chunks, self._chunks, self._size = self._chunks, [], 0
-        if self._paused:
+        if self._paused and not self._tail:
             self._paused = False
             if self._transport is not None and not self.closed:
                 self._transport.resume_reading()
@@ -149,7 +155,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by descent
 
     def data_received(self, data: bytes) -> None:
-        if self.complete or self._error is not None:  # nobody asked
+        if self._message_ended or self.complete or self._error is not None:  # nobody asked
             self.abort()
             return
         self.silent = self._moved = False
@@ -160,7 +166,7 @@ class Connection(asyncio.Protocol):
         self._extra = 0 if self._moved else self._extra + len(data)
         if self._extra > LARGEST_HEAD and not self.closed:
             self._failed(self._large())
-        if self._size > BUFFER and not self._paused and not self.closed:
+        if self._size + len(self._tail) > BUFFER and not self._paused and not self.closed:
             assert self._transport is not None
             self._paused = True
             self._transport.pause_reading()
@@ -176,10 +182,11 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._unset_alarm()
         self.closed = True
-        if not self.complete and self._error is None:
+        if not self.complete and self._error is None and not self._message_ended:
             if error is None and self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
-                self.complete = not self._cut_off  # its end is the connection's
-                self._error = Broken(CUT_OFF) if self._cut_off else None
+                self._message_ended = True  # its end is the connection's
+                self.complete = not self._tail and not self._cut_off
+                self._error = Broken(CUT_OFF) if self._cut_off and not self._tail else None
             else:
                 where = "in the middle of a reply" if self._headed else "before a reply began"
                 self._error = Broken(f"the connection ended {where}" + (f" ({error})" if error else ""))
@@ -188,7 +195,7 @@ class Connection(asyncio.Protocol):
     # -- told by the parser --------------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self.complete:
+        if self._message_ended or self.complete:
             raise Broken("there are two replies to one request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -218,21 +225,47 @@ class Connection(asyncio.Protocol):
         self._moved = True
         if self._inflater is not None:
             self._packed = True
-            body = self._inflater.decompress(body, LARGEST_INFLATED)
-            if self._inflater.unconsumed_tail:
-                raise Broken("the reply becomes too large when it is unpacked")
-            if self._inflater.unused_data:
-                raise Broken("more follows what the reply had packed")
-        if body:
+            self._tail += body
+            if not self._chunks:
+                self._inflate()
+        elif body:
             self._chunks.append(body)
             self._size += len(body)
 
     def on_message_complete(self) -> None:
         if self._headed:  # else it was a provisional one
+            self._message_ended = True
+            self._keep = not self._bodyless and self._parser.should_keep_alive()
+            self._complete_if_inflated()
+
+    def _complete_if_inflated(self) -> None:
+        if self._message_ended and not self._tail:
             if self._cut_off:
                 raise Broken(CUT_OFF)
             self.complete = True
-            self._keep = not self._bodyless and self._parser.should_keep_alive()
+
+    def _inflate_next(self) -> None:
+        """One more piece, for a reader that has taken all before it."""
+        try:
+            self._inflate()
+            self._complete_if_inflated()
+        except (zlib.error, Broken) as e:
+            self._failed(e)
+        if not self._tail and self._paused and self._transport is not None and not self.closed:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _inflate(self) -> None:
+        assert self._inflater is not None
+        if self._inflater.eof:
+            raise Broken("more follows what the reply had packed")
+        made = self._inflater.decompress(self._tail, INFLATED_AT_ONCE)
+        self._tail = self._inflater.unconsumed_tail
+        if self._inflater.unused_data:
+            raise Broken("more follows what the reply had packed")
+        if made:
+            self._chunks.append(made)
+            self._size += len(made)
 
     @property
     def _cut_off(self) -> bool:

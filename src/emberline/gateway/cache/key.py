@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from emberline.gateway.body import canonical
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
-from emberline.net.notjson import NOT_JSON
 
 VERSION = 3  # of what a key is made of
 SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
@@ -30,7 +30,8 @@ def cache_key(call: Call) -> str:
     given = call.settings.providers.get(call.provider)  # one that has moved is another
     place = [call.provider, given and given.base_url, call.endpoint, _public(call.query)]
     about = [*tenant, "exact", call.method, *place, call.dialect, call.model]
-    return _digest([*about, call.stream, *headers], canonical(call.body))
+    surveyed = call.surveyed
+    return _digest([*about, call.stream, *headers], canonical(call.body) if surveyed is None else surveyed.canonical)
 
 
 def scope(call: Call) -> list[str]:
@@ -42,19 +43,6 @@ def scope(call: Call) -> list[str]:
         case "user":
             return ["user", who.user or who.key_id, *_credentials(call)]
     return ["gateway", *_credentials(call)]
-
-
-def canonical(body: bytes) -> bytes:
-    """The same for the same JSON, however it is written; with what is no plain JSON, its own bytes."""
-    try:
-        found = msgspec.json.decode(body)
-        sorted_ = msgspec.json.encode(found, order="deterministic")
-    except NOT_JSON:
-        return b"bytes:" + body
-    # Quotes are as many in both unless a name was there twice; but a quote may hide in an escape.
-    if body.count(b'"') != sorted_.count(b'"') or b"\\u0022" in body:
-        return b"bytes:" + body
-    return b"json:" + sorted_
 
 
 def _credentials(call: Call) -> list[str]:

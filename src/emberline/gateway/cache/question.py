@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from emberline.gateway.cache.key import cache_key, canonical
+from emberline.gateway.body import canonical
+from emberline.gateway.cache.key import cache_key
 from emberline.gateway.call import Call
 
 TURNS = {"openai-chat": "messages", "anthropic": "messages", "openai-responses": "input", "gemini": "contents"}

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.clock import Clock
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.cache.embedder import Embedder
 from emberline.gateway.cache.entry import Entry
 from emberline.gateway.cache.nearest import Near, Nearest, Vector, cosine, unit
@@ -47,7 +48,8 @@ class Semantic:
         self.stats = SemanticStats()
 
     async def look(self, call: Call) -> Look | None:
-        question = Question.of(call)
+        size = len(call.body)
+        question = Question.of(call) if size < LARGE else await offload.run(size, Question.of, call)
         if question is None:
             return None
         self.stats.asked += 1

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from emberline.gateway.call import Call, Reply
 from emberline.gateway.costs.cost import Price, cost
+from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.settings import Settings
 
@@ -16,6 +17,11 @@ class Prices(Protocol):
         ...
 
     def max_output(self, provider: str, model: str) -> int | None: ...
+
+
+def input_tokens(call: Call) -> int:
+    """About how many its input has."""
+    return estimated_input(call.body) if call.surveyed is None else call.surveyed.tokens
 
 
 def bill(call: Call, reply: Reply, prices: Prices) -> None:

@@ -3,11 +3,13 @@ overlap. A finder looks at what stands around a span, so a text that goes on is 
 
 from __future__ import annotations
 
+import heapq
 import ipaddress
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import TypeAlias
 
 from emberline.gateway.guardrails.policy import Kind
@@ -18,16 +20,28 @@ Finder: TypeAlias = Callable[[str, int], Iterator[Span]]  # the text, and from w
 LONGEST = 512  # characters of any span but a private key
 LEAST_DIGITS, MOST_DIGITS = 8, 15  # of a telephone number
 
-_NUMBER = re.compile(r"[0-9]+")
+# Where each kind can begin: a search for these runs at C's speed, and finds little in text of single digits. None of
+# them begins by looking back, which would be tried at every character.
+_TWO_DIGITS = re.compile(r"[0-9]{2,}")
+_THREE_DIGITS = re.compile(r"[0-9]{3,}+")
+_FOUR_DIGITS = re.compile(r"[0-9]{4,}+")
+_PHONE_BEGINS = re.compile(r"\+(?=[1-9])|\((?=[2-9])|1(?=[ .-][(2-9])|[2-9][0-9]{2}(?=[ .-])")
+_OCTET_BEGINS = re.compile(r"[0-9]{1,3}(?=\.[0-9])")
+_KEY_BEGINS = re.compile(
+    r"A[KS]IA|AIza|gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-|[rs]k_(?:live|test)_|SG\.|sk-|pypi-"
+    r"|(?:hf|npm|gsk|xai|r8|egt|evk|csk|pplx|nvapi|dop_v1)[_-]"
+)
+_IN_KEYS = ("AKIA", "ASIA", "AIza", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "xox", "k_live_",
+            "k_test_", "SG.", "sk-", "pypi-", "hf_", "npm_", "gsk_", "xai_", "r8_", "egt_", "evk_", "csk_", "pplx_",
+            "nvapi_", "dop_v1_", "hf-", "npm-", "gsk-", "xai-", "r8-", "egt-", "evk-", "csk-", "pplx-", "nvapi-",
+            "dop_v1-")  # fmt: skip  # one of them is in every key: most text has none, which is soon known
 
 
-def _at_numbers(pattern: re.Pattern[str], text: str, start: int, before: str = "") -> Iterator[re.Match[str]]:
-    """Tried only where digits begin, or one of `before` before them: in most text there are few."""
-    for number in _NUMBER.finditer(text, start):
-        at = number.start()
-        found = pattern.match(text, at - 1) if at > start and text[at - 1] in before else None
-        if (found := found or pattern.match(text, at)) is not None:
-            yield found
+def _at(begins: re.Pattern[str], pattern: re.Pattern[str], text: str, start: int) -> Iterator[re.Match[str]]:
+    """Matches of `pattern`, tried only where `begins` is found: in most text there are few such places."""
+    for found in begins.finditer(text, start):
+        if (whole := pattern.match(text, found.start())) is not None:
+            yield whole
 
 
 def _apart(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]]:
@@ -39,12 +53,18 @@ def _apart(found: Iterator[re.Match[str]], start: int) -> Iterator[re.Match[str]
 
 # -- payment cards -----------------------------------------------------------------------------------------------------
 
-# In one piece, or in the groups that are printed on them. Looked for at every digit group: what stands before one may
-# be digits too.
-_CARD = re.compile(
-    r"(?<![\w.])(?<!\d,)(?=(?P<n>\d{13,19}|\d{4}(?P<s>[ -])\d{4}(?P=s)\d{4}(?P=s)\d{4}(?:(?P=s)\d{3})?"
-    r"|\d{4}(?P<t>[ -])\d{6}(?P=t)\d{4,5})(?!\w)(?![.,]\d))"
+# In one piece, in the groups that are printed on them, or digit by digit. A line may end between groups. Looked for at
+# every group of digits: what stands before one may be digits too.
+_SEPARATOR = r"(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t.\-]|[ ]{2}| - )"
+_GROUPED = re.compile(
+    rf"(?<![\w.])(?<!\d,)(?P<n>\d{{13,19}}|\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}}(?:{_SEPARATOR}\d{{3}})?"
+    rf"|\d{{4}}{_SEPARATOR}\d{{6}}{_SEPARATOR}\d{{4,5}})(?!\w)(?![.,]\d)"
 )
+_SIXTEEN = re.compile(rf"(?P<n>\d{{4}}(?:{_SEPARATOR}\d{{4}}){{3}})(?!\w)(?![.,]\d)")
+_DIGIT_BY_DIGIT = re.compile(rf"(?<![\w.])\d(?:{_SEPARATOR}\d){{12,}}+(?!\w)(?![.,]\d)")
+_FOUR_BEFORE = re.compile(rf"(?<!\d)\d{{4}}{_SEPARATOR}\Z")
+_FOUR_AFTER = re.compile(rf"{_SEPARATOR}\d{{4}}(?!\d)")
+MOST_BETWEEN = 4  # characters of a separator
 _ISSUERS = re.compile(
     r"4(?:\d{12}|\d{15}|\d{18})|(?:5[1-5]\d\d|222[1-9]|22[3-9]\d|2[3-6]\d\d|27[01]\d|2720)\d{12}|3[47]\d{13}"
     r"|3(?:0[0-5]|[689]\d)\d{11}|(?:6011|64[4-9]\d|65\d\d|62\d\d)\d{12,15}|35(?:2[89]|[3-8]\d)\d{12,15}"
@@ -53,11 +73,45 @@ _ISSUERS = re.compile(
 
 def _cards(text: str, start: int) -> Iterator[Span]:
     end = start
-    for found in _at_numbers(_CARD, text, start):
-        digits = re.sub(r"\D", "", found["n"])
-        if found.start() >= end and _ISSUERS.fullmatch(digits) and luhn(digits):
-            end = found.end("n")
-            yield found.start(), end
+    by_digit = (
+        found.span()
+        for found in _DIGIT_BY_DIGIT.finditer(text, start)
+        if found.end() - found.start() <= LONGEST and _is_card(_digits(found[0]))
+    )
+    grouped = filter(None, (_card_at(text, found) for found in _at(_FOUR_DIGITS, _GROUPED, text, start)))
+    for span in heapq.merge(by_digit, grouped):
+        if span[0] >= end:
+            end = span[1]
+            yield span
+
+
+def _card_at(text: str, found: re.Match[str]) -> Span | None:
+    """Four groups and three digits more may be a card and its code."""
+    for whole in (found, _SIXTEEN.match(text, found.start()) if found.end() - found.start() > 19 else None):
+        if whole is not None and _is_card(_digits(whole["n"])) and _is_one_number(text, *whole.span("n")):
+            return whole.span("n")
+    return None
+
+
+def _is_one_number(text: str, start: int, end: int) -> bool:
+    """Groups with the same sign between them, but where a line ends. Where that sign is not a space or a dash, they may
+    be four rows of a longer column of numbers, or decimals, which are no card."""
+    between = {each.strip(" ") or " " for each in re.findall(r"\D+", text[start:end])}
+    signs = {each for each in between if "\n" not in each and "\r" not in each}
+    if len(signs) > 1:
+        return False
+    if between <= {" "} or between <= {"-"}:
+        return True
+    before, after = text[max(0, start - 4 - MOST_BETWEEN) : start], text[end : end + 5 + MOST_BETWEEN]
+    return not _FOUR_BEFORE.search(before) and not _FOUR_AFTER.match(after)
+
+
+def _digits(text: str) -> str:
+    return "".join(filter(str.isdecimal, text))
+
+
+def _is_card(digits: str) -> bool:
+    return _ISSUERS.fullmatch(digits) is not None and luhn(digits)
 
 
 def luhn(digits: str) -> bool:
@@ -68,7 +122,8 @@ def luhn(digits: str) -> bool:
 
 # -- bank accounts -----------------------------------------------------------------------------------------------------
 
-_IBAN = re.compile(r"(?<![\w])([A-Z]{2})\d{2}(?= ?[A-Z0-9])", re.IGNORECASE)
+_BETWEEN = r"(?:[ .-]|[ \t]?[\n\r]{1,2})?"
+_IBAN = re.compile(rf"(?<![\w])([A-Z]{{2}})\d{{2}}(?={_BETWEEN}[A-Z0-9])", re.IGNORECASE)
 _COUNTRIES = """
 AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DK18 DO28
 EE20 EG29 ES24 FI18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HR21 HU28 IE22 IL23 IQ23 IS26
@@ -81,15 +136,20 @@ _LENGTHS = {each[:2]: int(each[2:]) for each in _COUNTRIES.split()}
 
 def _ibans(text: str, start: int) -> Iterator[Span]:
     end = start
-    for number in _NUMBER.finditer(text, start):
+    for number in _TWO_DIGITS.finditer(text, start):
         found = _IBAN.match(text, number.start() - 2) if number.start() - 2 >= end else None
         length = _LENGTHS.get(found[1].upper()) if found is not None else None
         if found is None or length is None:
             continue
-        whole = re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?: ?[A-Za-z0-9]){{{length - 4}}}(?!\w)").match(text, found.start())
-        if whole is not None and mod97(whole[0].replace(" ", "").upper()) == 1:
+        whole = _account(length).match(text, found.start())
+        if whole is not None and mod97("".join(filter(str.isalnum, whole[0])).upper()) == 1:
             end = whole.end()
             yield whole.span()
+
+
+@cache
+def _account(length: int) -> re.Pattern[str]:
+    return re.compile(rf"[A-Za-z]{{2}}\d{{2}}(?:{_BETWEEN}[A-Za-z0-9]){{{length - 4}}}(?!\w)")
 
 
 def mod97(iban: str) -> int:
@@ -118,7 +178,9 @@ _PLACEHOLDER = re.compile(r"example|your|placeholder|redacted|dummy|xxxx|\.\.\."
 
 
 def _keys(text: str, start: int) -> Iterator[Span]:
-    for found in _KEY.finditer(text, start):
+    if len(text) > LONGEST and not any(each in text for each in _IN_KEYS):
+        return
+    for found in _apart(_at(_KEY_BEGINS, _KEY, text, start), start):
         secret = found[found.lastgroup or 0]
         if entropy(secret) >= _BITS and _mixed(secret) and not _PLACEHOLDER.search(secret):
             yield found.span()
@@ -155,7 +217,9 @@ _PHONE = re.compile(
     r"(?<![\w.+-])(?:\+[1-9]\d*+(?:[ .-]?+\(\d{1,4}\)|[ .-]\d++|(?<=\))\d++)*+"
     r"|(?:1[ .-])?(?:\([2-9]\d\d\) ?|[2-9]\d\d[ .-])[2-9]\d\d[ .-]\d{4})(?![\w])(?![.-]\d)"
 )
-_SSN = re.compile(r"(?<![\w-])(?!000|666|9)\d{3}(?P<s>[- ])(?!00)\d\d(?P=s)(?!0000)\d{4}(?![\w-])(?! \d)")
+_SSN = re.compile(
+    r"(?<![\w-])(?!000|666|9)\d{3}(?P<s>[- .\n])(?!00)\d\d(?P=s)(?!0000)\d{4}(?![\w-])(?! \d)(?!(?P=s)\d)"
+)
 
 
 def _emails(text: str, start: int) -> Iterator[Span]:
@@ -166,7 +230,7 @@ def _emails(text: str, start: int) -> Iterator[Span]:
 
 
 def _phones(text: str, start: int) -> Iterator[Span]:
-    for found in _apart(_at_numbers(_PHONE, text, start, "+("), start):
+    for found in _apart(_at(_PHONE_BEGINS, _PHONE, text, start), start):
         number = found[0]
         while number.startswith("+") and sum(map(str.isdecimal, number)) > MOST_DIGITS:
             number = number.rstrip("0123456789()").rstrip(" .-") if number.strip("+()0123456789") else ""
@@ -175,7 +239,7 @@ def _phones(text: str, start: int) -> Iterator[Span]:
 
 
 def _ssns(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _apart(_at_numbers(_SSN, text, start), start))
+    return (found.span() for found in _apart(_at(_THREE_DIGITS, _SSN, text, start), start))
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------
@@ -186,7 +250,7 @@ _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]{2,39}(?:\d{1,3}(?:\.\d{1,3}){3})?(?
 
 
 def _ipv4(text: str, start: int) -> Iterator[Span]:
-    return (found.span() for found in _apart(_at_numbers(_IPV4, text, start), start))
+    return (found.span() for found in _apart(_at(_OCTET_BEGINS, _IPV4, text, start), start))
 
 
 def _ipv6(text: str, start: int) -> Iterator[Span]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from emberline.gateway.guardrails.finding import Action, Check, Finding
+from emberline.gateway.guardrails.normalized import NormalizedText
 from emberline.gateway.guardrails.patterns import FINDERS, LONGEST
 from emberline.gateway.guardrails.policy import Kind, PatternRule
 
@@ -16,11 +17,10 @@ _ORDER: dict[Action, int] = {"flag": 0, "redact": 1, "block": 2}
 # What can be part of something that is found, so that it may go on: one word, words of digits with a space between, an
 # account number in groups, the first line of a private key.
 _WORD = string.ascii_letters + string.digits + "_.,%+@:()-\\"
-_NUMBERS = re.compile(r"(?:[0-9().+,-]{1,40} )+[^\s]*\Z")
-_ACCOUNT = re.compile(r"(?<!\w)[A-Za-z]{2}\d{2}(?: ?[A-Za-z0-9])* ?\Z")
+_NUMBERS = re.compile(r"(?:[0-9().+,-]{1,40}(?:[ \t]?[\n\r]{1,2}[ \t]?|[ \t]{1,2}| - ?))+[^\s]*\Z")
+_ACCOUNT = re.compile(r"(?<!\w)[A-Za-z]{2}\d{2}(?:[ .\t\n\r-]{0,3}[A-Za-z0-9])*+[ .\t\n\r-]{0,3}\Z")
 _FIRST_LINE = re.compile(r"-----B[A-Z0-9 ]{0,60}(?:-{1,5}\s{0,4}[A-Za-z0-9+/=]{0,16})?\Z")
-_NUMBERS_SPAN, _ACCOUNT_SPAN, _LINE_SPAN = 72, 80, 160
-_ESCAPE = re.compile(r"\\[\"\\/bfnrt]")  # of JSON within text: what stands for a line break is none of the word
+_NUMBERS_SPAN, _ACCOUNT_SPAN, _LINE_SPAN = 96, 120, 160
 
 
 class Span(NamedTuple):
@@ -47,15 +47,24 @@ class Scanner:
 
     def find(self, text: str, start: int = 0) -> list[Span]:
         """By where they begin. What several rules find is there several times."""
-        text = plain(text)
-        found = [Span(*span, rule, kind) for rule, kind in self._rules for span in FINDERS[kind](text, start)]
+        read = NormalizedText(text)
+        begin, at = read.position(start), read.written
+        found = [
+            Span(at(first), at(last), rule, kind)
+            for rule, kind in self._rules
+            for first, last in FINDERS[kind](read.text, begin)
+        ]
         return sorted(found, key=lambda span: (span.start, span.end))
 
     def undecided(self, text: str, start: int) -> int:
         """From where on more text may make something of it, or unmake it."""
-        text, end = plain(text), len(text)
         if not self._rules:
-            return end
+            return len(text)
+        read = NormalizedText(text)
+        return read.written(self._undecided(read.text, read.position(start)))
+
+    def _undecided(self, text: str, start: int) -> int:
+        end = len(text)
         begins = [max(start, end - LONGEST, len(text.rstrip(_WORD)))]
         if (numbers := _NUMBERS.search(text, max(start, end - _NUMBERS_SPAN))) is not None:
             begins.append(numbers.start())
@@ -67,11 +76,6 @@ class Scanner:
 
     def finding(self, span: Span) -> Finding:
         return Finding(span.rule.name, span.kind, self._check, span.rule.action)
-
-
-def plain(text: str) -> str:
-    """With blanks in place of escapes, so of the same length."""
-    return _ESCAPE.sub("  ", text) if "\\" in text else text
 
 
 def redacted(text: str, spans: Iterable[Span]) -> str:

@@ -3,11 +3,14 @@ heard of are looked at too. Names of things, and data, are no texts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# Of whole requests: what is said to the model, and not about the request.
-ABOUT = frozenset({"model", "user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier"})
+# Of requests: what has a fixed set of values, or is a name that was given to the client. All else is the client's own
+# text, and goes to the provider: what a `user`, a `name` or `metadata` holds, too.
+FIXED = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
+                   "item_id", "status", "mime_type", "mimeType", "media_type"})  # fmt: skip
 NAMES = frozenset({"id", "type", "role", "object", "model", "name", "tool_call_id", "call_id", "tool_use_id", "item_id",
                    "finish_reason", "finishReason", "stop_reason", "status", "system_fingerprint", "mime_type",
                    "mimeType", "media_type", "modelVersion", "responseId"})  # fmt: skip
@@ -19,6 +22,9 @@ GROWING = frozenset({"content", "reasoning_content", "reasoning", "refusal", "te
                      "partial_json", "delta"})  # fmt: skip  # come in pieces, one an event
 APART = ("choices", "candidates")  # each of these has texts of its own, beside the others
 PLACES = ("type", "output_index", "content_index", "summary_index", "index")  # tell an event's texts from another's
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/=_\r\n-]*+")
+_DATA_URL = re.compile(r"data:[^,]{0,200};base64,[A-Za-z0-9+/=_\r\n-]*+")  # what only begins like one is text
 
 Path = tuple[Any, ...]
 
@@ -34,27 +40,40 @@ class Text(NamedTuple):
         return self.key in GROWING
 
     @property
+    def group(self) -> Path:
+        """The same for texts that are parts of one message: a list of texts, or of objects with one each."""
+        path = self.path
+        if len(path) > 2 and path[-1] == "text":
+            return (*path[:-2], "text")
+        return path[:-1] if len(path) > 2 and isinstance(path[-1], int) else path
+
+    @property
     def voice(self) -> Path:
         """What is said in one voice comes one after the other."""
         return self.path[:3] if len(self.path) > 2 and self.path[1] in APART else ()
 
 
-def texts_of(value: Any, path: Path = ()) -> Iterator[Text]:
+def texts_of(value: Any, path: Path = (), skipped: frozenset[str] = NAMES) -> Iterator[Text]:
+    """`skipped`: fields that are not looked at."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key not in NAMES and key not in DATA:
-                yield from _inner(value, key, inner, (*path, key))
+            if key not in skipped and (key not in DATA or (isinstance(inner, str) and not _is_data(inner))):
+                yield from _inner(value, key, inner, (*path, key), skipped)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
-            yield from _inner(value, number, inner, (*path, _index(inner, number)))
+            yield from _inner(value, number, inner, (*path, _index(inner, number)), skipped)
 
 
-def _inner(holder: Any, key: Any, inner: Any, path: Path) -> Iterator[Text]:
+def _inner(holder: Any, key: Any, inner: Any, path: Path, skipped: frozenset[str]) -> Iterator[Text]:
     if isinstance(inner, str):
-        if inner and not (inner.startswith("data:") and ";base64," in inner[:200]):
+        if inner and not (inner.startswith("data:") and _DATA_URL.fullmatch(inner)):
             yield Text(holder, key, inner, path)
-    else:
-        yield from texts_of(inner, path)
+    elif isinstance(inner, (dict, list)):
+        yield from texts_of(inner, path, skipped)
+
+
+def _is_data(text: str) -> bool:
+    return _BASE64.fullmatch(text) is not None
 
 
 def _index(inner: Any, number: int) -> Any:
@@ -67,12 +86,7 @@ def event_texts(event: Any) -> Iterator[Text]:
 
 
 def request_texts(body: Any) -> Iterator[Text]:
-    if isinstance(body, dict):
-        for key, inner in body.items():
-            if key not in ABOUT:
-                yield from _inner(body, key, inner, (key,))
-    else:
-        yield from texts_of(body)
+    return texts_of(body, (), FIXED)
 
 
 def conversation(body: Any) -> str:

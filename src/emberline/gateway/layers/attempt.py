@@ -11,6 +11,7 @@ from functools import partial
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.errors import DeadlineExceeded
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.call import Attempted, Call, Reply
 from emberline.gateway.costs.bill import Prices, bill
 from emberline.gateway.errors import Broken, Refused, UpstreamFailed
@@ -18,7 +19,7 @@ from emberline.gateway.keys.secrets import Secrets
 from emberline.gateway.providers.base import CHANGED, HELD, Provider
 from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
-from emberline.gateway.providers.wire import Wire, safe_header, wired
+from emberline.gateway.providers.wire import Wire, safe_header, wired_apart
 from emberline.gateway.refusal import refused
 from emberline.gateway.streams.eventmeter import EventStreamMeter
 from emberline.gateway.streams.meter import Meter, RawMeter, check_whole
@@ -63,7 +64,7 @@ class Attempts:
         key = await self._secrets.key(call, provider)
         most = self._prices.max_output(call.provider, call.model)
         call.notes.pop(CHANGED, None)  # of a step before
-        wire = wired(call, provider, key, most, int(self._wall.now()))
+        wire = await wired_apart(call, provider, key, most, int(self._wall.now()))
         if CHANGED in call.notes:
             call.notes[CHANGED] = safe_header(call.notes[CHANGED])
         tries = call.options.max_attempts or call.settings.retries.attempts
@@ -130,9 +131,14 @@ class Attempts:
             raise Broken(f"the reply is {incoming.kind or 'of no type'}, not JSON")
         left = call.deadline - self._clock.now()
         body = await incoming.whole(min(max(left, 0.0), call.settings.timeouts.between_events), LARGEST)
-        usage, model = check_whole(wire.dialect, body)
-        incoming.close()
-        said, lost = wire.whole(body)
+        if len(body) < LARGE:
+            usage, model = check_whole(wire.dialect, body)
+            incoming.close()
+            said, lost = wire.whole(body)
+        else:
+            usage, model = await offload.run(len(body), check_whole, wire.dialect, body)
+            incoming.close()
+            said, lost = await wire.whole_apart(body)
         reply = self._reply(call, incoming, said)
         if lost:
             call.notes[CHANGED] = safe_header(", ".join(filter(None, (call.notes.get(CHANGED), lost))))
@@ -152,7 +158,7 @@ class Attempts:
 
         def settle(passage: Passage, how: str, code: str) -> None:
             reply.ended, reply.error = how, code
-            reply.usage, reply.estimated = passage.meter.usage(call.body)
+            reply.usage, reply.estimated = passage.meter.usage(call.body, call.surveyed and call.surveyed.tokens)
             bill(call, reply, self._prices)
             if how == "cut":
                 breaker.failed(self._clock.now())

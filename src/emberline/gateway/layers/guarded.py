@@ -4,28 +4,38 @@ blocks is answered with an error, and billed for what it had cost by then."""
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.core.errors import InvalidRequest
-from emberline.gateway.cache.key import canonical
+from emberline.core.errors import InvalidRequest, WorkTooLarge
+from emberline.core.offload import LARGE as WORK_LARGE
+from emberline.core.offload import offload
 from emberline.gateway.call import Call, Handler, Reply
 from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Check, Finding
+from emberline.gateway.guardrails.inspection import (
+    LARGE,
+    Inspected,
+    Unreadable,
+    inspect_query,
+    inspect_reply,
+    inspect_request,
+)
 from emberline.gateway.guardrails.judge import Judges, decided
-from emberline.gateway.guardrails.policy import Guardrails, Judge
-from emberline.gateway.guardrails.scanner import Scanner, redacted, worst
+from emberline.gateway.guardrails.policy import Guardrails, Judge, PatternRule
+from emberline.gateway.guardrails.scanner import Scanner, worst
 from emberline.gateway.guardrails.stream import GuardedStream
-from emberline.gateway.guardrails.texts import Text, conversation, request_texts, silence, texts_of
 from emberline.gateway.refusal import error_reply, last_words
+from emberline.gateway.survey import survey
 
 HEADER = "cf-aig-dlp"
 LONGEST_HEADER = 20  # findings told in it
 EVENTS = "text/event-stream"
+PACKED = "content-encoding"
 Side = Literal["prompt", "reply"]
 _CHECKS: dict[Side, Check] = {"prompt": "REQUEST", "reply": "RESPONSE"}
 
@@ -38,7 +48,7 @@ class Guarded:
     def layer(self, inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
             rails = call.settings.guardrails
-            if not rails or call.method != "POST":
+            if not rails or (call.method != "POST" and not (call.body or call.query)):
                 return inner(call)
             return Watch(call, rails, self._judges).run(inner)
 
@@ -55,8 +65,7 @@ class Watch:
 
     async def run(self, inner: Handler) -> Reply:
         try:
-            call = self._prompt()
-            said = _said(call)
+            call, said = await self._prompt()
         except RecursionError as e:
             raise InvalidRequest("the request is nested too deep for guardrails to look into it") from e
         stop = self._stopping() or await self._judged("prompt", said)
@@ -67,7 +76,7 @@ class Watch:
         else:
             reply = self._reply = await inner(call)
             try:
-                if reply.status < 400:
+                if reply.status < 400 and call.method == "POST":
                     await self._looked(reply)
             except BaseException:  # the client left while it was judged
                 await reply.close()
@@ -77,52 +86,61 @@ class Watch:
 
     # -- the prompt ----------------------------------------------------------------------------------------------------
 
-    def _prompt(self) -> Call:
-        """The call without what is to be redacted."""
-        call, scanner = self._call, self._scanner("prompt")
-        if not scanner:
-            return call
+    async def _prompt(self) -> tuple[Call, str]:
+        """The call without what is to be redacted, and what it says for judges."""
+        call, rules = self._call, self._rules("prompt")
+        if rules and call.query:
+            query, found = inspect_query(call.query, rules)
+            self._note_all(found)
+            call = call if query is call.query else call.moved(query=query)
         if not any(step.body is not None for step in call.steps):
-            body = self._scanned(scanner, call.body)
-            if body is call.body:
-                return call
-            call.redacted.append(body)
-            return call.moved(body=body)
-        bodies = [None if step.body is None else self._scanned(scanner, step.body) for step in call.steps]
-        if all(body is step.body for body, step in zip(bodies, call.steps, strict=True)):
-            return call
+            seen = await self._inspected(call.body, rules, call.headers)
+            if seen.body is None:
+                return call, seen.said
+            call.redacted.append(seen.body)
+            headers = {name: value for name, value in call.headers.items() if name != PACKED}
+            moved = call.moved(body=seen.body, headers=headers)
+            if len(seen.body) >= WORK_LARGE:
+                moved.surveyed = await offload.run(len(seen.body), survey, seen.body)
+                moved.seen = moved.surveyed.seen
+            return moved, seen.said
+        all_seen = [None if s.body is None else await self._inspected(s.body, rules, {}) for s in call.steps]
+        said = "\n".join(seen.said for seen in all_seen if seen is not None and seen.said)
+        if all(seen is None or seen.body is None for seen in all_seen):
+            return call, said
+        bodies = [s.body if seen is None or seen.body is None else seen.body
+                  for s, seen in zip(call.steps, all_seen, strict=True)]  # fmt: skip
         call.redacted.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
         steps = tuple(msgspec.structs.replace(s, body=body) for s, body in zip(call.steps, bodies, strict=True))
-        return call.moved(steps=steps)
+        return call.moved(steps=steps), said
 
-    def _scanned(self, scanner: Scanner, body: bytes) -> bytes:
-        """The same object, if nothing of it was redacted. What could be read in two ways is sent as it was read."""
-        found = _decoded(body)
-        if found is None:
-            return self._scanned_text(scanner, body)
-        changed = self._redacted(scanner, request_texts(found))
-        ambiguous = not canonical(body).startswith(b"json:")
-        return msgspec.json.encode(found) if changed or ambiguous else body
-
-    def _scanned_text(self, scanner: Scanner, body: bytes) -> bytes:
-        """Of what is no JSON. What is no text either is not looked into."""
+    async def _inspected(self, body: bytes, rules: tuple[PatternRule, ...], headers: Mapping[str, str]) -> Inspected:
+        if not rules and not self._judging("prompt"):
+            return Inspected()
+        kind, coding = headers.get("content-type", ""), headers.get(PACKED, "")
         try:
-            holder = [body.decode()]
-        except UnicodeDecodeError:
-            return body
-        return holder[0].encode() if self._redacted(scanner, [Text(holder, 0, holder[0], ())]) else body
+            if len(body) < LARGE and not coding:
+                seen = inspect_request(body, rules, kind)
+            else:
+                seen = await offload.run(len(body), inspect_request, body, rules, kind, coding)
+        except Unreadable as e:
+            return self._unreadable(rules, coding, e)
+        self._note_all(seen.findings)
+        return seen
 
-    def _redacted(self, scanner: Scanner, texts: Iterable[Text]) -> bool:
-        """In place; False: there was nothing to redact."""
-        changed = False
-        for text in list(texts):
-            spans = scanner.find(text.text)
-            for span in spans:
-                self.note(scanner.finding(span))
-            made = redacted(text.text, spans)
-            if made != text.text:
-                text.holder[text.key], changed = made, True
-        return changed
+    def _unreadable(self, rules: tuple[PatternRule, ...], coding: str, error: Unreadable) -> Inspected:
+        """What cannot be read does not pass rules that would keep something back."""
+        if strict := next((rule.name for rule in rules if rule.action != "flag"), ""):
+            raise InvalidRequest(
+                f"guardrail {strict!r} cannot read the body: its content-encoding is {coding[:40]!r} ({error})",
+                hint="send it without content-encoding, or with gzip or deflate",
+            )
+        self.note(Finding(rules[0].name, "unchecked", "REQUEST", "flag"))
+        return Inspected()
+
+    def _note_all(self, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            self.note(finding)
 
     # -- the reply -----------------------------------------------------------------------------------------------------
 
@@ -138,28 +156,22 @@ class Watch:
                 await reply.body.aclose()
                 self._unread(reply, strict)
             return
+        body, rules = reply.body, self._rules("reply")
         try:
-            said = self._whole(scanner, reply, reply.body)
-        except RecursionError:  # nested too deep
+            if len(body) < LARGE:
+                seen = inspect_reply(body, rules)
+            else:
+                seen = await offload.run(len(body), inspect_reply, body, rules)
+        except (RecursionError, WorkTooLarge):  # nested too deep, or too much to look at
             if strict := self._strictest(scanner, judges):
                 self._unread(reply, strict)
             return
+        self._note_all(seen.findings)
+        reply.body, said = body if seen.body is None else seen.body, seen.said
         stop = self._stopping() or await self.judge(said)
         self._tell()
         if stop is not None:
             self._refuse(reply, stop)
-
-    def _whole(self, scanner: Scanner, reply: Reply, body: bytes) -> str:
-        """What it said, before anything was redacted."""
-        found = _decoded(body)
-        if found is None:
-            reply.body = self._scanned_text(scanner, body)
-            return body.decode("utf-8", "ignore")
-        said = "\n".join(text.text for text in texts_of(found) if text.grows)
-        if self._redacted(scanner, texts_of(found)):
-            silence(found)
-            reply.body = msgspec.json.encode(found)
-        return said
 
     @staticmethod
     def _strictest(scanner: Scanner, judges: list[Judge]) -> str:
@@ -199,8 +211,11 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _rules(self, side: Side) -> tuple[PatternRule, ...]:
+        return tuple(rule for rule in self._rails.patterns if rule.looks_at(side))
+
     def _scanner(self, side: Side) -> Scanner:
-        return Scanner((rule for rule in self._rails.patterns if rule.looks_at(side)), _CHECKS[side])
+        return Scanner(self._rules(side), _CHECKS[side])
 
     def _judging(self, side: Side) -> list[Judge]:
         return [judge for judge in self._rails.judges if judge.asked(side)]
@@ -240,21 +255,3 @@ def _blocked(finding: Finding) -> Blocked:
     number = (2017 if reply else 2016) if judged else (2030 if reply else 2029)
     why = "it could not be checked" if finding.entry == "unchecked" else f"it has {finding.entry}"
     return Blocked(f"the {what} was blocked by guardrail {finding.policy!r}: {why}", reply=reply, number=number)
-
-
-def _said(call: Call) -> str:
-    bodies = [step.body for step in call.steps if step.body is not None] or [call.body]
-    return "\n".join(filter(None, (conversation(_decoded(body)) for body in bodies)))
-
-
-def _decoded(body: bytes) -> Any:
-    """None: it is no JSON. What is no UTF-8 in it is read as lenient readers would. RecursionError: it is nested too
-    deep, which must not pass for none."""
-    if body.lstrip()[:1] not in (b"{", b"["):
-        return None
-    try:
-        return msgspec.json.decode(body)
-    except UnicodeDecodeError:
-        return _decoded(body.decode("utf-8", "replace").encode())
-    except msgspec.MsgspecError:
-        return None

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from emberline.core.clock import Clock
 from emberline.gateway.call import Attempted, Call, Handler, Layer, Reply
 from emberline.gateway.costs.beside import Beside
-from emberline.gateway.costs.bill import Prices
+from emberline.gateway.costs.bill import Prices, input_tokens
 from emberline.gateway.costs.cost import cost
-from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.layers.routed import at_step
 
@@ -87,6 +86,6 @@ class _Race:
     def _outrun(self, call: Call, began: float, beside: Beside) -> None:
         seconds, key = self.clock.now() - began, call.options.byok_alias or ""
         call.trail.append(Attempted(call.provider, call.model, call.step, 0, 0, OUTRUN, seconds, key))
-        usage = Usage(input=estimated_input(call.body))
+        usage = Usage(input=input_tokens(call))
         price = self.prices.price(call.settings, call.provider, call.model)
         beside.count(usage, cost(usage, price), estimated=True)

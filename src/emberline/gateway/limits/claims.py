@@ -8,9 +8,8 @@ from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call
-from emberline.gateway.costs.bill import Prices, charged
+from emberline.gateway.costs.bill import Prices, charged, input_tokens
 from emberline.gateway.costs.catalogue import Model
-from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.limits.rule import MOST, Claim, Rule
@@ -78,7 +77,7 @@ class Claims:
         context, most = (model.context, model.max_output) if model else (None, None)
         output = 0 if call.dialect == "openai-embeddings" else min(call.max_output or most or UNSAID, most or math.inf)
         whole = min(int(output) * call.answers, MOST)
-        return Usage(input=int(min(estimated_input(call.body), context or math.inf)), output=whole)
+        return Usage(input=int(min(input_tokens(call), context or math.inf)), output=whole)
 
     def _micros(self, call: Call, usage: Usage) -> int | None:
         return charged(call, usage, self.prices.price(call.settings, call.provider, call.model))

@@ -9,6 +9,7 @@ import msgspec
 
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.body import edited, peek
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.dialects.asked import Asked, asked_of
@@ -43,8 +44,33 @@ class Wire(msgspec.Struct, frozen=True):
         if self.client is None:
             return body, ""
         assert self.dialect in TALK
-        made, changed = translate_reply(body, self.dialect, self.client, self.asked)
-        return made, ", ".join(map(str, changed))
+        return _translated(body, self.dialect, self.client, self.asked)
+
+    async def whole_apart(self, body: bytes) -> tuple[bytes, str]:
+        """As `whole`, in another process."""
+        if self.client is None:
+            return body, ""
+        assert self.dialect in TALK
+        return await offload.run(len(body), _translated, body, self.dialect, self.client, self.asked)
+
+
+def _translated(body: bytes, source: Spoken, target: Spoken, asked: Asked | None) -> tuple[bytes, str]:
+    made, changed = translate_reply(body, source, target, asked)
+    return made, ", ".join(map(str, changed))
+
+
+async def wired_apart(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
+    """As `wired`; a large body is worked on in another process."""
+    if len(call.body) < LARGE:
+        return wired(call, provider, key, max_output, created)
+    bare = call.moved(steps=(), redacted=[], trail=[], surveyed=None)  # with no other body
+    wire, notes = await offload.run(len(call.body), _wired_and_notes, bare, provider, key, max_output, created)
+    call.notes |= notes
+    return wire
+
+
+def _wired_and_notes(call: Call, *args: Any) -> tuple[Wire, dict[str, str]]:
+    return wired(call, *args), call.notes
 
 
 def wired(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:

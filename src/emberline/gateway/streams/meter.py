@@ -67,15 +67,15 @@ class Meter:
             said = "its ending" if self.signs.begun else "a beginning and an ending"
             self.broken = Broken(f"the stream ended without {said}")
 
-    def usage(self, body: bytes) -> tuple[Usage | None, bool]:
+    def usage(self, body: bytes, tokens: int | None = None) -> tuple[Usage | None, bool]:
         """What was told; of a stream that was not told to its end, also what can be counted: the input from `body`, the
-        output from what passed. True: counted."""
+        output from what passed. True: counted. `tokens`: of the input, where it has been estimated."""
         told = self.signs.usage(self._dialect)
         if self._dialect == "raw" or (told is not None and self.signs.ended):
             return told, False
         output = -(-self.signs.characters // CHARACTERS)
         if told is None or not told.input:
-            return Usage(input=estimated_input(body), output=output), True
+            return Usage(input=tokens or estimated_input(body), output=output), True
         return told.joined(Usage(input=told.input, output=output)), True
 
 

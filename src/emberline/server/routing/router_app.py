@@ -15,6 +15,7 @@ from emberline.cluster.membership import Health
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.offload import LARGE, offload
 from emberline.net.notjson import NOT_JSON
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
@@ -102,7 +103,8 @@ class RouterApp:
 
     async def _proxy(self, x: Exchange) -> None:
         body = await x.body(self._config.max_body)
-        ask = Ask.read(body, x.header(SESSION))
+        session = x.header(SESSION)
+        ask = Ask.read(body, session) if len(body) < LARGE else await offload.run(len(body), Ask.read, body, session)
         await x.while_connected(self._relay.run(x, ask, body))
 
     async def _models(self, x: Exchange) -> None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Renderer
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
+from emberline.core.offload import LARGE, offload
 from emberline.server.exchange import Exchange
 from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.groups import Group
 from emberline.server.worker.journey import CHAIN, Journey
-from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.protocol import PROTOCOLS, parse_large
 from emberline.server.worker.server_timing import server_timing
 
 log = logging.getLogger("emberline.server")
@@ -27,15 +28,19 @@ class Calls:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def read(self, path: str, body: bytes, journey: Journey) -> tuple[ChatCall | CompletionCall, Served]:
+    async def read(self, path: str, body: bytes, journey: Journey) -> tuple[ChatCall | CompletionCall, Served]:
         """The call, and who is asked."""
-        call = PROTOCOLS[path].parse(body)
+        if len(body) < LARGE:
+            call = PROTOCOLS[path].parse(body)
+        else:
+            contexts = {model.name: model.generator.prompts.max_context for model in self._catalog}
+            call = await offload.run(len(body), parse_large, path, body, contexts)
         if call.params.seed is None and journey.seed is not None:
             call = replace(call, params=replace(call.params, seed=journey.seed))
         return call, self._catalog[call.caller.model]
 
     async def answer(self, x: Exchange, path: str, body: bytes, journey: Journey) -> None:
-        call, model = self.read(path, body, journey)
+        call, model = await self.read(path, body, journey)
         protocol = PROTOCOLS[path]
         reply = protocol.renderer(call, protocol.prefix + journey.id, journey.created, model.fingerprint)
         groups = model.generator.run(call, journey)

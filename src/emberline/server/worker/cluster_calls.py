@@ -64,7 +64,7 @@ class ClusterCalls:
         """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""
         envelope = await self._open(x)
         journey = replace(envelope.journey(), span=x.span)
-        call, model = self._calls.read(envelope.path, bytes(envelope.body), journey)
+        call, model = await self._calls.read(envelope.path, bytes(envelope.body), journey)
         await x.while_connected(_tell(x, model.generator.prefill(call, journey)))
 
     async def _open(self, x: Exchange) -> Envelope:

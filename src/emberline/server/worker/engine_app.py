@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from emberline import __version__
 from emberline.api import tokenize
@@ -14,6 +15,7 @@ from emberline.api.openapi import document
 from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats
+from emberline.core.offload import LARGE, offload
 from emberline.engine.stream import AsyncEngine, State
 from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.keys import Access
@@ -31,6 +33,8 @@ from emberline.server.worker.protocol import PROTOCOLS
 from emberline.server.worker.transfer_metrics import families as transfer_families
 
 log = logging.getLogger("emberline.server")
+
+T = TypeVar("T")
 
 STUCK = 30.0  # seconds without a sign of life from the engine: /health/progress fails
 
@@ -97,12 +101,12 @@ class EngineApp:
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
     async def _count_tokens(self, x: Exchange) -> None:
-        call = anthropic.parse_count(await self._body(x))
+        call = await self._parsed(anthropic.parse_count, x)
         model = self._catalog[call.caller.model]
         await x.json(anthropic.token_count(await model.generator.count(call)))
 
     async def _embed(self, x: Exchange) -> None:
-        call = embeddings.parse(await self._body(x))
+        call = await self._parsed(embeddings.parse, x)
         if self._embeddings is None:
             raise InvalidRequest("this server has no embedding model", hint="serve with --embedder minilm")
         vectors, tokens = await self._embeddings.embed(call)
@@ -111,19 +115,19 @@ class EngineApp:
         await x.json(embeddings.render(call, vectors, tokens))
 
     async def _tokenize(self, x: Exchange) -> None:
-        call = tokenize.parse(await self._body(x))
+        call = await self._parsed(tokenize.parse, x)
         prompts = self._catalog.chosen(call.model).generator.prompts
         text, special = (
             (call.prompt, call.add_special_tokens)
             if isinstance(call.prompt, str)
-            else (prompts.render(call.prompt), call.prompt.add_special_tokens)
+            else (await prompts.rendered(call.prompt), call.prompt.add_special_tokens)
         )
         ids = await prompts.encode(text, add_special=special, param="prompt")
         strings = [prompts.tokenizer.token_text(i) for i in ids] if call.strings else []
         await x.json(tokenize.render(call, ids, strings, prompts.max_context))
 
     async def _detokenize(self, x: Exchange) -> None:
-        call = tokenize.parse_detokenize(await self._body(x))
+        call = await self._parsed(tokenize.parse_detokenize, x)
         tokenizer = self._catalog.chosen(call.model).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
@@ -203,6 +207,11 @@ class EngineApp:
         yield from model.metrics.turns(engine.turned[model.name].turns, engine.is_awake(model.name))
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    async def _parsed(self, parse: Callable[[bytes], T], x: Exchange) -> T:
+        """A large body is parsed in another process."""
+        body = await self._body(x)
+        return parse(body) if len(body) < LARGE else await offload.run(len(body), parse, body)
 
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)

@@ -48,7 +48,7 @@ class Generator:
         self._timeout = timeout
 
     async def count(self, call: ChatCall) -> int:
-        text = self.prompts.render(call)
+        text = await self.prompts.rendered(call)
         return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:

@@ -34,7 +34,7 @@ class Preparation:
         return await (self._chat(call, reply_id, created) if isinstance(call, ChatCall) else self._complete(call))
 
     async def _chat(self, call: ChatCall, reply_id: str, created: int) -> Order:
-        text = self._prompts.render(call, created)
+        text = await self._prompts.rendered(call, created)
         ids = await self._prompts.encode(text, add_special=call.add_special_tokens, param="messages")
         self._prompts.check_length(ids, "messages")
         style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -14,12 +13,13 @@ from emberline.api.reasoning import ReasoningStyle
 from emberline.api.toolstyle import ToolStyle
 from emberline.api.wishes import check_wishes
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.server.worker.protocol import CHARACTERS_PER_TOKEN
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
 LONG_TEXT = 20_000  # characters: longer texts are tokenized beside the event loop
 MARK = "\ue0f1\ue0f2"  # private use: no template writes it
-CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
+MANY_MESSAGES = 100  # more are rendered beside it, too
 
 
 class Prompts:
@@ -32,6 +32,17 @@ class Prompts:
         self._knows_tools = any(tools.knows_tools(source) for source in sources)
         self._reasoning = reasoning.style_for("".join(sources))
         self.closing = _closing(tokenizer, self._reasoning)  # ends the reasoning; empty: nothing does
+
+    async def rendered(self, call: ChatCall, created: int | None = None) -> str:
+        """As `render`; what takes long runs in a thread, whose Python code lets the event loop have its turns."""
+        if len(call.messages) > self.max_context:
+            raise ContextLengthExceeded(
+                f"{len(call.messages)} messages do not fit the context of {self.max_context} tokens", param="messages"
+            )
+        long = len(call.messages) > MANY_MESSAGES or any(
+            len(message.get("content") or "") > LONG_TEXT for message in call.messages
+        )
+        return await asyncio.to_thread(self.render, call, created) if long else self.render(call, created)
 
     def render(self, call: ChatCall, created: int | None = None) -> str:
         """The conversation as the model was trained to see it. `created`: what the time is, in seconds since 1970; a
@@ -93,10 +104,21 @@ def _closing(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
 
 def _mark(messages: list[dict[str, Any]]) -> str:
     """What nobody says."""
-    said, mark = json.dumps(messages, ensure_ascii=False), MARK
-    while mark in said:
+    said, mark = list(_texts(messages)), MARK
+    while any(mark in text for text in said):
         mark += mark
     return mark
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from (key, *_texts(inner))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _marked(last: dict[str, Any], mark: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from emberline.api.deltas import Renderer
 from emberline.api.openai import chat, chat_stream, completions, completions_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
+from emberline.core.errors import ContextLengthExceeded, WorkTooLarge
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,45 @@ class Protocol:
     parse: Callable[[bytes], ChatCall | CompletionCall]
     renderer: Callable[[Any, str, int, str], Renderer]  # of a call that `parse` made, id, time and fingerprint
     prefix: str  # of its replies' ids
+
+
+MOST_MESSAGES = 20_000  # of a large body; each costs a template about 10 us
+CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
+
+
+def parse_large(path: str, body: bytes, contexts: Mapping[str, int]) -> ChatCall | CompletionCall:
+    """As the path's `parse`, for another process: what no context takes is refused there, and does not come back.
+    `contexts`: tokens that each model takes, by its name."""
+    call = PROTOCOLS[path].parse(body)
+    context = contexts.get(call.caller.model, max(contexts.values(), default=0))
+    if isinstance(call, CompletionCall):
+        for prompt in call.prompts:
+            most = context * CHARACTERS_PER_TOKEN if isinstance(prompt, str) else context
+            _check_size(len(prompt), most, prompt, "prompt")
+        return call
+    if len(call.messages) > MOST_MESSAGES:
+        found = len(call.messages)
+        raise WorkTooLarge(f"messages has {found} items; at most {MOST_MESSAGES} are taken", param="messages")
+    size = sum(len(text) for message in call.messages for text in _texts(message))
+    _check_size(size, context * CHARACTERS_PER_TOKEN, "", "messages")
+    return call
+
+
+def _check_size(size: int, most: int, prompt: str | list[int], param: str) -> None:
+    if size > most:
+        what = "characters" if isinstance(prompt, str) else "tokens"
+        raise ContextLengthExceeded(f"{param} has {size} {what}, which does not fit the context", param=param)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
 
 
 PROTOCOLS = {

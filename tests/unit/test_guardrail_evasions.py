@@ -1,0 +1,273 @@
+"""What ordinary text does to a number: other signs between its digits, other digits, several parts, other fields. And
+text of the same look that is no finding."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import zlib
+from typing import Any
+
+import pytest
+from gateway_calls import call
+
+from emberline.core.clock import ManualClock
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.guardrails.inspection import inspect_query, inspect_request
+from emberline.gateway.guardrails.normalized import NormalizedText
+from emberline.gateway.guardrails.policy import PatternRule
+from emberline.gateway.guardrails.scanner import Scanner, redacted
+from emberline.gateway.guardrails.texts import Text
+from emberline.gateway.guardrails.window import Window
+from emberline.gateway.layers.guarded import Guarded
+from emberline.gateway.settings import Settings
+
+CARD = "4111111111111111"
+GROUPS = ("4111", "1111", "1111", "1111")
+RULE = PatternRule(name="r", find=("payment_card", "iban", "us_ssn", "api_key", "email", "phone"), action="redact")
+SCANNER = Scanner([RULE], "REQUEST")
+FULL_WIDTH = str.maketrans("0123456789", "０１２３４５６７８９")  # noqa: RUF001
+ARABIC = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
+ZERO_WIDTH = "\u200b"
+
+EVASIONS = {
+    "dots": ".".join(GROUPS),
+    "newlines": "\n".join(GROUPS),
+    "windows newlines": "\r\n".join(GROUPS),
+    "wrapped line": "4111 1111\n1111 1111",
+    "no-break space": "\u00a0".join(GROUPS),
+    "narrow no-break space": "\u202f".join(GROUPS),
+    "no-break hyphen": "\u2011".join(GROUPS),
+    "en dash": "\u2013".join(GROUPS),
+    "minus": "\u2212".join(GROUPS),
+    "middle dot": "\u00b7".join(GROUPS),
+    "tab": "\t".join(GROUPS),
+    "two spaces": "  ".join(GROUPS),
+    "spaced dashes": " - ".join(GROUPS),
+    "zero width": ZERO_WIDTH.join(CARD),
+    "zero width between groups": "\u2060 ".join(GROUPS),
+    "soft hyphen": "\u00ad".join(GROUPS),
+    "byte order mark": "\ufeff".join(GROUPS),
+    "full width": CARD.translate(FULL_WIDTH),
+    "full width in groups": "\u3000".join(GROUPS).translate(FULL_WIDTH),
+    "arabic": CARD.translate(ARABIC),
+    "keycaps": "".join(f"{digit}\ufe0f\u20e3" for digit in CARD),
+    "digit by digit": " ".join(CARD),
+    "digit by digit with dots": ".".join(CARD),
+    "json escape": "".join(f"\\u{ord(digit):04x}" for digit in CARD),
+    "json newlines": "\\n".join(GROUPS),
+    "card and code": "4111 1111 1111 1111 123",
+}
+ORDINARY = (
+    "2021\n2022\n2023\n2024",
+    "4111\n1111\n1111\n1111\n1111\n1111",  # rows of a column
+    "3000\n4111\n1111\n1111\n1111\n9000",
+    "4111.1111 1111.1111",  # decimals
+    "4111 1111-1111 1111",
+    "v4111.1111.1111.1111",
+    "4111.1111.1111.1112",
+    "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16",
+    "4 1 1 1 1 1 1 1 1 1 1 1 1 1 1 2",
+    " ".join("4111111111111111" * 3),  # a row of more digits than any card has
+    "3.14159265358979 2.71828182845904",
+    "sum of 4111, 1111, 1111 and 1111",
+    "12:30:45.678 13:30:45.678",
+    "٢٠٢٤-٠١-١٥",  # noqa: RUF001
+    "请拨打电话。谢谢，再见！",  # noqa: RUF001
+    "caf\u00e9 na\u00efve \u2014 d\u00e9j\u00e0 vu \U0001f600\ufe0f",
+    "192.168.10.25 10.0.0.1",
+    "1.000.000 2.500.000",
+)
+
+
+@pytest.mark.parametrize("name", EVASIONS)
+def test_a_card_is_found_and_cut_however_it_is_written(name: str) -> None:
+    written = EVASIONS[name]
+    for before, after in (("", ""), ("my card: ", " thanks"), ("\u200bkarte ", "\u200b!"), ("é中\u00ad", "\nend")):
+        text = before + ("" if before[-1:].isspace() or not before else " ") + written + after
+        made = redacted(text, SCANNER.find(text))
+        assert "[payment_card]" in made, text
+        assert not any(c.isdecimal() for c in made.replace(" 123", "")), made
+        assert made.startswith(before) and made.endswith(after.lstrip(ZERO_WIDTH))
+
+
+@pytest.mark.parametrize("text", ORDINARY)
+def test_ordinary_text_is_not_a_finding(text: str) -> None:
+    assert SCANNER.find(text) == []
+    assert SCANNER.find(f"see {text} there") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("iban", "DE89\u00a03704\u00a00044\u00a00532\u00a00130\u00a000"),
+        ("iban", "DE89.3704.0044.0532.0130.00"),
+        ("iban", "DE89 3704 0044\n0532 0130 00"),
+        ("us_ssn", "123\u201145\u20116789"),
+        ("us_ssn", "123.45.6789"),
+        ("us_ssn", "１２３-４５-６７８９"),  # noqa: RUF001
+        ("email", "ada＠example．com"),  # noqa: RUF001
+        ("email", "ada\u200b@example.com"),
+        ("phone", "+1\u00a0415\u2011555\u20112671"),
+        ("api_key", "sk-Zk3v9Qw8Lp2Xr7Tn\u200b5Yb1Hc6Md4Fs0Jg"),
+    ],
+)
+def test_other_kinds_are_found_so_too(kind: str, text: str) -> None:
+    assert redacted(f"is {text} ok", SCANNER.find(f"is {text} ok")) == f"is [{kind}] ok"
+
+
+def test_numbers_one_a_line_are_each_found() -> None:
+    assert len(SCANNER.find("123-45-6789\n234-56-7890\n345-67-8901")) == 3
+    assert len(SCANNER.find("4111 1111 1111 1111\n5555 5555 5555 4444")) == 2
+
+
+def test_positions_map_back_to_what_was_written() -> None:
+    read = NormalizedText("a\u200b\u200bb\\u0034c\u200b")
+    assert read.text == "ab4c"
+    assert [read.written(at) for at in range(5)] == [0, 3, 4, 10, 12]
+    assert [read.position(at) for at in (0, 1, 3, 4, 10)] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", EVASIONS)
+def test_no_digit_of_it_leaves_a_stream_cut_anywhere(name: str) -> None:
+    text = f"it is {EVASIONS[name]} now, see you later"
+    for size in (1, 3, 7):
+        window, pieces = Window(SCANNER), []
+        for at in range(0, len(text), size):
+            holder = [text[at : at + size]]
+            pieces.append((holder, window.add(Text(holder, 0, holder[0], ()))))
+            window.look()
+            assert name == "card and code" or all(
+                c not in "0123456789" for _, p in pieces if p.end <= window.decided and not p.cuts for c in p.at.text
+            )
+        window.look(last=True)
+        for _, piece in pieces:
+            piece.edit()
+        made = "".join(holder[0] for holder, _ in pieces)
+        assert made.replace(" 123", "") == "it is [payment_card] now, see you later"
+
+
+# -- where it stands ---------------------------------------------------------------------------------------------------
+
+
+def inspected(body: Any, **headers: str) -> tuple[Any, list[str]]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    seen = inspect_request(data, (RULE,), headers.get("kind", ""), headers.get("coding", ""))
+    return seen.body, [finding.entry for finding in seen.findings]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "m", "messages": [], "user": CARD},
+        {"model": "m", "messages": [], "metadata": {"order": CARD}},
+        {"model": "m", "messages": [{"role": "user", "name": f"n {CARD}", "content": "hi"}]},
+        {"model": "m", "messages": [], "safety_identifier": CARD},
+        {"model": "m", "messages": [], "prompt_cache_key": CARD},
+        {"model": "m", "messages": [{"role": "user", "content": f"data:;base64, {CARD}"}]},
+        {"model": "m", "input": {"data": f"my card is {CARD}"}},
+    ],
+)
+def test_every_field_that_goes_to_the_provider_is_looked_at(body: dict[str, Any]) -> None:
+    made, found = inspected(body)
+    assert found == ["payment_card"] and made is not None and CARD.encode() not in made
+
+
+@pytest.mark.parametrize("texts", [("4111 1111", "1111 1111"), ("my 4111 11", "11 1111", " 1111 ok"), GROUPS])
+@pytest.mark.parametrize("shape", ["chat", "system", "gemini"])
+def test_a_number_over_parts_of_one_message_is_found(texts: tuple[str, ...], shape: str) -> None:
+    parts = [{"type": "text", "text": text} for text in texts]
+    body: dict[str, Any] = {
+        "chat": {"messages": [{"role": "user", "content": parts}]},
+        "system": {"system": parts},
+        "gemini": {"contents": [{"parts": [{"text": text} for text in texts]}]},
+    }[shape]
+    made, found = inspected(body)
+    assert found == ["payment_card"] and made is not None
+    assert made.count(b"[payment_card]") == 1 and b"1111" not in made and (b"ok" in made) == (" 1111 ok" in texts)
+
+
+def test_a_number_at_the_ends_of_long_parts_is_found() -> None:
+    long = "word " * 500
+    body = {"messages": [{"content": [{"text": f"{long}4111 1111"}, {"text": f" 1111 1111 {long}"}]}]}
+    made, found = inspected(body)
+    assert (
+        found == ["payment_card"] and json.loads(made)["messages"][0]["content"][0]["text"] == f"{long}[payment_card]"
+    )
+
+
+def test_parts_of_two_messages_and_texts_to_embed_are_apart() -> None:
+    assert inspected({"messages": [{"content": "4111 1111"}, {"content": "1111 1111"}]}) == (None, [])
+    assert inspected({"input": ["4111 1111", "1111 1111"]}) == (None, [])
+
+
+@pytest.mark.parametrize(
+    "query", [f"q={CARD}", "q=4111+1111+1111+1111", "q=4111%E2%80%911111%E2%80%911111%E2%80%911111"]
+)
+def test_the_query_is_looked_at(query: str) -> None:
+    made, found = inspect_query(f"a=1&{query}", (RULE,))
+    assert made == "a=1&q=%5Bpayment_card%5D" and [each.entry for each in found] == ["payment_card"]
+
+
+def test_the_key_of_a_provider_in_the_query_stays() -> None:
+    query = "key=AIzaZk3v9Qw8Lp2Xr7Tn5Yb1Hc6Md4Fs0Jgabc4"
+    assert inspect_query(query, (RULE,)) == (query, [])
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
+def test_a_packed_body_is_unpacked_to_look_at_it(pack: Any) -> None:
+    coding = "gzip" if pack is gzip.compress else "deflate"
+    made, found = inspected(pack(f"card {CARD}".encode()), coding=coding)
+    assert (made, found) == (b"card [payment_card]", ["payment_card"])
+
+
+def test_text_in_a_form_beside_a_file_is_looked_at() -> None:
+    form = b"--x\r\n\r\ncard %b\r\n--x\r\n\r\n\xff\xfe\x00\r\n--x--" % CARD.encode()
+    made, found = inspected(form, kind="multipart/form-data; boundary=x")
+    assert found == ["payment_card"] and made == form.replace(CARD.encode(), b"[payment_card]")
+
+
+def guarded(asked: Call, action: str) -> list[Call]:
+    sent: list[Call] = []
+
+    async def inner(call: Call) -> Reply:
+        sent.append(call)
+        return Reply(200, {}, b"{}", ended="complete")
+
+    rule = {"name": "r", "find": ["payment_card"], "action": action}
+    asked.settings = Settings.read({"guardrails": {"patterns": [rule]}})
+    asyncio.run(Guarded(inner, ManualClock()).layer(inner)(asked))
+    return sent
+
+
+def test_what_was_unpacked_is_sent_unpacked() -> None:
+    asked = call(gzip.compress(f"card {CARD}".encode()), headers={"content-encoding": "gzip"}, dialect="raw")
+    (sent,) = guarded(asked, "redact")
+    assert sent.body == b"card [payment_card]" and "content-encoding" not in sent.headers
+    clean = call(gzip.compress(b"no card"), headers={"content-encoding": "gzip"}, dialect="raw")
+    (sent,) = guarded(clean, "redact")
+    assert sent.body is clean.body and sent.headers["content-encoding"] == "gzip"
+
+
+@pytest.mark.parametrize(
+    ("coding", "body"), [("br", b"\x0b\x02\x80"), ("gzip", b"no gzip"), ("gzip", gzip.compress(b"x")[:-6])]
+)
+def test_what_cannot_be_unpacked_does_not_pass(coding: str, body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="cannot read the body"):
+        guarded(call(body, headers={"content-encoding": coding}, dialect="raw"), "block")
+    flagged = call(body, headers={"content-encoding": coding}, dialect="raw")
+    assert len(guarded(flagged, "flag")) == 1 and [each.entry for each in flagged.findings] == ["unchecked"]
+
+
+def test_a_get_with_a_query_is_looked_at() -> None:
+    asked = call(b"", dialect="raw")
+    asked.method, asked.query = "GET", f"q={CARD}"
+    assert guarded(asked, "block") == []
+    assert [each.action for each in asked.findings] == ["block"]
