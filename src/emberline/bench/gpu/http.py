@@ -1,7 +1,7 @@
 """`python -m emberline.bench.gpu.http DIR`: a served model on a GPU as its clients see it, from the first request on.
 
-For each concurrency a server is started anew; its first pass is the cold one, its third the warm one. With `--peers
-vllm` the same passes run against vLLM's server in the same run."""
+For each concurrency a server is started anew; its first pass is the cold one, its third the warm one, with other
+prompts. With `--peers vllm` the same passes run against vLLM's server in the same run, started once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +26,6 @@ from emberline.bench.streams import ClientProcesses, Pass, percentile
 from emberline.core.errors import EmberlineError
 from emberline.core.freeport import free_port
 
-COLD_STREAMS = (1, 16, 64)
 BUSY_STREAMS = 256
 MAX_TOKENS = 256
 ROUNDS = 3  # requests of each stream in a pass
@@ -87,10 +87,30 @@ class Measurement:
         self._report.add(name + self._suffix, value, unit)
         print(f"  {name}{self._suffix} {value:,.4g} {unit}", file=sys.stderr, flush=True)
 
-    def cold_and_warm(self, command: list[str], port: int, log: Path, streams: int) -> None:
-        with running_server(command, port, log) as ready:
+    def fresh_starts(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
+        """Start the server anew for each concurrency, so that each has a first pass after a start."""
+        for streams in only:
+            port = free_port()
+            with running_server(make(port), port, logs / f"{streams}{self._suffix.replace('/', '-')}.log") as ready:
+                self.ready.append(ready)
+                self.measure_at(port, streams)
+
+    def one_start(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
+        """Start a server once, for one that takes long to start: only its first pass of all is a cold one."""
+        port = free_port()
+        with running_server(make(port), port, logs / f"all{self._suffix.replace('/', '-')}.log") as ready:
             self.ready.append(ready)
-            passes = [self._pass(port, streams, seed) for seed in range(3)]
+            for streams in only:
+                self.measure_at(port, streams)
+
+    def measure_at(self, port: int, streams: int) -> None:
+        if streams == BUSY_STREAMS:
+            self.busy(port)
+        else:
+            self.cold_and_warm(port, streams)
+
+    def cold_and_warm(self, port: int, streams: int) -> None:
+        passes = [self._pass(port, streams, seed) for seed in range(3)]
         cold, warm = passes[0], passes[-1]
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
             self.add(f"http_cold_ttft_{name}_{streams}", percentile(cold.first, share) * 1e3, "ms")
@@ -100,15 +120,13 @@ class Measurement:
         self.add(f"http_cold_tok_s_{streams}", cold.tokens_per_second, "tok/s")
         self.add(f"http_tok_s_{streams}", warm.tokens_per_second, "tok/s")
 
-    def busy(self, command: list[str], port: int, log: Path) -> None:
-        with running_server(command, port, log) as ready:
-            self.ready.append(ready)
-            pids = processes.family(pid) if (pid := processes.listener(port)) is not None else {}
-            first = self._pass(port, BUSY_STREAMS, 0)
-            self.add(f"http_cold_tok_s_{BUSY_STREAMS}", first.tokens_per_second, "tok/s")
-            before = {name: processes.usage(each) for name, each in pids.items()}
-            warm = self._pass(port, BUSY_STREAMS, 1)
-            after = {name: processes.usage(each) for name, each in pids.items()}
+    def busy(self, port: int) -> None:
+        pids = processes.family(pid) if (pid := processes.listener(port)) is not None else {}
+        first = self._pass(port, BUSY_STREAMS, 0)
+        self.add(f"http_cold_tok_s_{BUSY_STREAMS}", first.tokens_per_second, "tok/s")
+        before = {name: processes.usage(each) for name, each in pids.items()}
+        warm = self._pass(port, BUSY_STREAMS, 1)
+        after = {name: processes.usage(each) for name, each in pids.items()}
         gaps, tokens = warm.gaps, sum(s.tokens for s in warm.streams)
         self.add(f"http_tok_s_{BUSY_STREAMS}", warm.tokens_per_second, "tok/s")
         self.add(f"http_ttft_p90_{BUSY_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
@@ -130,15 +148,11 @@ class Measurement:
 
 
 def measure(report: Report, model: str, who: str, clients: ClientProcesses, logs: Path, only: list[int]) -> None:
-    make = {"emberline": emberline_command, "vllm": vllm_command}[who]
     measurement = Measurement(report, clients, "" if who == "emberline" else f"/{who}")
-    port = free_port()
-    for streams in COLD_STREAMS:
-        if streams in only:
-            log = logs / f"{who}-{streams}.log"
-            measurement.cold_and_warm(make(model, port), port, log, streams)
-    if BUSY_STREAMS in only:
-        measurement.busy(make(model, port), port, logs / f"{who}-{BUSY_STREAMS}.log")
+    if who == "emberline":
+        measurement.fresh_starts(partial(emberline_command, model), logs, only)
+    else:
+        measurement.one_start(partial(vllm_command, model), logs, only)
     measurement.add("http_ready_s", measurement.ready[-1], "s")
     measurement.add("http_ready_first_start_s", measurement.ready[0], "s")
 
