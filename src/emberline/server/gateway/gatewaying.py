@@ -48,7 +48,6 @@ from emberline.gateway.logs.retention import Retention
 from emberline.gateway.models import ModelList
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.realtime.realtime import Realtime
-from emberline.gateway.routes.balance import Balance
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.stack import stacked
@@ -106,7 +105,7 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     layers = (
         *outer,
         Dynamic(limiter, claims, clock, wall).layer,
-        balanced(Balance(), claims, clock),
+        balanced(claims, clock),
         limited(limiter, catalogue, prices, clock, wall),
         Guarded(routed(attempts), clock).layer,
         cached.layer,
