@@ -88,8 +88,16 @@ async def build(config: GatewayConfig, found: Mapping[str, Any], stack: AsyncExi
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = Prices(catalogue)
     attempts = Attempts(registry, Secrets(vault), upstream, prices, clock, wall)
-    journal = await stack.enter_async_context(LogWriter(store))
-    limiter = await open_limiter(config.redis, clock, stack, degraded=config.redis_gone)  # type: ignore[arg-type]
+    journal = await stack.enter_async_context(LogWriter(store, linger=config.flush / 5))
+    limiter = await open_limiter(
+        config.redis,
+        clock,
+        stack,
+        degraded=config.redis_gone,  # type: ignore[arg-type]
+        store=store,
+        journal=config.journal_dir,
+        interval=config.flush,
+    )
     kept = await open_cache(config.cache, clock, wall, stack)
     cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
