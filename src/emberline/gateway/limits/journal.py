@@ -7,7 +7,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,6 @@ from emberline.gateway.store.base import Counter
 
 log = logging.getLogger("emberline.gateway.limits")
 
-_lines = msgspec.json.Encoder()
 _reader = msgspec.json.Decoder(Counter)
 
 
@@ -44,10 +43,10 @@ class CounterJournal:
             finally:
                 os.close(file)
 
-    def write(self, changes: Sequence[Counter]) -> None:
-        """A disk that takes nothing is reported once: limits go on without it."""
+    def write(self, lines: bytes) -> None:
+        """`lines`: each a Counter as JSON. A disk that takes nothing is reported once: limits go on without it."""
         try:
-            os.write(self._file, _lines.encode_lines(changes))
+            os.write(self._file, lines)
             self._has_failed = False
         except OSError as e:
             if not self._has_failed:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from emberline.core.clock import Clock
 from emberline.gateway.limits.base import Reservation
 from emberline.gateway.limits.bucket import Bucket
@@ -40,7 +42,7 @@ class StoredLimiter(LocalLimiter):
         super().__init__()
         self._store, self._journal, self._wall, self._interval = store, journal, wall, interval
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
-        self._changes: list[Counter] = []  # not in the journal yet
+        self._lines: list[bytes] = []  # not in the journal yet
         self._pending: defaultdict[tuple[str, str, int, int], int] = defaultdict(int)  # in the journal only
         self._batch: tuple[str, list[Counter]] | None = None  # being written to the store, until that has worked
         self._task: asyncio.Task[None] | None = None
@@ -85,18 +87,19 @@ class StoredLimiter(LocalLimiter):
             bucket = self._buckets[key] = Bucket(claim.window)
             if _is_stored(claim):
                 bucket.restore(self._restored.pop(key, {}))
-                bucket.changed = partial(self._changed, *key, claim.window)
+                start = msgspec.json.encode(key)[:-1]  # of a line: a Counter as JSON, without what differs each time
+                bucket.changed = partial(self._changed, start, *key, claim.window)
         return bucket
 
-    def _changed(self, gateway: str, bucket: str, window: Window, slot: int, amount: int) -> None:
+    def _changed(self, start: bytes, gateway: str, bucket: str, window: Window, slot: int, amount: int) -> None:
         ends = window.ends(slot)
-        self._changes.append(Counter(gateway, bucket, slot, amount, ends))
+        self._lines.append(b"%b,%d,%d,%d]\n" % (start, slot, amount, ends))
         self._pending[gateway, bucket, slot, ends] += amount
 
     def _record(self) -> None:
-        if self._changes:
-            self._journal.write(self._changes)
-            self._changes = []
+        if self._lines:
+            self._journal.write(b"".join(self._lines))
+            self._lines = []
 
     async def _run(self) -> None:
         while True:
