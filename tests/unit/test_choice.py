@@ -8,9 +8,12 @@ from typing import cast
 from bytelevel import build
 
 from emberline.api.deltas import Delta, Finish, TextDelta
+from emberline.api.splitter import Splitter
+from emberline.api.toolstyle import HERMES
 from emberline.core.events import Output
 from emberline.core.params import SamplingParams
 from emberline.core.plan import TokenLogprob
+from emberline.core.request import FinishReason
 from emberline.server.worker.choice import Choice
 from emberline.server.worker.groups import Groups
 from emberline.tokens.tokenizer import Tokenizer
@@ -41,3 +44,14 @@ def test_an_echos_tokens_are_where_it_is_said() -> None:
         if "\ufffd" not in info.text:
             assert text.startswith(info.text, info.offset), info
     assert echoed.tokens[-1].offset == len(text) - 1
+
+
+def test_the_head_of_a_call_that_max_tokens_cut_off_is_not_told() -> None:
+    tokenizer = Tokenizer(build())
+    for finish, text in ((FinishReason.LENGTH, "Well. "), (FinishReason.STOP, 'Well. <tool_call>{"name": "f')):
+        splitter = Splitter(0, lambda: "x" * 24, HERMES)
+        choice = Choice(0, tokenizer, SamplingParams(), splitter, kept=frozenset(), continuing=False)
+        ids = tokenizer.encode('Well. <tool_call>{"name": "f', add_special=False)
+        deltas = [delta for i in ids for delta in choice.take(Output("a", 0, [i]))]
+        deltas += choice.take(Output("a", 0, [], finish=finish))
+        assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == text

@@ -431,7 +431,6 @@ def test_pictures_in_results() -> None:
 
 
 MEDIA = [  # of a chat message, and whether each other dialect can take it
-    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {"gemini"}),
     ({"type": "file", "file": {"file_id": "file-1"}}, {"openai-responses"}),
     ({"type": "file", "file": {"file_data": "data:application/pdf;base64,AAAA", "filename": "a.pdf"}}, set(DIALECTS)),
     ({"type": "file", "file": {"file_data": "data:text/csv;base64,YSxi", "filename": "a.csv"}}, set(DIALECTS)),
@@ -453,6 +452,17 @@ def test_media(part: Any, takers: set[Spoken]) -> None:
         message = next(value[0] for name, value in body.items() if name in ("messages", "input", "contents"))
         got = message.get("parts") or message["content"]
         assert (len(got) == 2 and not changed) if target in takers else (changed and got in ("hi", [{"text": "hi"}]))
+
+
+def test_audio_that_a_provider_does_not_take_is_refused_by_name() -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    request = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, part]}]}
+    body, changed = translate(request, "openai-chat", "gemini")
+    assert len(body["contents"][0]["parts"]) == 2 and not changed
+    for target in ("anthropic", "openai-responses"):
+        with pytest.raises(InvalidRequest, match=r"input_audio \(audio/wav\), and .* takes no audio") as refused:
+            translate(request, "openai-chat", target)
+        assert refused.value.param == "messages"
 
 
 def test_who_may_be_called() -> None:

@@ -126,7 +126,7 @@ def pooled(**more: Any) -> Call:
 
 
 def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
-    balance, seen = Balance(), []
+    seen: list[Call] = []
 
     async def inner(call: Call) -> Reply:
         seen.append(call)
@@ -134,7 +134,7 @@ def test_a_pool_becomes_steps_and_is_learnt_from() -> None:
         call.trail.append(Attempted("a", "x", 1, 0, 200, "answered", 0.2))
         return Reply(200, {}, b"{}")
 
-    layer = balanced(balance, Costs(), ManualClock())(inner)
+    layer = balanced(Costs(), ManualClock())(inner)
     asyncio.run(layer(pooled(headers={"authorization": "Bearer of-another"})))
     one = seen[0]
     assert (one.provider, one.model, one.options.byok_alias, one.headers) == ("b", "y", "second", {})
@@ -152,7 +152,7 @@ def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
         assert [step.provider for step in call.steps] == ["a"]
         return Reply(200, {}, b"{}")
 
-    layer = balanced(Balance(), Costs(), ManualClock())(inner)
+    layer = balanced(Costs(), ManualClock())(inner)
     asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("a",)))))
     with pytest.raises(Forbidden):
         asyncio.run(layer(pooled(identity=Identity("k", "k", "virtual", allowed_providers=("z",)))))
@@ -165,7 +165,7 @@ def test_a_key_gets_only_what_it_may_of_a_pool() -> None:
         return Reply(200, {}, b"{}")
 
     asked = pooled(identity=Identity("k", "k", "virtual", allowed_models=("dynamic/r",))).moved(cleared=True)
-    asyncio.run(balanced(Balance(), Costs(), ManualClock())(every)(asked))
+    asyncio.run(balanced(Costs(), ManualClock())(every)(asked))
     assert seen == [{"a", "b"}], "a route led there"
 
 
@@ -210,7 +210,7 @@ def race(does: dict[str, Any], go: list[str], hedge: float = 0.0) -> tuple[Reply
     async def run() -> tuple[Reply, Racers, Call]:
         racers = Racers(**does)
         asked = pooled()
-        steps = balanced(Balance(), Costs(), ManualClock())
+        steps = balanced(Costs(), ManualClock())
 
         async def with_hedge(call: Call) -> Reply:
             return await hedged(Prices(), ManualClock())(racers)(call.moved(hedge=hedge))
@@ -262,7 +262,7 @@ def test_both_at_once_one_is_closed_and_paid() -> None:
         racers = Racers(**streams)
         asked = pooled()
         layer = hedged(Prices(), ManualClock())(racers)
-        steps = balanced(Balance(), Costs(), ManualClock())
+        steps = balanced(Costs(), ManualClock())
         task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(asked))
         await asyncio.sleep(0.01)
         for go in racers.go.values():
@@ -279,7 +279,7 @@ def test_when_the_client_leaves_both_are_left() -> None:
     async def run() -> list[str]:
         racers = Racers(b=b"1", a=b"2")
         layer = hedged(Prices(), ManualClock())(racers)
-        steps = balanced(Balance(), Costs(), ManualClock())
+        steps = balanced(Costs(), ManualClock())
         task = asyncio.ensure_future(steps(lambda call: layer(call.moved(hedge=0.0)))(pooled()))
         await asyncio.sleep(0.01)
         task.cancel()

@@ -127,7 +127,19 @@ def test_a_custom_key_stands_for_the_steps_but_not_for_their_keys() -> None:
     keys += [key({}, f"chat/completions?{name}={one}") for name in ("key", "api_key") for one in ("ada's", "bob's")]
     assert len(set(keys)) == len(keys)
     assert key({"user-agent": "x"}, "elsewhere?alt=sse") == key({})
-    assert key({"authorization": "Bearer a"}, who=ADA) == key({"authorization": "Bearer b"}, who=ADA), "as of a call"
+    assert key({"authorization": "Bearer a"}, who=ADA) != key({"authorization": "Bearer b"}, who=ADA), "as of a call"
+
+
+def test_a_reply_of_another_credential_is_not_shared_whoever_asks() -> None:
+    def key(who: Identity, headers: dict[str, str]) -> str:
+        return cache_key(call(BODY, identity=who, headers=headers))
+
+    for who in (ANONYMOUS, ADA):
+        keys = [key(who, {}), *(key(who, {name: one}) for name in CREDENTIALS for one in ("good", "wrong"))]
+        keys += [key(who, {"cf-aig-byok-alias": alias}) for alias in ("one", "two")]
+        assert len(set(keys)) == len(keys)
+    assert key(ADA, {}) == key(BOB, {}), "the gateway's own credential is shared"
+    assert key(ADA, {"x-api-key": "good"}) == key(BOB, {"x-api-key": "good"})
 
 
 @pytest.mark.parametrize(

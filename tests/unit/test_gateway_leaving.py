@@ -27,7 +27,6 @@ from emberline.gateway.layers.routed import routed
 from emberline.gateway.layers.told import told
 from emberline.gateway.limits.claims import Claims
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.routes.balance import Balance
 from emberline.gateway.stack import stacked
 
 SAID = {"choices": [{"message": {"content": "safe"}, "delta": {"content": "safe"}}]}
@@ -111,7 +110,7 @@ class World:
             logged(self, clock),
             told,
             Dynamic(self.limiter, claims, clock, clock).layer,
-            balanced(Balance(), claims, clock),
+            balanced(claims, clock),
             lambda inner: lambda call: inner(call.moved(hedge=0.0) if len(call.steps) > 1 else call),
             limited(self.limiter, FILES, prices, clock, clock),
             Guarded(routed(self.providers), clock).layer,

@@ -11,6 +11,7 @@ from gateway_calls import call
 from emberline.core.clock import ManualClock
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.checked import check_settings
 from emberline.gateway.costs.bill import bill
 from emberline.gateway.costs.catalogue import Catalogue, Model
 from emberline.gateway.costs.cost import Price
@@ -208,3 +209,13 @@ def test_settings_that_change_are_read_again_and_wrong_ones_refused() -> None:
 
 def test_no_rules_no_notes() -> None:
     assert Bench().ask().notes == {}
+
+
+def test_a_limit_that_callers_can_evade_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    team = {"name": "team", "limit": 5, "split": ["metadata.team", "user"]}
+    check_settings(Settings.read({"budgets": [team]}))
+    assert "limit=team metadata=team" in caplog.text
+    caplog.clear()
+    check_settings(Settings.read({"budgets": [team], "metadata": {"team": "red"}}))
+    check_settings(Settings.read({"budgets": [{**team, "split": ["user", "key"]}]}))
+    assert not caplog.text

@@ -78,6 +78,9 @@ def test_a_stream_that_is_cut_is_broken(dialect: Any, lost: str) -> None:
     meter = Meter(dialect)
     meter.push(cut)
     meter.end()
+    if (dialect, lost) == ("openai-chat", "ending"):  # with a reason to stop and the usage, [DONE] is not missed
+        assert meter.broken is None and meter.signs.ended and meter.missing == b"data: [DONE]\n\n"
+        return
     assert meter.broken is not None
     usage, counted = meter.usage(b"x" * 400)
     assert usage is not None and counted and usage.output > 0 and usage.input in (11, 100)

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from emberline.core.clock import ManualClock
-from emberline.gateway.errors import Broken
+from emberline.gateway.dialects.translate import StreamTranslator
+from emberline.gateway.errors import Broken, TimedOut
 from emberline.gateway.streams.meter import Meter
 from emberline.gateway.streams.passage import MOST, Passage
 
@@ -82,3 +83,81 @@ def test_what_has_no_content_is_not_kept_for_ever(event: bytes) -> None:
 def test_a_first_content_that_is_large_is_one() -> None:
     large = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * MOST)
     asyncio.run(begun(Said(b": a comment\n\n", large)))
+
+
+CONTENT = b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+STOP = b'data: {"id":"a","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n'
+USAGE = b'data: {"id":"a","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\n\n'
+
+
+def test_a_stream_that_said_all_but_done_is_complete() -> None:
+    got, how, _ = asyncio.run(passed("openai-chat", CONTENT, STOP, USAGE))
+    assert (got, how) == (CONTENT + STOP + USAGE + b"data: [DONE]\n\n", "complete")
+
+
+@pytest.mark.parametrize("reads", [(CONTENT,), (CONTENT, USAGE), (CONTENT, STOP), (CONTENT, STOP, USAGE[:-2])])
+def test_a_stream_that_ends_before_that_is_cut(reads: tuple[bytes, ...]) -> None:
+    got, how, _ = asyncio.run(passed("openai-chat", *reads))
+    assert how == "cut" and b"error" in got and b"[DONE]" not in got
+
+
+def test_a_translated_stream_without_done_is_complete() -> None:
+    async def run() -> tuple[bytes, list[str]]:
+        passage = passage_of("openai-chat", Said(CONTENT, STOP, USAGE))
+        passage._translator = StreamTranslator("openai-chat", "anthropic")
+        ended: list[str] = []
+        await passage.begin(50.0, lambda _, how, code: ended.append(how))
+        return b"".join([chunk async for chunk in passage]), ended
+
+    got, ended = asyncio.run(run())
+    assert ended == ["complete"] and b"message_stop" in got and b"error" not in got
+
+
+class Commenting(Said):
+    """After its reads come comments, one a second, for ever; or one event with data after so many of them."""
+
+    def __init__(self, clock: ManualClock, every: int, *reads: bytes) -> None:
+        super().__init__(*reads)
+        self.clock, self.every, self.comments = clock, every, 0
+
+    async def read(self, seconds: float) -> bytes:
+        if self.left:
+            return self.left.pop(0)
+        if seconds <= 1.0:
+            self.clock.advance(max(seconds, 0.0))
+            raise TimedOut("nothing came")
+        self.clock.advance(1.0)
+        self.comments += 1
+        return CONTENT if self.comments % self.every == 0 else b": keep-alive\n\n"
+
+
+@pytest.mark.parametrize(("every", "comments"), [(10**6, 4), (3, 100)])
+def test_comments_are_no_progress(every: int, comments: int) -> None:
+    clock = ManualClock()
+    said = Commenting(clock, every, CONTENT)
+    passage = passage_of("openai-chat", said)
+    passage._clock = clock
+    ended: list[str] = []
+
+    async def run() -> bytes:
+        await passage.begin(50.0, lambda _, how, code: ended.append(f"{how} {code}"))
+        return b"".join([chunk async for chunk in passage])
+
+    passage._call.settings.timeouts.total = 100.0  # type: ignore[misc]
+    got = asyncio.run(run())
+    assert ended == ["cut upstream_timeout"] and abs(said.comments - comments) <= 1
+    assert (b"silent for 5 s" in got) == (comments == 4)
+
+
+def test_time_that_the_client_takes_is_not_the_providers_silence() -> None:
+    async def run() -> str:
+        clock = ManualClock()
+        passage = passage_of("openai-chat", Said(CONTENT, b": keep-alive\n\n", CONTENT, STOP + b"data: [DONE]\n\n"))
+        passage._clock = clock
+        ended: list[str] = []
+        await passage.begin(50.0, lambda _, how, code: ended.append(how))
+        async for _ in passage:
+            clock.advance(10.0)
+        return ended[0]
+
+    assert asyncio.run(run()) == "complete"

@@ -9,7 +9,8 @@ import pytest
 from emberline.api.callreader import MAX_HEAD
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from emberline.api.reasoning import MAGISTRAL, THINK, ReasoningStyle
-from emberline.api.splitter import Piece, Splitter, fold
+from emberline.api.splitter import MIN_MARKER, Piece, Splitter, fold
+from emberline.api.tools import written
 from emberline.api.toolstyle import HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolStyle
 
 
@@ -203,3 +204,38 @@ def test_an_endless_head_becomes_text() -> None:
         text = head + "x" * (3 * MAX_HEAD)
         one = splitter(HERMES)
         assert brief(one.push(text)) == [("text", text)]
+
+
+@pytest.mark.parametrize("style", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS], ids=lambda style: style.name)
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_call_cut_off_anywhere_leaves_no_text(style: ToolStyle, size: int) -> None:
+    """But for a piece of a marker too short to tell, and the first brace of a bare call."""
+    calls = written([("get_weather", '{"city": "Paris"}'), ("f", '{"n": 1}')], style)
+    first = calls if style.bare else calls[MIN_MARKER:]
+    for end in range(len(calls) - len(first) + 1 if not style.bare else len('{"name":'), len(calls) + 1):
+        one = splitter(style)
+        pieces = [p for at in range(0, end, size or end) for p in one.push(calls[at : min(end, at + (size or end))])]
+        pieces = fold([*pieces, *one.flush(cut=True)])
+        assert not [p for p in pieces if isinstance(p, TextDelta)], (calls[:end], pieces)
+        names = [p.name for p in pieces if isinstance(p, ToolCallStart)]
+        assert names == ["get_weather", "f"][: len(names)], "none is repeated"
+    assert names == ["get_weather", "f"]
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        (HERMES, "if a <"),
+        (HERMES, '{"name": "Ada", "age": 3'),
+        (LLAMA3, '{"answer": 4'),
+        (LLAMA3, '{"name": "Ada", "age"'),
+        (MISTRAL, "a list: ["),
+    ],
+)
+def test_text_that_was_cut_off_stays(style: ToolStyle, text: str) -> None:
+    one = splitter(style)
+    assert fold([*one.push(text), *one.flush(cut=True)]) == [TextDelta(0, text)]
+
+
+def test_a_head_that_the_model_ended_itself_is_text() -> None:
+    assert split('<tool_call>{"name": "f"', splitter(HERMES)) == [("text", '<tool_call>{"name": "f"')]

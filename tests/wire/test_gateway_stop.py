@@ -10,6 +10,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,41 @@ from emberline.core.freeport import free_port
 SRC = Path(__file__).parents[2] / "src"
 
 
+LIMIT = '[gateways.default]\nlimits = [{ name = "daily", limit = 3, per = "day" }]\n'
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_the_last_call_is_in_the_log(tmp_path: Path, how: signal.Signals) -> None:
-    config = tmp_path / "gateway.toml"
-    config.write_text(f'store = "sqlite:{tmp_path}/store"\nmaster_key = "{tmp_path}/master.key"\n')
+    with _gateway(tmp_path) as (process, url):
+        status, id = _call(url)
+        process.send_signal(how)
+        process.wait(15)
+    assert not list((tmp_path / "store").glob("*-wal"))  # merged: the files alone are a whole copy
+    assert _rows(tmp_path) == [(id.upper(), status, 0)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_daily_limit_goes_on_after_a_restart(tmp_path: Path, how: signal.Signals) -> None:
+    with _gateway(tmp_path, LIMIT) as (process, url):
+        called = [_call(url) for _ in range(2)]
+        assert [status for status, _ in called] == [502, 502]
+        deadline = time.monotonic() + 30
+        while len(_rows(tmp_path)) < 2:  # also without an end of the process
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(how)
+        process.wait(15)
+    with _gateway(tmp_path, LIMIT) as (process, url):
+        assert [_call(url)[0] for _ in range(2)] == [502, 429]
+
+
+@contextmanager
+def _gateway(home: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    config = home / "gateway.toml"
+    config.write_text(f'store = "sqlite:{home}/store"\nmaster_key = "{home}/master.key"\n{more}')
     port, nobody = free_port(), free_port()
     command = [sys.executable, "-m", "emberline.cli", "gateway", "--config", str(config), "--port", str(port)]
-    with (tmp_path / "log").open("wb") as out:
+    with (home / "log").open("wb") as out:
         process = subprocess.Popen(
             [*command, "--engine", f"http://127.0.0.1:{nobody}"],
             stdout=out,
@@ -33,21 +63,28 @@ def test_the_last_call_is_in_the_log(tmp_path: Path, how: signal.Signals) -> Non
             env={**os.environ, "PYTHONPATH": str(SRC)},
         )
     try:
-        _ready(f"http://127.0.0.1:{port}/health", process, tmp_path / "log")
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"}), timeout=10)
-        process.send_signal(how)
-        process.wait(15)
+        _ready(f"http://127.0.0.1:{port}/health", process, home / "log")
+        yield process, f"http://127.0.0.1:{port}"
     finally:
         process.kill()
         process.wait()
-    assert not list((tmp_path / "store").glob("*-wal"))  # merged: the files alone are a whole copy
-    (file,) = (tmp_path / "store").glob("logs-*.db")
-    with sqlite3.connect(file) as db:
-        rows = db.execute("SELECT hex(id), status, success FROM logs").fetchall()
-    assert rows == [(refused.value.headers["cf-aig-log-id"].upper(), refused.value.code, 0)]
+
+
+def _call(url: str) -> tuple[int, str]:
+    """Status and log id of a call, which fails: there is no engine."""
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    asked = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=10)
+    return refused.value.code, refused.value.headers["cf-aig-log-id"]
+
+
+def _rows(home: Path) -> list[tuple[str, int, int]]:
+    files = list((home / "store").glob("logs-*.db"))
+    if not files:
+        return []
+    with closing(sqlite3.connect(files[0])) as db:
+        return db.execute("SELECT hex(id), status, success FROM logs").fetchall()
 
 
 def _ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -60,6 +60,13 @@ class CallReader:
         self._value = Value()
         self._take: Callable[[str], str] = self._open
 
+    @property
+    def is_likely_call(self) -> bool:
+        """Whether it begins as a call does: its name comes first, and then its arguments."""
+        if self._take == self._in_key:
+            return self.name is not None and any(f'"{key}"'.startswith(self._raw) for key in ARGUMENT_KEYS)
+        return self._key == "name" or (self.name is not None and self._key in ARGUMENT_KEYS)
+
     def feed(self, char: str) -> str:
         """What this character adds to the arguments."""
         assert self.status is Status.READING

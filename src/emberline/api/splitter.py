@@ -7,6 +7,7 @@
 - What began like a call and is none comes out as text, all of it. Once a call has been announced it stands: its
   arguments are passed on as written up to the closing brace, or up to the end of the output if that comes first; should
   the call not close as its style says, whatever stands there instead is text.
+- Output that was cut off (by max_tokens) within the head of a call ends there: the head is dropped, it is no answer.
 - White space (and Llama's `;`) between and after calls, and around the reasoning, is syntax and dropped.
 """
 
@@ -27,6 +28,8 @@ Piece = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
 # Mistral's head without JSON: name, perhaps an id of the model's making, perhaps [ARGS].
 _NAMED = re.compile(r"([A-Za-z0-9_.-]+)(?:\[CALL_ID\][A-Za-z0-9_-]+)?(?:\[ARGS\])?\s*")
 _NAMED_CHAR = re.compile(r"[A-Za-z0-9_.\-\[\]\s]")
+
+MIN_MARKER = 4  # characters of a marker that are taken for one at the end of output that was cut off
 
 
 class Splitter:
@@ -65,12 +68,15 @@ class Splitter:
             pass
         return self._drain()
 
-    def flush(self) -> list[Piece]:
-        """The output has ended; what was held back comes out, unless it is the unfinished end of a call."""
+    def flush(self, cut: bool = False) -> list[Piece]:
+        """The output has ended; what was held back comes out, unless it is the unfinished end of a call. `cut`: the
+        model did not end it, so that an unfinished head of a call is none of the text either."""
         rest = self._text[self._at :]
         self._text, self._at = "", 0
         if self._step == self._thought:
             self._pieces.append(ReasoningDelta(self._index, rest))
+        elif cut and self._in_head(rest):
+            pass
         elif not self._ending_a_call(rest):
             self._say(self._gap + self._raw + rest)
         return self._drain()
@@ -81,6 +87,16 @@ class Splitter:
         if self._step == self._seam:
             return self.calls > 0 and not rest
         return self._step in (self._after_call, self._close, self._after_element)
+
+    def _in_head(self, rest: str) -> bool:
+        """Whether the output ends within a call that is not announced yet, or within the marker of one."""
+        if self._step == self._call:
+            return self._reader.marked or self.calls > 0 or self._reader.is_likely_call
+        if self._step in (self._seam, self._prose):
+            assert self._style is not None
+            least = 1 if self._step == self._seam and self.calls else MIN_MARKER
+            return len(rest) >= least and self._style.begin.startswith(rest)
+        return self._step in (self._open, self._element, self._named)
 
     def _drain(self) -> list[Piece]:
         pieces, self._pieces = fold(self._pieces), []

@@ -13,15 +13,16 @@ class Breaker:
     pause: float = 1.0  # seconds, the first time
     failures: int = 0
     opened: int = 0  # times in a row, without a success between
-    until: float = 0.0  # when the trial may start
+    until: float = 0.0  # when the trial, or another beside one that takes long, may start
     trying: bool = False  # the trial is under way
 
     def allows(self, now: float) -> bool:
-        return not self.opened or (now >= self.until and not self.trying)
+        return not self.opened or now >= self.until
 
     def began(self, now: float) -> None:
         assert self.allows(now)
-        self.trying = bool(self.opened)
+        if self.opened:  # a trial may take as long as its caller wishes: others do not wait for all of it
+            self.trying, self.until = True, now + LONGEST_PAUSE
 
     def succeeded(self) -> None:
         self.failures = self.opened = 0
@@ -38,7 +39,8 @@ class Breaker:
 
     def neither(self) -> None:
         """The client left before it could be told."""
-        self.trying = False
+        if self.trying:
+            self.trying, self.until = False, 0.0
 
     @property
     def state(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -357,6 +358,7 @@ class GatewayConfig:
     store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
     redis: str | None = None  # redis://..., where several replicas count together
     redis_gone: str = "local"  # limits while Redis does not answer: counted by each process, or "closed": refused
+    flush: float = 1.0  # seconds of log records that a crash of this process may lose
     cache: str | None = None  # of replies: sqlite:FILE or redis://...; None: in memory
     embedder: str = DEFAULT_EMBEDDER  # at the engine, for gateways that want similar questions answered alike
     master_key: str | None = None  # a file, made when it is missing; None: in the cache directory
@@ -371,12 +373,22 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         if self.max_body < 1:
             raise InvalidRequest("max_body must be at least 1", param="max_body")
+        if not 0 < self.flush <= 60:
+            raise InvalidRequest("flush must be above 0 and at most 60 seconds", param="flush")
         if self.redis_gone not in ("local", "closed"):
             raise InvalidRequest("redis_gone must be local or closed", param="redis_gone")
 
     @property
     def store_url(self) -> str:
         return self.store or f"sqlite:{cache_dir() / 'gateway'}"
+
+    @property
+    def journal_dir(self) -> Path:
+        """Of files with what limits counted and the store does not have yet."""
+        kind, _, where = self.store_url.partition(":")
+        if kind == "sqlite":
+            return Path(where.removeprefix("//")).expanduser()
+        return cache_dir() / "gateway" / f"limits-{hashlib.sha256(self.store_url.encode()).hexdigest()[:16]}"
 
     @property
     def trace(self) -> TraceConfig | None:

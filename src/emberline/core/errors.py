@@ -17,6 +17,7 @@
     ├── MethodNotAllowed           405     method_not_allowed
     ├── Overloaded                 429     queue_full            `retry_after` seconds
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
+    │   └── ShuttingDown                   shutting_down         a stream that was open at the end of the process
     ├── EngineFailed               500     engine_failed         died while the request was open
     ├── WorkerLost                 502     worker_lost           died or hung behind a router, the reply half sent
     ├── WorkersBroke               422     workers_broke         several, under one request: it is not to be sent again
@@ -128,6 +129,13 @@ class Overloaded(EmberlineError):
 class EngineUnavailable(EmberlineError):
     status = 503
     code = "engine_unavailable"
+
+
+class ShuttingDown(EngineUnavailable):
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("the server shuts down and this stream was not finished in time", hint="send it again")
 
 
 class EngineFailed(EmberlineError):

@@ -117,6 +117,7 @@ class Reply(msgspec.Struct):
     status: int
     headers: dict[str, str]
     body: bytes | Stream
+    dialect: Dialect = "raw"  # that its client speaks
     usage: Usage | None = None  # this and what follows is known when the body has ended
     micros: int | None = None
     model: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.costs.cost import Price
-from emberline.gateway.limits.claims import rules_of
+from emberline.gateway.limits.claims import rules_of, warn_of_caller_splits
 from emberline.gateway.providers.registry import KNOWN, Registry
 from emberline.gateway.settings import Settings
 from emberline.gateway.upstream.ssrf import checked_url
@@ -26,6 +26,7 @@ def check_settings(settings: Settings, *, allow_private: bool = True) -> None:
     try:
         _check_numbers(settings)
         rules_of(settings)
+        warn_of_caller_splits(settings)
         for name, price in settings.prices.items():
             check_price(price, f"prices.{name}.")
         for slug, provider in settings.providers.items():

@@ -27,6 +27,7 @@ from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")
 
+COUNT_TOKENS = "messages/count_tokens"
 OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
 MOST_PATHS, LONGEST_PATH = 1000, 200  # remembered
 TOKENS = (*OURS, *CREDENTIALS)  # may carry one
@@ -93,7 +94,7 @@ class Gateway:
                 call.identity = await self._holder(key_id)
             dialect = call.dialect
             reply = await self._handler(call)
-            reply.patience = call.deadline - self._clock.now()
+            reply.patience, reply.dialect = call.deadline - self._clock.now(), dialect
             return reply
         except Exception as e:
             if not isinstance(e, EmberlineError):
@@ -213,6 +214,20 @@ class Gateway:
                 if not call.model:
                     raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
                 call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
+                if target.endpoint == COUNT_TOKENS:
+                    self._check_counts(call)
+
+    def _check_counts(self, call: Call) -> None:
+        """Counting tokens is Anthropic's protocol: other providers have no such path."""
+        if call.provider not in VIRTUAL:
+            provider = self._registry.find(call.provider, call.settings)
+            if provider.speaks("anthropic", call.model):
+                return
+        raise InvalidRequest(
+            f"tokens of {call.provider}/{call.model} cannot be counted: the provider has no count_tokens"[:300],
+            param="model",
+            hint="ask for a model of Anthropic or of the engine; usage in a reply tells what it took",
+        )
 
     def _peeked(self, call: Call, seen: Peek) -> None:
         call.seen = seen

@@ -42,6 +42,7 @@ class Options:
     metadata: Metadata | None = None
     custom_cost: CustomCost | None = None
     request_timeout: float | None = None  # seconds to the first part of a reply
+    timeout_configured: bool | None = None  # it is a route's or a judge's, not the caller's
     max_attempts: int | None = None
     retry_delay: float | None = None  # seconds
     backoff: str | None = None

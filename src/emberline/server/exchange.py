@@ -29,6 +29,8 @@ class Exchange:
         self.client: str = (scope.get("client") or ("",))[0]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.status: int | None = None  # set when the reply begins
+        self.outcome: int | None = None  # the status to log, where the reply failed after its own had been sent
+        self.has_left = False  # the client
         self.note: dict[str, object] = {}  # for the request log
         self.span: Span | None = None  # where it is traced
         self._receive = receive
@@ -88,6 +90,7 @@ class Exchange:
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self.has_left = True
 
     async def start(self, status: int, kind: str, headers: Mapping[str, str], size: int | None = None) -> None:
         """`size`: of the body, where it is known."""

@@ -17,7 +17,7 @@ from emberline.gateway.admin.shelf import Listing, Shelf, Stored
 from emberline.gateway.checked import check_headers, check_price, check_settings
 from emberline.gateway.costs.cost import Price
 from emberline.gateway.errors import Conflict
-from emberline.gateway.limits.claims import rules_of
+from emberline.gateway.limits.claims import rules_of, warn_of_caller_splits
 from emberline.gateway.paths import DEFAULT
 from emberline.gateway.providers.compatible import USUAL, Compatible
 from emberline.gateway.settings import Settings
@@ -120,7 +120,9 @@ def check_rules(gateway: str, settings: Settings, budgets: Iterable[Budget]) -> 
     holding = [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
     rules = tuple(msgspec.to_builtins(rule) for rule in holding)
     try:
-        rules_of(msgspec.structs.replace(settings, budgets=(*settings.budgets, *rules)))
+        together = msgspec.structs.replace(settings, budgets=(*settings.budgets, *rules))
+        rules_of(together)
+        warn_of_caller_splits(together)
     except InvalidRequest as e:
         raise InvalidRequest(f"gateway {gateway!r}: {e.message}", param=e.param, hint=e.hint) from e
 

@@ -1,9 +1,9 @@
 """The key of a call: equal for those calls, and only those, that may share a reply.
 
-It has the tenant in it: the gateway, or by its settings the key or the user; whoever comes without a key of ours but
-with a provider's key shares with those who have the same. The body counts as canonical JSON, so that neither spaces nor
-the order of fields matter. One that two parsers could read in two ways (a name twice in an object) counts as its bytes:
-else who asks one thing could leave the answer to another.
+It has the tenant in it: the gateway, or by its settings the key or the user. A caller that brings a provider's key, or
+names a stored one, shares only with calls of the same: a reply made with another credential is not served. The body
+counts as canonical JSON, so that neither spaces nor the order of fields matter. One that two parsers could read in two
+ways (a name twice in an object) counts as its bytes: else who asks one thing could leave the answer to another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from emberline.gateway.body import canonical
 from emberline.gateway.call import Call
 from emberline.gateway.providers.base import CREDENTIALS
 
-VERSION = 3  # of what a key is made of
+VERSION = 4  # of what a key is made of
 SPEAKING = ("anthropic-version", "anthropic-beta", "openai-beta")  # headers that change a reply
 SECRET = ("key", "api_key")  # query parameters that are credentials, of Gemini and others
 
@@ -46,17 +46,19 @@ def scope(call: Call) -> list[str]:
 
 
 def _credentials(call: Call) -> list[str]:
-    if call.identity.kind != "anonymous":
-        return []
-    found = _secrets(call.headers, call.query)
+    """Those that the call brings or names itself; a call without any shares what the gateway's own keys paid for."""
+    found = [f"alias {call.options.byok_alias}"] if call.options.byok_alias is not None else []
+    found += _secrets(call.headers, call.query)
     for step in call.steps:  # a universal request has its keys there
         found += _secrets(step.headers or {}, (step.endpoint or "").partition("?")[2])
+        if step.options is not None and step.options.byok_alias is not None:
+            found.append(f"alias {step.options.byok_alias}")
     return found
 
 
 def _secrets(headers: dict[str, str], query: str) -> list[str]:
     said = [part for part in query.split("&") if part.partition("=")[0] in SECRET]
-    return [*(headers.get(name, "") for name in CREDENTIALS), *said]
+    return [*(f"{name} {value}" for name in CREDENTIALS if (value := headers.get(name))), *said]
 
 
 def _public(query: str) -> list[str]:

@@ -107,8 +107,12 @@ class _Fit:
             case Image():
                 return self._kept(part, self._why_no_image(part))
             case Audio():
-                can = self._target in ("openai-chat", "gemini")
-                return self._kept(part, None if can else f"{self._target} takes no audio")
+                if self._target not in ("openai-chat", "gemini"):
+                    raise InvalidRequest(
+                        f"messages have a part of type input_audio ({part.mime}), and {self._target} takes no audio",
+                        param="messages",
+                        hint="ask a model of a provider that takes audio, or send its transcript as text",
+                    )
             case File(plain=True) if self._target != "anthropic":
                 return Text(part.data)
             case File():

@@ -77,7 +77,7 @@ class Judges:
             body=msgspec.json.encode(body),
             stream=False,
             max_output=None,
-            options=Options(request_timeout=judge.seconds, max_attempts=1),
+            options=Options(request_timeout=judge.seconds, timeout_configured=True, max_attempts=1),
             deadline=min(call.deadline, self._clock.now() + judge.seconds),
             trail=[],
             notes={},

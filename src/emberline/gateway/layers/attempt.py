@@ -8,7 +8,6 @@ import random
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.errors import DeadlineExceeded
 from emberline.core.offload import LARGE, offload
@@ -71,7 +70,7 @@ class Attempts:
         for attempt in range(tries):
             began = self._clock.now()
             try:
-                reply = await self.breakers.guard(call, provider, partial(self._try, call, provider, wire))
+                reply = await self.breakers.guard(call, provider, key, partial(self._try, call, provider, wire))
             except UpstreamFailed as e:
                 e.provider = provider.slug
                 self._tried(call, attempt, began, e.status if isinstance(e, Refused) else 0, e.code)
@@ -104,7 +103,7 @@ class Attempts:
             pause = max(pause, error.retry_after)
         return pause if self._clock.now() + pause < call.deadline else None
 
-    async def _try(self, call: Call, provider: Provider, wire: Wire, breaker: Breaker) -> Reply:
+    async def _try(self, call: Call, provider: Provider, wire: Wire, failed: Callable[[], None]) -> Reply:
         now = self._clock.now()
         left = call.deadline - now
         if left <= 0:
@@ -120,7 +119,7 @@ class Attempts:
             if 300 <= incoming.status < 400:
                 raise Broken(f"it answered {incoming.status}, a redirection, which is not followed")
             if _in_pieces(call, incoming):
-                return await self._stream(call, wire, incoming, now + first, breaker)
+                return await self._stream(call, wire, incoming, now + first, failed)
             return await self._whole(call, wire, incoming)
         except BaseException:
             incoming.close()
@@ -147,7 +146,9 @@ class Attempts:
         bill(call, reply, self._prices)
         return reply
 
-    async def _stream(self, call: Call, wire: Wire, incoming: Incoming, until: float, breaker: Breaker) -> Reply:
+    async def _stream(
+        self, call: Call, wire: Wire, incoming: Incoming, until: float, failed: Callable[[], None]
+    ) -> Reply:
         if incoming.kind == EVENTS:
             meter: Meter = Meter(wire.dialect, hide_usage=wire.hide_usage)
         elif wire.dialect == "raw":
@@ -158,10 +159,11 @@ class Attempts:
 
         def settle(passage: Passage, how: str, code: str) -> None:
             reply.ended, reply.error = how, code
-            reply.usage, reply.estimated = passage.meter.usage(call.body, call.surveyed and call.surveyed.tokens)
+            tokens = call.surveyed.tokens if call.surveyed is not None else None
+            reply.usage, reply.estimated = passage.meter.usage(call.body, tokens)
             bill(call, reply, self._prices)
-            if how == "cut":
-                breaker.failed(self._clock.now())
+            if how == "cut" and self._clock.now() < call.deadline:  # a caller that reads slowly reaches it, too
+                failed()
 
         await passage.begin(until, settle)
         reply = self._reply(call, incoming, passage)

@@ -15,21 +15,28 @@ from emberline.gateway.errors import Forbidden
 from emberline.gateway.layers.cached import lifetime
 from emberline.gateway.layers.hedge import OUTRUN
 from emberline.gateway.layers.permitted import permits
+from emberline.gateway.providers.breakers import is_cut_short
 from emberline.gateway.providers.wire import SHARED
 from emberline.gateway.routes.balance import Balance
 from emberline.gateway.routes.pool import Member
+
+REQUEST_FAULTS = ("content_filter", "context_length_exceeded")  # codes of refusals, whatever their status
 
 
 class Estimate(Protocol):
     def at_most(self, call: Call) -> int | None: ...
 
 
-def balanced(balance: Balance, estimate: Estimate, clock: Clock) -> Layer:
+def balanced(estimate: Estimate, clock: Clock) -> Layer:
+    """What was seen of a pool's members is kept per gateway: one tenant's failures do not move another's calls."""
+    balances: dict[tuple[str, str], Balance] = {}
+
     def layer(inner: Handler) -> Handler:
         def handle(call: Call) -> Awaitable[Reply]:
             return inner(call) if call.provider != POOL else chose(call)
 
         async def chose(call: Call) -> Reply:
+            balance = balances.setdefault((call.account, call.gateway), Balance())
             chosen = _chosen(call, balance, estimate, clock.now())
             before = len(call.trail)
             try:
@@ -39,7 +46,7 @@ def balanced(balance: Balance, estimate: Estimate, clock: Clock) -> Layer:
                     place = (tried.provider, tried.model, tried.key)
                     if tried.outcome in ("answered", OUTRUN):  # who was outrun took at least so long
                         balance.answered(place, tried.seconds, stream=call.stream)
-                    else:
+                    elif not is_cut_short(call, tried.outcome) and tried.outcome not in REQUEST_FAULTS:
                         balance.failed(place, tried.status, clock.now())
 
         return handle

@@ -137,12 +137,14 @@ class _Errand:
 def at_model(call: Call, element: ModelElement, number: int, *, last: bool = True) -> Call:
     """The call as if it had named this model. A provider's credentials are none of another's business."""
     target = element.properties
-    timeout = target.timeout / 1e3 if target.timeout is not None else call.options.request_timeout
+    options = replace(call.options, max_attempts=target.retries + 1)
+    if target.timeout is not None:
+        options = replace(options, request_timeout=target.timeout / 1e3, timeout_configured=True)
     return call.moved(
         provider=target.provider,
         model=target.model,
         headers={name: value for name, value in call.headers.items() if name in SHARED},
-        options=replace(call.options, request_timeout=timeout, max_attempts=target.retries + 1),
+        options=options,
         steps=(Step(target.provider, target.model),),
         step=number,
         last=last,

@@ -8,6 +8,7 @@ large; without this a budget's last part could never be spent. Thus a limit is o
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +31,12 @@ class Bucket:
     used: dict[int, int] = field(default_factory=dict)  # slot -> amount, the oldest first
     held: dict[str, Held] = field(default_factory=dict)  # reservation -> what of `used` is not settled
     expiring: list[tuple[int, str]] = field(default_factory=list)  # a heap: when it comes back, reservation
+    changed: Callable[[int, int], None] | None = None  # is called with a slot and what was added there
+
+    def restore(self, used: Mapping[int, int]) -> None:
+        """Begin with what a process before has counted."""
+        self.used = dict(sorted(used.items()))
+        self.total = sum(used.values())
 
     def roll(self, now: int) -> None:
         """Time passes. A clock that is put back does not bring old slots back."""
@@ -90,3 +97,5 @@ class Bucket:
                     self.used = dict(sorted(self.used.items()))
             self.used[slot] += amount
             self.total += amount
+            if self.changed is not None:
+                self.changed(slot, amount)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +16,8 @@ from emberline.gateway.costs.usage import Usage
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.limits.rule import MOST, Claim, Rule
 from emberline.gateway.settings import Settings
+
+log = logging.getLogger("emberline.gateway.limits")
 
 MOST_BUCKETS = 4096  # whose names are remembered
 UNSAID = 4096  # tokens of output reserved where neither the caller nor the catalogue says how many there may be
@@ -88,6 +92,26 @@ def rules_of(settings: Settings) -> tuple[Rule, ...]:
     if len({rule.name for rule in rules}) < len(rules):
         raise InvalidRequest("a limit and a budget have the same name", param="budgets")
     return rules
+
+
+def splits_by_caller(rule: Rule, pinned: Collection[str]) -> tuple[str, ...]:
+    """The metadata of a rule's split that callers can choose: all but `pinned`, which the gateway sets."""
+    names = (each.removeprefix("metadata.") for each in rule.split if each.startswith("metadata."))
+    return tuple(name for name in names if name not in pinned)
+
+
+def warn_of_caller_splits(settings: Settings) -> None:
+    """Log each limit that a caller can evade by sending other metadata."""
+    for rule in rules_of(settings):
+        if names := splits_by_caller(rule, settings.metadata):
+            log.warning(
+                "a caller can evade this limit with other metadata: gateway=%s limit=%s metadata=%s"
+                " (hint: set this metadata on every key, whose values a request cannot change, or add a limit without"
+                " the split)",
+                f"{settings.account}/{settings.gateway}",
+                rule.name,
+                ",".join(names),
+            )
 
 
 def facts_of(call: Call) -> dict[str, str]:

@@ -64,7 +64,7 @@ class LocalLimiter:
         return bucket
 
     def _spent(self, claim: Claim, now: int) -> Spent:
-        bucket = self._buckets.get((claim.gateway, claim.bucket)) or Bucket(claim.window)
+        bucket = self._bucket(claim)
         bucket.roll(now)
         return Spent(bucket.total, bucket.resets(now))
 

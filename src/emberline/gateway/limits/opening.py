@@ -1,19 +1,36 @@
-"""Who counts limits, chosen by an address: none, for this process alone, or a Redis, for all that name it."""
+"""open_limiter: the limiter that a configuration names: a Redis, for all processes that name it, or this process alone,
+with its counters in the store."""
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Literal
 
-from emberline.core.clock import Clock
+from emberline.core.clock import Clock, WallClock
 from emberline.gateway.limits.base import Limiter
+from emberline.gateway.limits.journal import CounterJournal
 from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.stored import CounterStore, StoredLimiter
 
 
 async def open_limiter(
-    url: str | None, clock: Clock, stack: AsyncExitStack, *, degraded: Literal["local", "closed"] = "local"
+    url: str | None,
+    clock: Clock,
+    stack: AsyncExitStack,
+    *,
+    degraded: Literal["local", "closed"] = "local",
+    store: CounterStore | None = None,
+    journal: Path | None = None,
+    interval: float = 1.0,
 ) -> Limiter:
-    """`stack` closes it. A Redis that is not there yet is no reason not to start."""
+    """`stack` closes it. A Redis that is not there yet is no reason not to start. Without one, `store` keeps counters
+    over restarts: they are written to it every `interval` seconds, and until then are in files of `journal`."""
+    if url is None and store is not None and journal is not None:
+        stored = StoredLimiter(store, CounterJournal(journal), WallClock(), interval)
+        await stored.start()
+        stack.push_async_callback(stored.close)
+        return stored
     if url is None:
         return LocalLimiter()
     from emberline.gateway.limits.redis import RedisLimiter

@@ -1,51 +1,97 @@
-"""Breakers: who failed too often is left alone for a while. Each place has one, and each key that was asked for by name
-one of its own there."""
+"""Breakers: what failed too often in a row is not asked for a while. Failures are counted per gateway, provider, model
+and credential, so that no caller, key or model can stop the calls of others."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.gateway.call import Call
-from emberline.gateway.errors import Refused, Resting, UpstreamFailed
+from emberline.gateway.errors import Refused, Resting, TimedOut, Unreached, UpstreamFailed
+from emberline.gateway.keys.secrets import own_key
 from emberline.gateway.providers.base import Provider
 
 T = TypeVar("T")
+
+MAX_BREAKERS = 10_000  # a breaker exists from a failure to the next success; models are named by callers
+
+Key = tuple[str, str, str, str, int, int]  # account, gateway, provider's address, key alias, model, credential
+
+
+def is_cut_short(call: Call, code: str) -> bool:
+    """Whether `code` is a timeout that the caller chose shorter than the gateway's own: it proves no fault."""
+    if code not in (TimedOut.code, Unreached.code) or call.options.request_timeout is None:
+        return False
+    timeouts = call.settings.timeouts
+    longest = timeouts.first_byte if call.stream else timeouts.total
+    return not call.options.timeout_configured and call.options.request_timeout < longest
 
 
 class Breakers:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._places: dict[str, Breaker] = {}
+        self._failing: dict[Key, Breaker] = {}
 
-    def __iter__(self) -> Iterator[tuple[str, Breaker]]:
-        return iter(self._places.items())
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """Each provider's address (and key alias) that failed lately, with how many of its breakers are open."""
+        counts: Counter[str] = Counter()
+        for (_, _, origin, alias, *_), breaker in self._failing.items():
+            counts[f"{origin} {alias}" if alias else origin] += breaker.state != "closed"
+        return iter(counts.items())
 
-    async def guard(self, call: Call, provider: Provider, attempt: Callable[[Breaker], Awaitable[T]]) -> T:
-        """Resting, or what comes of the attempt; either way the place's breaker learns of it."""
-        breaker = self._at(call, provider)
-        if not breaker.allows(self._clock.now()):
-            raise Resting(f"{provider.slug} failed {breaker.failures} times in a row and is left alone for a while")
-        breaker.began(self._clock.now())
+    async def guard(
+        self, call: Call, provider: Provider, key: str | None, attempt: Callable[[Callable[[], None]], Awaitable[T]]
+    ) -> T:
+        """Run `attempt` and count its outcome; raise Resting instead while the breaker is open. `key`: of the provider,
+        None where the caller's own is in its headers. `attempt` is given what reports a failure after its return."""
+        name = _name(call, provider, key)
+        if (breaker := self._failing.get(name)) is not None:
+            now = self._clock.now()
+            if not breaker.allows(now):
+                what = f"{provider.slug} failed {breaker.failures} times in a row for this model and key"
+                raise Resting(f"{what} and is not asked for {max(0.0, breaker.until - now):.2g} s")
+            breaker.began(now)
         try:
-            done = await attempt(breaker)
+            done = await attempt(lambda: self._failed(name, call))
         except UpstreamFailed as e:
-            if isinstance(e, Refused) and e.kind != "server":
-                breaker.neither() if e.kind == "busy" else breaker.succeeded()
-            else:
-                breaker.failed(self._clock.now())
+            self._count(name, call, e)
             raise
         except BaseException:
-            breaker.neither()
+            if breaker is not None:
+                breaker.neither()
             raise
-        breaker.succeeded()
+        self._succeeded(name)
         return done
 
-    def _at(self, call: Call, provider: Provider) -> Breaker:
-        place = provider.origin + (f" {alias}" if (alias := call.options.byok_alias) else "")
-        if (found := self._places.get(place)) is None:
+    def _count(self, name: Key, call: Call, error: UpstreamFailed) -> None:
+        refusal = error.kind if isinstance(error, Refused) else ""
+        if is_cut_short(call, error.code) or refusal == "busy":
+            if (breaker := self._failing.get(name)) is not None:
+                breaker.neither()
+        elif refusal in ("", "server"):
+            self._failed(name, call)
+        else:
+            self._succeeded(name)
+
+    def _failed(self, name: Key, call: Call) -> None:
+        breaker = self._failing.get(name)
+        if breaker is None:
+            while len(self._failing) >= MAX_BREAKERS:
+                del self._failing[next(iter(self._failing))]
             settings = call.settings.breaker
-            found = self._places[place] = Breaker(settings.failures, settings.pause)
-        return found
+            breaker = self._failing[name] = Breaker(settings.failures, settings.pause)
+        breaker.failed(self._clock.now())
+
+    def _succeeded(self, name: Key) -> None:
+        if (breaker := self._failing.pop(name, None)) is not None:
+            breaker.succeeded()
+
+
+def _name(call: Call, provider: Provider, key: str | None) -> Key:
+    """Names and keys are hashed: callers choose how long a model's name is, and a key is a secret."""
+    what = call.model if call.dialect != "raw" else f"{call.endpoint} {call.model}"
+    credential = key if key is not None else own_key(call)
+    return call.account, call.gateway, provider.origin, call.options.byok_alias or "", hash(what), hash(credential)

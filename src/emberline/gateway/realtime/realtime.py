@@ -75,16 +75,16 @@ class Realtime:
         provider = self._registry.find(call.provider, call.settings)
         began = self._clock.now()
         try:
-            out = await self._out(call, provider)
-            channel = await self._breakers.guard(call, provider, lambda _: self._opened(call, provider, out))
+            key = await self._secrets.key(call, provider)
+            out = self._out(call, provider, key)
+            channel = await self._breakers.guard(call, provider, key, lambda _: self._opened(call, provider, out))
         except UpstreamFailed as e:
             self._tried(call, began, e.status if isinstance(e, Refused) else 0, e.code)
             raise
         self._tried(call, began, OPENED, "answered")
         return self._joined(call, channel)
 
-    async def _out(self, call: Call, provider: Provider) -> Outgoing:
-        key = await self._secrets.key(call, provider)
+    def _out(self, call: Call, provider: Provider, key: str | None) -> Outgoing:
         if not (endpoint := call.endpoint or provider.realtime):
             raise NotFound(f"where {provider.slug} has a realtime socket is not known", hint="write its path after it")
         headers = {name: value for name, value in call.headers.items() if name != PROTOCOLS}

@@ -1,6 +1,7 @@
 """Store: everything of the gateway that outlives a process, behind one protocol.
 
 documents   what the management API changes: JSON under (kind, account, id), each change with its line of audit
+counters    of limits, for gateways that count without Redis
 logs        records by day, payloads apart; whole days are dropped
 rollups     counters by minute, hour and day, added up when records are appended: pages never count rows
 """
@@ -45,6 +46,16 @@ class Audit:
     before: bytes = b"null"
     after: bytes = b"null"
     number: int = 0  # given by the store, growing
+
+
+class Counter(msgspec.Struct, frozen=True, array_like=True):
+    """What was used, or a change of it, in one slot of a limit's bucket."""
+
+    gateway: str  # account/gateway
+    bucket: str
+    slot: int
+    used: int
+    ends: int  # ms: then it no longer counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +109,14 @@ class Store(Protocol):
 
     async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:
         """Newest first; `before` is a number, 0: from the newest on."""
+        ...
+
+    async def counters(self, now: int) -> list[Counter]:
+        """Those that still count. `now`: ms."""
+        ...
+
+    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+        """Add the changes, once for each name of a batch, and forget counters that no longer count."""
         ...
 
     async def append(self, batch: Sequence[tuple[Record, Payload | None]]) -> None: ...

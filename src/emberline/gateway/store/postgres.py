@@ -16,13 +16,13 @@ from emberline.core.clock import Clock, SystemClock
 from emberline.gateway.errors import Conflict, StoreBusy, StoreFailed
 from emberline.gateway.logs.record import Payload, Record, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.base import PATIENCE, Audit, Change, Counter, Document, Feedback, Kind, Page
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.packing import packed, unpacked
 from emberline.gateway.store.rollup import MS, OTHERS, Cell, Place, RollupQuery, tally
 from emberline.gateway.store.scan import bound, day_start, scan
-from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
+from emberline.gateway.store.tables import COLUMNS, LIMITS, LOGS, MAIN, PAYLOADS, labels, missing, record, row, words
 
 if TYPE_CHECKING:
     from asyncpg import Connection, Pool
@@ -119,6 +119,21 @@ class PostgresStore:
             columns = "at, account, actor, action, target, before, after"
             await db.execute(f"INSERT INTO audits ({columns}) VALUES ({sql.marks('$', 7)})", *values)
         return version
+
+    # Counters
+
+    async def counters(self, now: int) -> list[Counter]:
+        return [Counter(*found) for found in await self._read(sql.SELECT_COUNTERS.format("$"), (now,))]
+
+    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+        ordered = sorted(
+            map(msgspec.structs.astuple, changes)
+        )  # so that replicas do not wait for each other in a circle
+        async with self._transaction() as db:
+            if await db.execute(sql.INSERT_COUNTED.format("$"), batch, now) == "INSERT 0 1":
+                await db.executemany(sql.UPSERT_COUNTER.format("$"), ordered)
+                await db.execute(sql.DELETE_COUNTERS.format("$"), now)
+                await db.execute(sql.DELETE_COUNTED.format("$"), now - sql.COUNTED_KEPT_MS)
 
     # Logs
 
@@ -244,7 +259,7 @@ class PostgresStore:
         async with self._transaction() as db:
             await db.execute("SELECT pg_advisory_xact_lock($1)", _ALONE)
             await db.execute("CREATE TABLE IF NOT EXISTS migrations (family TEXT PRIMARY KEY, done BIGINT NOT NULL)")
-            for family, steps in (("main", MAIN), ("logs", LOGS), ("payloads", PAYLOADS)):
+            for family, steps in (("main", MAIN), ("limits", LIMITS), ("logs", LOGS), ("payloads", PAYLOADS)):
                 done = await db.fetchval("SELECT done FROM migrations WHERE family = $1", family) or 0
                 for step in missing(done, steps):
                     for text in step:

@@ -61,6 +61,17 @@ def marks(mark: str, count: int) -> str:
     return ", ".join(f"{mark}{i + 1}" for i in range(count))
 
 
+SELECT_COUNTERS = "SELECT gateway, bucket, slot, used, ends FROM counters WHERE ends > {0}1"
+UPSERT_COUNTER = (
+    "INSERT INTO counters VALUES ({0}1, {0}2, {0}3, {0}4, {0}5)"
+    " ON CONFLICT (gateway, bucket, slot) DO UPDATE SET used = counters.used + excluded.used"
+)
+INSERT_COUNTED = "INSERT INTO counted VALUES ({0}1, {0}2) ON CONFLICT DO NOTHING"
+DELETE_COUNTERS = "DELETE FROM counters WHERE ends <= {0}1"
+DELETE_COUNTED = "DELETE FROM counted WHERE at < {0}1"
+COUNTED_KEPT_MS = 30 * 86_400_000  # a journal that was left longer ago is not expected back
+
+
 def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int) -> tuple[str, list[Any]]:
     """Records with low <= id < high, newest first."""
     query = Query(mark)

@@ -1,5 +1,6 @@
-"""SQLiteStore: a directory. `gateway.db` has documents, audit and rollups; every day has a file of rows and one of
-payloads, which retention unlinks whole. One lane writes, the others read, and neither waits for the other.
+"""SQLiteStore: a directory. `gateway.db` has documents, audit and rollups, `limits.db` counters; every day has a file
+of rows and one of payloads, which retention unlinks whole. One lane writes, the others read, and neither waits for the
+other.
 
 Rows are committed before the rollups that count them: if the process is killed between the two, the rollups lack that
 one batch.
@@ -24,14 +25,26 @@ from emberline.core.privatefile import make_private
 from emberline.gateway.errors import Conflict
 from emberline.gateway.logs.record import Payload, Record, created, day_of
 from emberline.gateway.store import sql
-from emberline.gateway.store.base import PATIENCE, Audit, Change, Document, Feedback, Kind, Page
+from emberline.gateway.store.base import PATIENCE, Audit, Change, Counter, Document, Feedback, Kind, Page
 from emberline.gateway.store.crowd import KEPT, Crowd, Day, others
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.lane import Lane
 from emberline.gateway.store.packing import packed, unpacked
 from emberline.gateway.store.rollup import MS, OTHERS, Cell, RollupQuery, tally
 from emberline.gateway.store.scan import day_start, scan
-from emberline.gateway.store.tables import COLUMNS, LOGS, MAIN, PAYLOADS, labels, missing, quoted, record, row, words
+from emberline.gateway.store.tables import (
+    COLUMNS,
+    LIMITS,
+    LOGS,
+    MAIN,
+    PAYLOADS,
+    labels,
+    missing,
+    quoted,
+    record,
+    row,
+    words,
+)
 
 WORDS = {
     "int": "INTEGER",
@@ -56,19 +69,22 @@ class SQLiteStore:
     async def open(cls, directory: Path, clock: Clock | None = None) -> SQLiteStore:
         store = cls(directory, clock or SystemClock())
         await store._writer.run(store._prepare)
+        await store._counter.run(lambda lane: _migrate(lane.connection(store._limits), LIMITS))
         return store
 
     def __init__(self, directory: Path, clock: Clock) -> None:
         self._directory = directory
         self._main = directory / "gateway.db"
+        self._limits = directory / "limits.db"
         self._clock = clock
         self._crowd = Crowd()
         self._writer = Lane("writer", writes=True)
+        self._counter = Lane("limits", writes=True)
         self._readers = [Lane(f"reader-{i}", writes=False) for i in range(READERS)]
         self._turns = cycle(self._readers)
 
     async def close(self) -> None:
-        for lane in (*self._readers, self._writer):  # the last to close a file merges its log into it
+        for lane in (*self._readers, self._counter, self._writer):  # the last to close a file merges its log into it
             await lane.close()
 
     # Documents
@@ -108,6 +124,25 @@ class SQLiteStore:
                 return int(db.execute(added).fetchall()[0][0])
 
         return await self._writer.run(do)
+
+    # Counters
+
+    async def counters(self, now: int) -> list[Counter]:
+        def do(lane: Lane) -> list[Counter]:
+            rows = lane.connection(self._limits).execute(sql.SELECT_COUNTERS.format("?"), (now,)).fetchall()
+            return [Counter(*found) for found in rows]
+
+        return await self._counter.run(do)
+
+    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+        def do(lane: Lane) -> None:
+            with _transaction(lane.connection(self._limits)) as db:
+                if db.execute(sql.INSERT_COUNTED.format("?"), (batch, now)).rowcount:
+                    db.executemany(sql.UPSERT_COUNTER.format("?"), map(msgspec.structs.astuple, changes))
+                    db.execute(sql.DELETE_COUNTERS.format("?"), (now,))
+                    db.execute(sql.DELETE_COUNTED.format("?"), (now - sql.COUNTED_KEPT_MS,))
+
+        await self._counter.run(do)
 
     # Logs
 

@@ -69,6 +69,16 @@ MAIN: tuple[tuple[str, ...], ...] = (
     ),
 )
 
+# A file of its own in SQLite, so that no other writer is waited for.
+LIMITS: tuple[tuple[str, ...], ...] = (
+    (
+        "CREATE TABLE counters (gateway {text} NOT NULL, bucket {text} NOT NULL, slot {int} NOT NULL,"
+        " used {int} NOT NULL, ends {int} NOT NULL, PRIMARY KEY (gateway, bucket, slot)) {clustered}",
+        "CREATE INDEX counters_ends ON counters (ends)",
+        "CREATE TABLE counted (batch {text} PRIMARY KEY, at {int} NOT NULL)",  # applied: none is counted twice
+    ),
+)
+
 # Of one day in SQLite, of all days (as partitions) in PostgreSQL: {partitioned}.
 LOGS: tuple[tuple[str, ...], ...] = (
     (

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     Gauge = Callable[[bytes, bytes, Signs], None]
 
 CHARACTERS = 4  # of a token, about
+DONE = b"data: [DONE]\n\n"
 
 
 class Meter:
@@ -29,6 +30,8 @@ class Meter:
         """`hide_usage`: the client did not ask for the event that tells it, we did."""
         self.signs = Signs()
         self.broken: Broken | None = None  # an event was not one: nothing after it counts
+        self.progress = 0  # events with data; comments only keep a connection alive
+        self.missing = b""  # at the end: the closing event that the provider left out
         self._splitter = Splitter()
         self._dialect = dialect
         self._gauge: Gauge = GAUGES[dialect]
@@ -42,6 +45,7 @@ class Meter:
             for event in self._splitter.push(data):
                 name, payload = payload_of(event)
                 if payload:
+                    self.progress += 1
                     signs.only_usage = False
                     self._gauge(name, payload, signs)
                     if signs.only_usage and self._hide_usage:
@@ -61,6 +65,9 @@ class Meter:
             return
         if self._dialect == "raw":
             self.signs.ended = self.signs.begun
+        if self._dialect == "openai-chat" and not self.signs.ended and self.signs.finished and self.signs.told:
+            # A reason to stop and the usage, and then a clean end of the reply: some servers send no [DONE].
+            self.signs.ended, self.missing = True, DONE
         if self._splitter.rest.strip():
             self.broken = Broken("the stream ended within an event")
         elif not self.signs.ended:
@@ -87,6 +94,7 @@ class RawMeter(Meter):
 
     def push(self, data: bytes) -> bytes:
         self.signs.begun = True
+        self.progress += 1
         return data
 
 

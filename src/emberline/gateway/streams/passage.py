@@ -31,6 +31,7 @@ class Passage:
         self._clock = clock
         self._kept: list[bytes] = []  # came before the first content
         self._over = False
+        self._silence = 0.0  # seconds waited since the last event with data
         self._settle: Settle | None = None
 
     async def begin(self, until: float, settle: Settle) -> None:
@@ -52,10 +53,10 @@ class Passage:
         self._settle = settle
 
     async def _more(self, until: float, first: bool = False) -> bytes | None:
-        """Whole events, or what is broken; None at the end. What is less than an event is silence."""
+        """Whole events, or what is broken; None at the end. Less than an event is silence, and so are comments."""
         meter, timeouts = self.meter, self._call.settings.timeouts
         now = self._clock.now()
-        quiet = now + (GRACE if meter.signs.ended else timeouts.between_events)
+        quiet = now - self._silence + (GRACE if meter.signs.ended else timeouts.between_events)
         while True:
             try:
                 data = await self._incoming.read((quiet if quiet < until else until) - now)
@@ -67,10 +68,12 @@ class Passage:
                 raise TimedOut(f"the stream was silent for {timeouts.between_events:.3g} s") from None
             if not data:
                 return None
+            before, progress = now, meter.progress
+            now = self._clock.now()
             passed = meter.push(data)
+            self._silence = self._silence + now - before if meter.progress == progress else 0.0
             if passed or meter.broken is not None:
                 return passed
-            now = self._clock.now()
 
     def _said(self, passed: bytes) -> bytes:
         """In the client's dialect."""
@@ -102,7 +105,9 @@ class Passage:
         if meter.broken is not None and not passed:
             raise meter.broken  # after what was good
         if passed is None:
-            said = b"" if self._translator is None else self._translator.end()
+            said = self._said(meter.missing) if meter.missing else b""
+            if self._translator is not None:
+                said += self._translator.end()
             self._end("complete", "")
             return said
         said = self._said(passed)

@@ -50,6 +50,11 @@ class Attended:
         if self._watcher is not None:
             self._watcher.cancel()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client left, or its time is up."""
+        return self._left or self._late
+
     def over(self) -> None:
         """From here on nobody needs to be there, and nothing has to be in time."""
         self.unwatch()

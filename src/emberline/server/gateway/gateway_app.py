@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -10,12 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from emberline.api.errors import openai_error
 from emberline.api.openai import models
 from emberline.core.config import GatewayConfig
-from emberline.core.errors import EmberlineError, InvalidRequest, Unauthorized
+from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.models import ModelList
 from emberline.gateway.paths import is_native, models_at
+from emberline.gateway.refusal import last_words
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.store.base import Store
 from emberline.net.turn import CutOff
@@ -146,6 +148,8 @@ class GatewayApp:
             await self._send(x, reply, attended)
         except asyncio.CancelledError:
             reply.ended = reply.ended if not isinstance(reply.body, bytes) else "left"  # a stream knows by itself
+            if x.status is not None and not isinstance(reply.body, bytes) and not attended.has_ended:
+                await _shut_down(x, reply)
             raise
         finally:
             attended.over()
@@ -251,3 +255,17 @@ def _headers(x: Exchange) -> dict[str, str]:
 
 def _decoded(headers: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+
+
+async def _shut_down(x: Exchange, reply: Reply) -> None:
+    """End a stream that is open when the gateway stops with the dialect's error event; the log has it as a 503."""
+    error = ShuttingDown()
+
+    async def failed(reply: Reply) -> None:
+        reply.status, reply.ended, reply.error = error.status, "cut", error.code
+
+    reply.endings.insert(0, failed)
+    if (words := last_words(reply.dialect, error)) is not None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS):  # the client may have stopped reading
+                await x.send(words, last=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.gateway.call import Call, Handler, Reply
 from emberline.gateway.layers.cached import Cached
@@ -23,7 +22,7 @@ class GatewayMetrics:
     def __init__(
         self,
         clock: Clock,
-        breakers: Iterable[tuple[str, Breaker]],
+        breakers: Iterable[tuple[str, int]],
         journal: LogWriter,
         cached: Cached,
         limiter: Limiter,
@@ -103,8 +102,9 @@ class GatewayMetrics:
             yield from self._spans.families()
         for name, help_, count in self._gauges():
             yield Family(name, help_, "gauge", [f"{name} {count}"])
-        states = [(_labels(("place",), (place,)), int(b.state != "closed")) for place, b in self._breakers]
-        yield Family.of("emberline:gateway_breaker_open", "1 while a provider is left alone.", "gauge", states)
+        states = [(_labels(("place",), (place,)), n) for place, n in self._breakers]
+        about = "Models and keys of a provider that are not asked for a while because they failed too often."
+        yield Family.of("emberline:gateway_breaker_open", about, "gauge", states)
         yield self._first.family('at="gateway"')
         yield self._whole.family('at="gateway"')
 

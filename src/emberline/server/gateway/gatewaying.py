@@ -50,7 +50,6 @@ from emberline.gateway.logs.retention import Retention
 from emberline.gateway.models import ModelList
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.realtime.realtime import Realtime
-from emberline.gateway.routes.balance import Balance
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.stack import stacked
@@ -101,8 +100,16 @@ async def build(
     catalogue = CatalogueFiles(*(Path(file) for file in [config.catalogue] if file))
     prices = Prices(catalogue)
     attempts = Attempts(registry, Secrets(vault), upstream, prices, clock, wall)
-    journal = await stack.enter_async_context(LogWriter(store))
-    limiter = await open_limiter(config.redis, clock, stack, degraded=config.redis_gone)  # type: ignore[arg-type]
+    journal = await stack.enter_async_context(LogWriter(store, linger=config.flush / 5))
+    limiter = await open_limiter(
+        config.redis,
+        clock,
+        stack,
+        degraded=config.redis_gone,  # type: ignore[arg-type]
+        store=store,
+        journal=config.journal_dir,
+        interval=config.flush,
+    )
     kept = await open_cache(config.cache, clock, wall, stack)
     cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
@@ -118,7 +125,7 @@ async def build(
     layers = (
         *outer,
         Dynamic(limiter, claims, clock, wall).layer,
-        balanced(Balance(), claims, clock),
+        balanced(claims, clock),
         limited(limiter, catalogue, prices, clock, wall),
         Guarded(routed(attempts), clock).layer,
         cached.layer,

@@ -5,6 +5,7 @@ go on ends with an error in the stream's own protocol. Every request is answered
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from emberline.core.errors import (
     EmberlineError,
     EngineUnavailable,
     Overloaded,
+    ShuttingDown,
     WorkerLost,
     WorkersBroke,
 )
@@ -65,6 +67,13 @@ class Relay:
                 await self._travel(trip)
         except TimeoutError:  # slow is not broken, and may be its client's doing
             await self._broke(trip, DeadlineExceeded(f"no end within {self._config.request_timeout:.0f} s"))
+        except asyncio.CancelledError:
+            if trip.started and not x.has_left:  # the router stops
+                error = ShuttingDown()
+                x.outcome = error.status
+                with contextlib.suppress(EmberlineError):
+                    await self._broke(trip, error)
+            raise
         finally:
             await trip.close()
             trip.end_trace()

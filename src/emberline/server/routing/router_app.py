@@ -97,7 +97,7 @@ class RouterApp:
         try:
             await self._site.answer(x)
         finally:
-            log.debug("%s %s %s %s", x.method, x.path, x.status, x.note)
+            log.debug("%s %s %s %s", x.method, x.path, x.outcome or x.status, x.note)
 
     # -- clients -------------------------------------------------------------------------------------------------------
 

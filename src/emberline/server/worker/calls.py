@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -9,7 +11,7 @@ from dataclasses import replace
 
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Renderer
-from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
+from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded, ShuttingDown
 from emberline.core.offload import LARGE, offload
 from emberline.server.exchange import Exchange
 from emberline.server.worker.catalog import Catalog, Served
@@ -19,6 +21,8 @@ from emberline.server.worker.protocol import PROTOCOLS, parse_large
 from emberline.server.worker.server_timing import server_timing
 
 log = logging.getLogger("emberline.server")
+
+LAST_EVENT_TIMEOUT_S = 2.0
 
 # What is not the request's own doing: a router that follows its stream sees it break off, and has it go on elsewhere.
 ELSEWHERE = (EngineFailed, EngineUnavailable, Overloaded)
@@ -77,6 +81,10 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
                     await x.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
                 unsent = []
             unsent += reply.end()
+        except asyncio.CancelledError:
+            if x.status is not None and not x.has_left and not tracked:  # a tracked stream goes on at another worker
+                await _shut_down(x, reply)
+            raise
         except Exception as e:
             if x.status is None or (tracked and isinstance(e, ELSEWHERE)):
                 raise
@@ -87,6 +95,15 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
     if x.status is None:
         await x.start_events()
     await x.send(b"".join([*_comments(Group([]), unsent), *unsent] if tracked else unsent), last=True)
+
+
+async def _shut_down(x: Exchange, reply: Renderer) -> None:
+    """End a stream that is open when the server stops with the protocol's error event."""
+    error = ShuttingDown()
+    x.note["error"], x.outcome = error.code, error.status
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_EVENT_TIMEOUT_S):  # the client may have stopped reading
+            await x.send(b"".join(reply.fail(error)), last=True)
 
 
 def _comments(group: Group, events: list[bytes]) -> list[bytes]:

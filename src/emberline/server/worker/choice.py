@@ -90,7 +90,9 @@ class Choice:
 
     def _end(self, reason: Reason, stop: str | None) -> list[Delta]:
         self.finished = True
-        deltas: list[Delta] = self._with_infos(self._splitter.flush()) if self._splitter is not None else []
+        deltas: list[Delta] = []
+        if self._splitter is not None:
+            deltas = self._with_infos(self._splitter.flush(cut=reason in ("length", "abort")))
         if self._infos:
             deltas.append(TextDelta(self.index, "", self._take_infos()))
         if reason == "stop" and self._splitter is not None and self._splitter.calls:

@@ -93,7 +93,8 @@ class EngineApp:
         finally:
             level = logging.INFO if x.note else logging.DEBUG
             note = " ".join(f"{name}={value!r}" for name, value in x.note.items() if value)
-            log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
+            seconds = time.perf_counter() - began
+            log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.outcome or x.status, seconds, note)
 
     async def _generate(self, x: Exchange) -> None:
         await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x))

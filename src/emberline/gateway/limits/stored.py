@@ -1,0 +1,133 @@
+"""StoredLimiter: counts in this process, and what it counted outlives it: the store has the counters of long windows
+and of money, a journal what changed since the store was last written to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from emberline.core.clock import Clock
+from emberline.gateway.limits.base import Reservation
+from emberline.gateway.limits.bucket import Bucket
+from emberline.gateway.limits.journal import CounterJournal
+from emberline.gateway.limits.local import LocalLimiter
+from emberline.gateway.limits.rule import Amount, Claim
+from emberline.gateway.limits.window import Window
+from emberline.gateway.store.base import Counter
+
+log = logging.getLogger("emberline.gateway.limits")
+
+MIN_STORED_WINDOW_MS = (
+    600_000  # shorter windows of requests and tokens are not kept: they are over soon after a restart
+)
+CLOSE_TIMEOUT_S = 5.0
+
+
+class CounterStore(Protocol):
+    async def counters(self, now: int) -> list[Counter]: ...
+
+    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None: ...
+
+
+class StoredLimiter(LocalLimiter):
+    def __init__(self, store: CounterStore, journal: CounterJournal, wall: Clock, interval: float) -> None:
+        """`interval`: seconds between two writes to the store; `wall` tells seconds since 1970."""
+        super().__init__()
+        self._store, self._journal, self._wall, self._interval = store, journal, wall, interval
+        self._restored: dict[tuple[str, str], dict[int, int]] = {}
+        self._lines: list[bytes] = []  # not in the journal yet
+        self._pending: defaultdict[tuple[str, str, int, int], int] = defaultdict(int)  # in the journal only
+        self._batch: tuple[str, list[Counter]] | None = None  # being written to the store, until that has worked
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take over what processes before left in journals and in the store. Raises StoreFailed."""
+        for name, changes in self._journal.abandoned():
+            if changes:
+                await self._store.count(name, changes, self._now())
+            self._journal.discard(name)
+        for each in await self._store.counters(self._now()):
+            self._restored.setdefault((each.gateway, each.bucket), {})[each.slot] = each.used
+        self._task = asyncio.create_task(self._run())
+
+    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
+        made = await super().reserve(claims, now, hold)
+        self._record()
+        return made
+
+    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
+        super().settle(reservation, actual)
+        self._record()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._write()
+        except Exception as e:  # the journal has them, for the next start
+            log.warning("counters of limits were not written to the store: %s: %s", type(e).__name__, e)
+            self._journal.close()
+        else:
+            self._journal.discard(self._journal.close())
+
+    def _bucket(self, claim: Claim) -> Bucket:
+        key = (claim.gateway, claim.bucket)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket(claim.window)
+            if _is_stored(claim):
+                bucket.restore(self._restored.pop(key, {}))
+                start = msgspec.json.encode(key)[:-1]  # of a line: a Counter as JSON, without what differs each time
+                bucket.changed = partial(self._changed, start, *key, claim.window)
+        return bucket
+
+    def _changed(self, start: bytes, gateway: str, bucket: str, window: Window, slot: int, amount: int) -> None:
+        ends = window.ends(slot)
+        self._lines.append(b"%b,%d,%d,%d]\n" % (start, slot, amount, ends))
+        self._pending[gateway, bucket, slot, ends] += amount
+
+    def _record(self) -> None:
+        if self._lines:
+            self._journal.write(b"".join(self._lines))
+            self._lines = []
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self._write()
+            except Exception as e:  # of a store that is away: the journal keeps it, and it is tried again
+                log.warning("counters of limits were not written to the store: %s: %s", type(e).__name__, e)
+
+    async def _write(self) -> None:
+        if self._batch is not None:
+            await self._apply(*self._batch)
+        if self._pending:
+            self._record()
+            changes = [Counter(gw, bucket, slot, n, ends) for (gw, bucket, slot, ends), n in self._pending.items()]
+            self._pending.clear()
+            self._batch = self._journal.rotate(), changes
+            await self._apply(*self._batch)
+
+    async def _apply(self, name: str, changes: list[Counter]) -> None:
+        await self._store.count(name, changes, self._now())
+        self._batch = None
+        self._journal.discard(name)
+
+    def _now(self) -> int:
+        return round(self._wall.now() * 1000)
+
+
+def _is_stored(claim: Claim) -> bool:
+    window = claim.window
+    return claim.rule.amount == "micros" or not window.length or window.length * window.live >= MIN_STORED_WINDOW_MS

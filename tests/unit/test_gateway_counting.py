@@ -1,0 +1,43 @@
+"""Counting tokens is Anthropic's path: a model of a provider that has none gets an error, and nothing is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from emberline.core.clock import ManualClock
+from emberline.gateway.call import Call, Reply
+from emberline.gateway.gateway import Gateway, Request
+from emberline.gateway.providers.registry import Registry
+from emberline.gateway.settings import Settings
+
+
+class Known:
+    async def settings(self, account: str, gateway: str) -> Settings:
+        return Settings()
+
+    async def identify(self, token: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("model", "status"),
+    [("openai/gpt-5", 400), ("google-ai-studio/gemini-2.5-pro", 400), ("anthropic/claude-sonnet-4-5", 200), ("m", 200)],
+)
+def test_count_tokens(model: str, status: int) -> None:
+    sent: list[Call] = []
+
+    async def handler(call: Call) -> Reply:
+        sent.append(call)
+        return Reply(200, {}, b"{}")
+
+    known: Any = Known()
+    gateway = Gateway(handler, handler, Registry(), known, known, ManualClock(), ManualClock())
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    reply = asyncio.run(gateway.answer(Request("POST", "/v1/messages/count_tokens", "", {}, body)))
+    assert reply.status == status and len(sent) == (status == 200)
+    if status == 400:
+        assert isinstance(reply.body, bytes) and model in reply.body.decode() and b"count_tokens" in reply.body

@@ -1,0 +1,182 @@
+"""Limits over restarts: what was counted comes back from the store, after a stop and after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emberline.core.clock import ManualClock
+from emberline.gateway.errors import LimitExceeded, StoreBusy
+from emberline.gateway.limits.journal import CounterJournal
+from emberline.gateway.limits.rule import Claim, Rule
+from emberline.gateway.limits.stored import StoredLimiter
+from emberline.gateway.store.base import Counter
+from emberline.gateway.store.sqlite import SQLiteStore
+
+NOW = 1_800_000_000.0
+DAILY = Rule(name="daily", limit=100, amount="requests", per="day")
+MONEY = Rule(name="money", limit=1000, amount="micros", per="month", split=("user",))
+MINUTE = Rule(name="minute", limit=100, amount="requests", per="minute")
+NEVER = 1e6  # seconds between writes: only the journal has it
+
+
+def claim(rule: Rule, amount: int = 1, user: str = "ann") -> Claim:
+    return rule.claim({"gateway": "default/default", "user": user}, amount)
+
+
+class Process:
+    """One life of a gateway. A kill leaves it without closing anything; of a dead process the file's lock is gone."""
+
+    def __init__(self, home: Path, wall: ManualClock, interval: float = NEVER) -> None:
+        self.home, self.wall, self.interval = home, wall, interval
+
+    async def __aenter__(self) -> Process:
+        self.store: Any = await SQLiteStore.open(self.home)
+        self.journal = CounterJournal(self.home)
+        self.limiter = StoredLimiter(self.store, self.journal, self.wall, self.interval)
+        await self.limiter.start()
+        return self
+
+    async def kill(self) -> None:
+        assert self.limiter._task is not None
+        self.limiter._task.cancel()
+        self.journal.close()
+        await self.store.close()
+
+    async def stop(self) -> None:
+        await self.limiter.close()
+        await self.store.close()
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def used(self, *claims: Claim) -> list[int]:
+        return [each.used for each in await self.limiter.spent(claims, self.wall.now())]
+
+    async def use(self, one: Claim, actual: int) -> None:
+        made = await self.limiter.reserve([one], self.wall.now(), 60.0)
+        self.limiter.settle(made, {one.rule.amount: actual})
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_counters_come_back_after(end: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        wall = ManualClock(NOW)
+        async with Process(tmp_path, wall) as one:
+            for _ in range(7):
+                await one.use(claim(DAILY), 1)
+            await one.use(claim(MONEY, 500), 123)
+            await one.use(claim(MONEY, 500, "bob"), 45)
+            await getattr(one, end)()
+        async with Process(tmp_path, wall) as two:
+            assert await two.used(claim(DAILY), claim(MONEY), claim(MONEY, user="bob")) == [7, 123, 45]
+            for _ in range(93):
+                await two.use(claim(DAILY), 1)
+            with pytest.raises(LimitExceeded):
+                await two.use(claim(DAILY), 1)
+            await getattr(two, end)()
+        async with Process(tmp_path, wall) as three:
+            assert await three.used(claim(DAILY)) == [100]
+            await three.stop()
+        assert not list(tmp_path.glob("*.journal"))
+
+    asyncio.run(run())
+
+
+def test_what_was_reserved_when_it_was_killed_stays_counted(tmp_path: Path) -> None:
+    async def run() -> None:
+        wall = ManualClock(NOW)
+        async with Process(tmp_path, wall) as one:
+            await one.limiter.reserve([claim(MONEY, 300)], NOW, 60.0)
+            await one.kill()
+        async with Process(tmp_path, wall) as two:
+            assert await two.used(claim(MONEY)) == [300]
+            await two.stop()
+
+    asyncio.run(run())
+
+
+def test_a_window_that_is_over_does_not_come_back_and_short_ones_are_not_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        wall = ManualClock(NOW)
+        async with Process(tmp_path, wall) as one:
+            await one.use(claim(DAILY), 1)
+            await one.use(claim(MINUTE), 1)
+            await one.stop()
+        async with Process(tmp_path, wall) as two:
+            assert await two.used(claim(DAILY), claim(MINUTE)) == [1, 0]
+            wall.advance(86_400)
+            await two.use(claim(MONEY), 1)
+            await two.stop()
+        async with Process(tmp_path, wall) as three:
+            assert await three.used(claim(DAILY), claim(MONEY)) == [0, 1]
+            assert [each.bucket.split(":")[0] for each in await three.store.counters(0)] == ["money"]
+            await three.stop()
+
+    asyncio.run(run())
+
+
+class Flaky:
+    """A store that takes the first batch and then fails to say so."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.failing = store, True
+
+    async def counters(self, now: int) -> list[Counter]:
+        return list(await self.store.counters(now))
+
+    async def count(self, batch: str, changes: Sequence[Counter], now: int) -> None:
+        await self.store.count(batch, changes, now)
+        if self.failing:
+            raise StoreBusy("the connection broke")
+
+
+def test_a_batch_whose_answer_was_lost_counts_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        wall = ManualClock(NOW)
+        async with Process(tmp_path, wall) as one:
+            flaky = Flaky(one.store)
+            one.limiter._store = flaky
+            await one.use(claim(DAILY), 1)
+            with pytest.raises(StoreBusy):
+                await one.limiter._write()
+            await one.use(claim(DAILY), 1)
+            with pytest.raises(StoreBusy):
+                await one.limiter._write()
+            await one.kill()
+        async with Process(tmp_path, wall) as two:
+            assert await two.used(claim(DAILY)) == [2]
+            await two.stop()
+
+    asyncio.run(run())
+
+
+def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_counted(tmp_path: Path) -> None:
+    async def run() -> None:
+        wall = ManualClock(NOW)
+        async with Process(tmp_path, wall) as one, Process(tmp_path, wall) as other:
+            await one.use(claim(DAILY), 1)
+            assert not list(other.journal.abandoned())
+            with one.journal._path.open("ab") as file:
+                file.write(b'["default/default","daily')
+            await one.kill()
+            assert [[each.used for each in changes] for _, changes in other.journal.abandoned()] == [[1]]
+            await other.stop()
+
+    asyncio.run(run())
+
+
+def test_counters_are_written_to_the_store_while_it_runs(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with Process(tmp_path, ManualClock(NOW), interval=0.01) as one:
+            await one.use(claim(DAILY), 1)
+            async with asyncio.timeout(30):
+                while not await one.store.counters(0):
+                    await asyncio.sleep(0.01)
+            await one.stop()
+
+    asyncio.run(run())

@@ -1,0 +1,88 @@
+"""A stream that is open when a server stops ends with its protocol's error event, and is not logged as a 200."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from typing import Any
+
+import pytest
+from scripted_engine import Answer, House
+from test_router_endings import HEAD, MODEL, WORD, asked, chunk
+
+from emberline.cluster.card import Beat, Card
+from emberline.core.clock import SystemClock
+from emberline.core.config import RouterConfig
+from emberline.core.handoff import Said
+from emberline.net.server import Server
+from emberline.router.upstream import Upstream
+from emberline.server.routing.router_app import RouterApp
+
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9000},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "emberline")
+    worker, answer, gone = House(lambda prompt, choice: "word " * 2000), Answer(), asyncio.Event()
+    body = json.dumps({"model": "m", "stream": True, **BODIES[path]}).encode()
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": ("127.0.0.1", 1)}
+    inbox = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if not inbox:
+            await gone.wait()
+        return inbox.pop() if inbox else {"type": "http.disconnect"}
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(worker.app(scope, receive, answer.take))
+        while len(answer.writes) < 3:
+            await asyncio.sleep(0)
+        gone.set() if leaves else serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(run())
+    logged = next(each.getMessage() for each in caplog.records if each.getMessage().startswith("POST"))
+    if leaves:
+        assert b"shutting_down" not in answer.body and "gone" in logged
+    else:
+        assert answer.ended and b"shuts down" in answer.body and not worker.engine.open
+        assert f"{path} 503 " in logged and "shutting_down" in logged
+
+
+def test_the_router() -> None:
+    begun = asyncio.Event()
+
+    async def never_ends(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + chunk(Said(0, (1,)), WORD.replace(b'"stop"', b"null")))
+        await writer.drain()
+        begun.set()
+        await reader.read()
+
+    async def run() -> bytes:
+        app, listener = RouterApp(RouterConfig(), Upstream(), SystemClock(), {}), socket.create_server(("127.0.0.1", 0))
+        server = Server(app)
+        await server.start(listener)
+        place = await asyncio.start_server(never_ends, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{place.sockets[0].getsockname()[1]}"
+        app.dispatch.register(Card("a", "ia", url, (MODEL,)))
+        app.dispatch.beat(Beat("a", "ia"))
+        asking = asyncio.create_task(asked(listener.getsockname()[1]))
+        await begun.wait()
+        while not any(each.open for each in app.dispatch.workers.values()):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the first event is passed on
+        await server.stop(0.0)
+        return await asking
+
+    got = asyncio.run(run())
+    assert b"hi" in got and b"shutting_down" in got
