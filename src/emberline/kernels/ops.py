@@ -25,9 +25,9 @@ from emberline.kernels.stack import DenseLayer, DenseStack
 from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 
 __all__ = [
-    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
-    "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles", "newest_tokens",
-    "pack_linear", "paged_attention", "rope_and_cache", "sample", "set_threads", "start",
+    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "count_tokens",
+    "dense_layers", "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles",
+    "newest_tokens", "pack_linear", "paged_attention", "penalise", "rope_and_cache", "sample", "set_threads", "start",
 ]  # fmt: skip
 
 STORE, ADD, GATED = 0, 1, 2
@@ -328,6 +328,26 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
         gpu.edit(logits, rows, ids, divide, add)
     else:
         ref.edit(logits, rows, ids, divide, add)
+
+
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+    """Applies penalties for the tokens that occurred; `ref.penalise` defines the arguments."""
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.penalise(logits, rows, slots, settings, counts)
+    else:
+        ref.penalise(logits, rows, slots, settings, counts)
+
+
+def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Adds one occurrence of tokens[rows[i]] to counts[slots[i]]. Each slot comes once."""
+    if counts.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.count_tokens(counts, slots, rows, tokens)
+    else:
+        ref.count_tokens(counts, slots, rows, tokens)
 
 
 def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
