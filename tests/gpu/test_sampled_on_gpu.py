@@ -1,4 +1,4 @@
-"""Penalties and grammars in pipelined steps on a GPU: the same tokens as one step at a time, and as on the host."""
+"""Penalties and grammars in pipelined steps on a GPU give the same tokens as one request and one step at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from emberline.core.config import GPUConfig
 from emberline.core.params import Grammar, SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
+from emberline.engine.grammar import GrammarCompiler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,7 +35,12 @@ def engine(checkpoint: Path, **settings: object) -> Engine:
     from emberline.engine.gpu.boot import boot_from
 
     chosen = {"max_running": 16, "max_batch_tokens": 256, "max_context": 512, "kv_tokens": 16 * 1024} | settings
-    return boot_from(checkpoint, GPUConfig(**chosen), dtype=torch.float32).engine  # type: ignore[arg-type]
+    return boot_from(
+        checkpoint,
+        GPUConfig(**chosen),  # type: ignore[arg-type]
+        dtype=torch.float32,
+        compiler=lambda folder, config: GrammarCompiler(folder / "tokenizer.json", config.vocab, config.eos),
+    ).engine
 
 
 def requests() -> list[Submission]:
