@@ -17,7 +17,7 @@ from bytelevel import EOS, VOCAB_SIZE, encode, tokenizer_file
 
 from emberline.core.config import GPUConfig, SchedulerConfig
 from emberline.core.params import Grammar, SamplingParams
-from emberline.core.plan import StepPlan, StepResult
+from emberline.core.plan import Admission, StepPlan, StepResult, Work
 from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Host
@@ -233,3 +233,21 @@ def test_masks_computed_together_are_those_computed_alone(directory: Path) -> No
         matcher.fill(mask)
     fill_masks(matchers, together)
     assert np.array_equal(alone, together) and len(np.unique(alone, axis=0)) == 5
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_progress_grows_within_a_step(directory: Path, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least once in each layer: so a long step can be told from one that hangs."""
+    if not native:
+        monkeypatch.setattr(ops, "_backend", ops.Backend(None, "", "asked for"))
+    elif ops.start().library is None:
+        pytest.skip("there is no native library here")
+    model = load(directory, "float32")
+    c = model.config
+    cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.float32), 8)
+    runner = TorchRunner(model, cache, frozenset())
+    before = ops.progress()
+    params = SamplingParams(max_tokens=1)
+    work = Work("a", 0, [1, 2, 3], [0], samples=True)
+    runner.run(StepPlan(1, [Admission("a", [1, 2, 3], 3, params, 0)], [work], []))
+    assert ops.progress() - before >= c.layers
