@@ -34,7 +34,7 @@ def booted(directory: Path, memory: MemoryPlan | None = None) -> Booted:
     cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # memory that can be freed
     settings = GPUConfig(max_running=8, max_batch_tokens=64, block_size=16)
     eos = frozenset(c.eos)
-    runner = GPURunner(model, cache, eos, RowMaker(c.vocab, eos, None), settings, Host(), model.context)
+    runner = GPURunner(model, cache, eos, RowMaker(eos, None), settings, Host(), model.context)
     scheduler = SchedulerConfig(block_size=16, max_batch_tokens=64, max_running=8, max_context=model.context)
     return Booted(Engine(scheduler, runner), runner, memory or planned(directory), {})
 

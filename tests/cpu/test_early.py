@@ -132,7 +132,7 @@ def test_a_warm_up_leaves_nothing_behind(tmp_path: Path) -> None:
     def tokens(*, warm: bool) -> list[int]:
         cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, 8, torch.bfloat16), 8)
         settings = GPUConfig(max_running=2, max_batch_tokens=64)
-        runner = GPURunner(model, cache, frozenset(), RowMaker(c.vocab, frozenset(), None), settings, Host(), 64)
+        runner = GPURunner(model, cache, frozenset(), RowMaker(frozenset(), None), settings, Host(), 64)
         if warm:
             thread = threading.Thread(target=boot.warm_up, args=(runner,))
             thread.start()

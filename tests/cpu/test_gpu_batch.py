@@ -28,7 +28,7 @@ def step(singles: list[int], chunks: list[tuple[int, int, bool]]) -> tuple[Rows,
     work += [Work(f"c{i}", start, [7] * n, [], samples=samples) for i, (start, n, samples) in enumerate(chunks)]
     for at, w in enumerate(work):
         params = SamplingParams()
-        rows.add(w.id, Row(Admission(w.id, [1], 1, params, 0), 100, frozenset(), None))
+        rows.add(w.id, Row(Admission(w.id, [1], 1, params, 0), frozenset(), None))
         needed = -(-(w.start + len(w.tokens)) // BLOCK)
         w.blocks = list(range(100 * at, 100 * at + needed))
     rows.seat(work)

@@ -63,7 +63,7 @@ class House:
         self.device = device or Host()
         self.cache = KVCache(KVShape(c.layers, c.kv_heads, c.head_dim, BLOCK, torch.bfloat16), 16)
         settings = GPUConfig(max_running=4, max_batch_tokens=16, transfer=True)
-        rows = RowMaker(c.vocab, frozenset(), None)
+        rows = RowMaker(frozenset(), None)
         self.runner = GPURunner(model, self.cache, frozenset(), rows, settings, self.device, 64)
         self.region = region_of(self.runner, self.device)
         transfer = TransferConfig(name)

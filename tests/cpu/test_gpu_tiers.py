@@ -76,9 +76,7 @@ class House:
         cache.keys, cache.values = torch.zeros_like(cache.keys), torch.zeros_like(cache.values)  # can be given back
         chosen = GPUConfig(max_running=4, max_batch_tokens=64, tiers=tiers, **settings)  # type: ignore[arg-type]
         self.device = Racing(pins=pins)
-        self.runner = GPURunner(
-            model, cache, frozenset(), RowMaker(c.vocab, frozenset(), None), chosen, self.device, 64
-        )
+        self.runner = GPURunner(model, cache, frozenset(), RowMaker(frozenset(), None), chosen, self.device, 64)
         self.device.watch(kept=self.runner.buffers())
         forward = self.runner._forward
 

@@ -52,7 +52,7 @@ def engine(
     if not ahead:
         return Engine(config, TorchRunner(model, cache, frozenset()))
     settings = GPUConfig(max_running=running, max_batch_tokens=budget, graphs=graphs)
-    maker = RowMaker(c.vocab, frozenset(), None)
+    maker = RowMaker(frozenset(), None)
     return Engine(config, GPURunner(model, cache, frozenset(), maker, settings, Host(), 64))
 
 
@@ -180,7 +180,7 @@ def test_who_is_refused_while_its_next_chunk_is_planned(model: Decoder) -> None:
     expected = run(engine(model, prefix=False), submissions(params))
     e = engine(model, budget=16, running=4, prefix=False, ahead=True)
     assert isinstance(e.runner, GPURunner)
-    e.runner._make_row = Choosy(model.config.vocab, frozenset(), None)
+    e.runner._make_row = Choosy(frozenset(), None)
     for submission in submissions(params):
         e.add(submission)
     outputs: list[Output] = []

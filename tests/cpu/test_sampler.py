@@ -21,7 +21,7 @@ def sample(
     prompt_len: int | None = None,
     seed: int = 1,
 ) -> Sampled:
-    sampler = Sampler(VOCAB, RowMaker(VOCAB, EOS, None))
+    sampler = Sampler(VOCAB, RowMaker(EOS, None))
     tokens = tokens or [5]
     assert sampler.admit(Admission("a", tokens, prompt_len or len(tokens), params, seed)) is None
     sampled, failed = sampler.sample(["a"], logits.clone()[None])

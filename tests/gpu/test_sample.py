@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from emberline.kernels import ref
-from emberline.kernels.cuda.sample import apply_bitmask, edit, log_probs, sample
+from emberline.kernels.cuda.sample import apply_bitmask, count_tokens, edit, log_probs, penalise, sample
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -279,3 +279,25 @@ def test_captured_in_a_graph() -> None:
         step()
         assert all(torch.equal(a, b) for a, b in zip(replayed, (out, *scores), strict=True))
         assert (work.gather(1, out[:, None]) > -torch.inf).all() and (scores[3] >= 1).all()
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_penalties_and_counts(vocab: int) -> None:
+    """To the bit as defined: also where the vocabulary is no multiple of what a thread reads."""
+    rows, slots = torch.tensor([0, 2, 3]).int(), torch.tensor([4, 1, 0]).int()
+    counts = torch.zeros(5, -(-vocab // 8) * 8, dtype=torch.int16)
+    counts[:, :vocab] = torch.randint(0, 5, (5, vocab)).mul(often(vocab, 0.2)).short()
+    counts[:, :vocab][often(5 * vocab, 0.1).view(5, vocab)] += ref.IN_PROMPT
+    counts[4, vocab - 1] = ref.MAX_COUNT
+    settings = torch.tensor([[1.3, 0.2, 0.5], [0.7, -0.1, 0.0], [1.0, 0.3, -1.0]])
+    logits, device = peaked(4, vocab), [counts.cuda(), slots.cuda(), rows.cuda()]
+    logits[2, : vocab // 2] = -torch.inf
+    ours = logits.cuda()
+    for _ in range(3):
+        ref.penalise(logits, rows, slots, settings, counts)
+        penalise(ours, device[2], device[1], settings.cuda(), device[0])
+        assert torch.equal(ours.cpu(), logits)
+        tokens = torch.tensor([vocab - 1, 3, 5, 0])
+        ref.count_tokens(counts, slots, rows, tokens)
+        count_tokens(*device, tokens.cuda())
+        assert torch.equal(device[0].cpu(), counts)

@@ -41,6 +41,15 @@ THEN_HANGS_UP = READY + "engine.recv(1 << 16); engine.close(); time.sleep(20)"
 THEN_REPORTS = READY + "engine.recv(1 << 16); engine.sendall(encode(Progress('m', [], Stats()))); time.sleep(60)"
 THEN_HANGS = READY + "time.sleep(60)"
 KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
+# A step that does not end: its kernels make progress a while, then none.
+COMPUTES_THEN_HANGS = (
+    READY
+    + """
+from emberline.engine.process import report_progress
+done = iter(range(13))
+report_progress(engine, lambda: next(done, 12), interval=0.25)
+"""
+)
 BOOTS_FOR_EVER = """
 import sys, threading, types
 boots = types.ModuleType("emberline.engine.fleet_boot")
@@ -177,6 +186,15 @@ def test_a_pause_of_the_whole_machine_is_no_silence(hasty: None) -> None:
             assert engine.pid == pid and engine.restarts == 0 and engine.state is State.READY
             os.kill(pid, signal.SIGSTOP)  # it alone
             assert isinstance(await ask(engine), EngineFailed)
+
+    asyncio.run(main())
+
+
+def test_progress_within_a_step_is_a_sign_of_life_and_none_is_not() -> None:
+    async def main() -> None:
+        async with started(COMPUTES_THEN_HANGS, stall_timeout=2.0) as engine:  # 3 s of progress
+            assert isinstance(await ask(engine), EngineFailed)
+            assert engine.progress_reports == 12
 
     asyncio.run(main())
 

@@ -30,6 +30,7 @@ class Engine:
     paired: dict[str, Paired] = field(default_factory=dict)
     state: State = State.READY
     time: float = 100.0
+    progress_reports: int = 0
     met: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
 
     def now(self) -> float:
@@ -202,3 +203,12 @@ def test_an_answer_that_nobody_can_read_is_not_the_end(monkeypatch: pytest.Monke
             await them.stop()
 
     asyncio.run(main())
+
+
+def test_progress_within_a_step_shows_in_the_beat() -> None:
+    """A router takes a worker whose step stands still for one that hangs."""
+    engine = Engine(stats={"m": Stats(step=7)})
+    made = presence(engine)
+    first = made.beat().step
+    engine.progress_reports += 1
+    assert made.beat().step != first == 7

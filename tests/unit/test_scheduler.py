@@ -242,6 +242,26 @@ def test_deadline_ends_a_request_wherever_it_is() -> None:
     assert ended == {"running": "deadline_exceeded", "waiting": "deadline_exceeded"}
 
 
+def test_no_deadline_while_tokens_flow() -> None:
+    """A request has `token_timeout` for its first token and from each to the next, and no other limit by default."""
+    e = engine(running=1)
+    clock = e.clock
+    assert isinstance(clock, ManualClock)
+    flows = Submission("flows", list(range(8)), SamplingParams(max_tokens=40))
+    waits = Submission("waits", list(range(8)), SamplingParams(max_tokens=5), token_timeout=1000.0)
+    e.add(flows)
+    e.add(waits)
+    outputs = []
+    for _ in range(20):
+        clock.advance(500)
+        outputs += e.step()
+    assert len([t for o in outputs if o.id == "flows" for t in o.tokens]) == 20
+    assert [(o.id, o.error) for o in outputs if o.finish] == [("waits", "deadline_exceeded")]
+    clock.advance(601)
+    assert [(o.id, o.error) for o in e.step() if o.finish] == [("flows", "deadline_exceeded")]
+    assert_all_free(e)
+
+
 def test_stop_ids_eos_and_limits() -> None:
     probe = engine()
     probe.add(submission("a", 8, max_tokens=3, temperature=0.0))

@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser, config: Any) -> None:
     parser.add_argument("--port", type=int, default=config.port)
     parser.add_argument("--api-key", action="append", default=[], help="require this key; may be given several times")
     add_exposure(parser)
-    add_setting(parser, config, "request_timeout", "seconds")
+    add_setting(parser, config, "request_timeout", "seconds of a whole request; inf: as long as its tokens flow")
+    add_setting(parser, config, "token_timeout", "seconds to the first token, and between two tokens of a stream")
     add_log_level(parser)
 
 

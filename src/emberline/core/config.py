@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -281,7 +282,8 @@ class RouterConfig:
     allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
     cluster_key: str | None = None  # of workers and of who drains them; None: whoever is on this machine
     max_body: int = 32 << 20
-    request_timeout: float = 600.0
+    request_timeout: float = math.inf  # seconds of a whole request; inf: as long as its tokens flow
+    token_timeout: float = 600.0  # seconds to the first token, and between two tokens of a stream
     beat_seconds: float = 1.0  # between two signs of life of a worker
     lost_after: float = 4.0  # seconds without one
     stuck_after: float = 30.0  # seconds in which a worker that has requests makes no step
@@ -305,6 +307,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in (
             "request_timeout",
+            "token_timeout",
             "beat_seconds",
             "stuck_after",
             "attempts",
@@ -415,7 +418,8 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
     closed: bool = False  # without API keys it answers only its router, which has the cluster key
     max_body: int = 32 << 20
-    request_timeout: float = 600.0
+    request_timeout: float = math.inf  # seconds of a whole request; inf: as long as its tokens flow
+    token_timeout: float = 600.0  # seconds to the first token, and between two tokens of a stream
     stall_timeout: float = 120.0  # an engine with open requests and no sign of life for so long is restarted
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
@@ -426,7 +430,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise InvalidRequest("there is no model to serve", param="models")
-        for name in ("request_timeout", "stall_timeout"):
+        for name in ("request_timeout", "token_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidRequest(f"{name} must be above 0", param=name)
         if self.embedder in self.models:

@@ -83,8 +83,8 @@ class SamplingParams:
 
     @property
     def stepwise(self) -> bool:
-        """Whether each token must be seen before the next can be chosen, besides being computed."""
-        return self.grammar is not None or self.penalised or self.prompt_logprobs is not None
+        """Whether each token must be known to the host before the step after it is launched."""
+        return self.prompt_logprobs is not None
 
 
 def _between(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

@@ -13,6 +13,7 @@ before the last one's result is in, the newest token may be `pending`: it is on 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
@@ -52,11 +53,12 @@ class Submission:
     params: SamplingParams
     priority: Priority = Priority.INTERACTIVE
     salt: str = ""  # tenants with different salts never share cached blocks
-    timeout: float = 600.0  # seconds until it ends with an error, wherever it is
+    timeout: float = math.inf  # seconds until it ends with an error, wherever it is
     model: str = ""  # which, where there are several: engine.fleet's to read
     resumed: tuple[tuple[int, ...], ...] = ()  # output that each of the n has already, elsewhere; (): none has any
     source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket): blocks of the prompt may be had there
     publish: bool = False  # for another engine to go on: blocks of the prompt under a lease, one token, HANDOFF
+    token_timeout: float = 600.0  # seconds to the first token, and between two tokens, until it ends with an error
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +75,7 @@ class Request:
     salt: str
     arrival: float
     deadline: float
+    token_timeout: float = math.inf  # seconds to the first token, and between two
     leader: str | None = None  # n > 1: the sibling that computes the prompt first
     resumed: int = 0  # output tokens that it came with
     source: dict[str, Any] | None = None  # where blocks of its prompt may be had; None once that was tried
@@ -89,8 +92,10 @@ class Request:
     preemptions: int = 0
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far: kv.manager's memo
     stepwise: bool = field(init=False)  # as its params say
+    token_deadline: float = field(init=False)  # of the next token
 
     def __post_init__(self) -> None:
+        self.token_deadline = self.arrival + self.token_timeout
         self.stepwise = self.params.stepwise
 
     @property

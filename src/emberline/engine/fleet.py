@@ -225,9 +225,10 @@ class Fleet:
         for name, queue in list(self._queues.items()):
             for submission_id, waiting in list(queue.requests.items()):
                 waited = now - waiting.arrival
-                if waited >= waiting.submission.timeout:
+                submission = waiting.submission
+                if waited >= min(submission.timeout, submission.token_timeout):
                     error: EmberlineError = DeadlineExceeded(
-                        "the request was not finished within its time limit", hint="raise --request-timeout"
+                        "the request did not begin within its time limit", hint="raise --token-timeout"
                     )
                 elif waited >= self.config.wait:
                     error = self._overloaded(f"{name} did not get its turn in {waited:.0f} s: other models are busy")

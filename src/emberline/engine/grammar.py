@@ -16,6 +16,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,21 @@ class Matcher:
     def error(self) -> str | None:
         """Why this request cannot go on: a token the grammar forbids, or a step beyond the library's limits."""
         return _plain(self._inner.get_error()) if self._inner.is_error() else None
+
+
+def fill_masks(matchers: Sequence[Matcher], masks: Mask) -> None:
+    """Writes the mask of each matcher to the row of `masks` at its place. Several are computed in parallel."""
+    assert masks.dtype == np.int32 and len(masks) == len(matchers) and masks.flags.c_contiguous
+    if len(matchers) == 1:
+        matchers[0].fill(masks[0])
+        return
+    pairs = [(matcher._inner, i) for i, matcher in enumerate(matchers)]
+    _executor().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks[0].nbytes, len(masks))
+
+
+@cache
+def _executor() -> llguidance.LLExecutor:
+    return llguidance.LLExecutor()
 
 
 class GrammarCompiler:

@@ -65,6 +65,7 @@ class Intake:
                 salt=submission.salt,
                 arrival=arrival,
                 deadline=arrival + submission.timeout,
+                token_timeout=submission.token_timeout,
                 leader=f"{submission.id}#0" if i else None,
                 resumed=len(said[i]),
                 source=submission.source if i == 0 and params.prompt_logprobs is None else None,

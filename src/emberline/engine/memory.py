@@ -42,7 +42,7 @@ class MemoryPlan:
     total: int
     weights: int
     activations: int
-    scratch: int  # partial results; tables of blocks and of angles; blocks on their way; float8 keys as bf16
+    scratch: int  # partial results; tables of blocks, of angles, of penalties; blocks on their way; float8 keys as bf16
     logits: int
     graphs: int
     reserve: int
@@ -175,6 +175,7 @@ def plan(
     graphs = len(shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
     scratch = _scratch(config, block_size, max_running, max_context) + packed * _unpacked(config)
+    scratch += _per_vocabulary(config, max_running)
     if kv_dtype_bytes == DTYPE_BYTES["float8"] and dtype_bytes == DTYPE_BYTES["bfloat16"]:
         wide = kv_token_bytes(config, DTYPE_BYTES["bfloat16"]) // config.layers
         scratch += wide * block_size * widened_blocks(block_size, max_context, max_batch_tokens)
@@ -288,6 +289,11 @@ def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context
     tables = 2 * max_running * -(-max_context // block_size) * 4  # of int32; one on its way while the other is used
     angles = max_context * config.rope.dim * F32
     return partials + tables + angles
+
+
+def _per_vocabulary(config: ModelConfig, max_running: int) -> int:
+    """Counts of tokens for penalties, 16 bits each, and masks of grammars on their way, one bit each."""
+    return (max_running + 1) * (2 * (config.vocab + 7) + (config.vocab + 31) // 8)
 
 
 def _unpacked(config: ModelConfig) -> int:

@@ -69,6 +69,10 @@ class Progress(msgspec.Struct, tag=True):
     stats: Stats
 
 
+class Computing(msgspec.Struct, tag=True):
+    """The process has computed something since the last report, though its step may not have ended yet."""
+
+
 class Turned(msgspec.Struct, tag=True):
     """A model fell asleep or woke. Before Ready, how each of them is."""
 
@@ -116,7 +120,7 @@ class Refused(msgspec.Struct, tag=True):
         return kind(self.message, param=self.param, hint=self.hint)
 
 
-Message = Start | Submit | Abort | Peers | Watch | Ready | Progress | Turned | Paired | Blocks | Refused
+Message = Start | Submit | Abort | Peers | Watch | Ready | Progress | Computing | Turned | Paired | Blocks | Refused
 
 
 def _tree(kind: type[EmberlineError]) -> Iterator[type[EmberlineError]]:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from emberline.engine.fleet import Fleet
 from emberline.engine.messages import (
     Abort,
     Blocks,
+    Computing,
     Facts,
     Inbox,
     Message,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
 BETWEEN_PREPARATIONS = 0.04  # seconds without messages before each, once requests have come
+PROGRESS_REPORT_S = 1.0  # seconds between reports of progress within a step
 GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
 
 
@@ -53,7 +55,7 @@ def main() -> int:
     # A terminal or a service manager tells all of us. The client ends what is open, then us, by closing the socket.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    channel, booted = socket.socket(fileno=int(sys.argv[1])), threading.Event()
+    channel, booted = Channel(fileno=int(sys.argv[1])), threading.Event()
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(channel, inbox, booted), daemon=True).start()
     start = inbox.get()
@@ -70,6 +72,8 @@ def main() -> int:
     except EmberlineError as e:
         channel.sendall(encode(Refused.of("", e)))
         return 1
+    from emberline.kernels import ops  # late, since it imports torch
+
     booted.set()
     imports = {"imports": imported - began}
     ready = Ready({name: _facts(loaded[name], imports) for name in start.models})
@@ -77,10 +81,35 @@ def main() -> int:
         channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
         if reader is not None:
             threading.Thread(target=early.remember, daemon=True).start()
+        threading.Thread(target=report_progress, args=(channel, ops.progress), daemon=True).start()
         serve(fleet, channel, inbox)
     for engine in fleet.engines.values():
         engine.close()
     return 0
+
+
+class Channel(socket.socket):
+    """The socket to the client. Several threads may send: messages are not mixed up."""
+
+    def __init__(self, fileno: int) -> None:
+        super().__init__(fileno=fileno)
+        self._sending = threading.Lock()
+
+    def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
+        with self._sending:
+            super().sendall(data, flags)
+
+
+def report_progress(channel: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_S) -> None:
+    """Tells the client while a step is computed, however long it takes, so that it is not taken for one that hangs.
+    Returns when the client is gone."""
+    last = progress()
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(interval)
+            if (now := progress()) != last:
+                last = now
+                channel.sendall(encode(Computing()))
 
 
 def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:

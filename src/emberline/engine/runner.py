@@ -35,7 +35,7 @@ class TorchRunner:
         self.vocab_size = model.config.vocab
         self.eos = eos
         self.layout = f"{model.fingerprint}/{cache.shape.dtype}/{cache.shape.block_size}"
-        rows = RowMaker(self.vocab_size, eos, make_compiler)
+        rows = RowMaker(eos, make_compiler)
         self.prepare = rows.prepare
         self._sampler = Sampler(self.vocab_size, rows)
         self._copier = Copier(cache)

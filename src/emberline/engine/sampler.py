@@ -19,6 +19,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
 from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
 from emberline.engine.grammar_thread import GrammarThread
+from emberline.engine.penalties import PenaltyCounts
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
@@ -43,7 +44,7 @@ class Edits:
 class Row:
     """One request's sampling state; all of it follows from the Admission and the tokens since."""
 
-    def __init__(self, admission: Admission, vocab: int, eos: frozenset[int], matcher: Matcher | None) -> None:
+    def __init__(self, admission: Admission, eos: frozenset[int], matcher: Matcher | None) -> None:
         self.params = admission.params
         self.seed = admission.seed
         self.matcher = matcher
@@ -51,12 +52,6 @@ class Row:
         self.prompt_len = admission.prompt_len
         self._eos = eos
         p = self.params
-        self._penalised = p.penalised
-        if self._penalised:
-            self._seen = np.zeros(vocab, bool)
-            self._counts = np.zeros(vocab, np.float32)
-            self._seen[self.tokens] = True
-            np.add.at(self._counts, self.tokens[self.prompt_len :], 1)
         self._bias_ids = np.array(list(p.logit_bias), np.int64)
         self._bias = np.array(list(p.logit_bias.values()), np.float32)
         self._enders = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
@@ -67,32 +62,23 @@ class Row:
     def plain(self) -> bool:
         """Whether its choice depends on nothing but the logits, and nothing but the choice is wanted."""
         p = self.params
-        special = self._penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
+        special = p.penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
         return not special
 
     def edits(self, known: int) -> Edits | None:
-        """Penalties, bias and the minimal length, when the token after `known` ones is chosen."""
+        """Bias and the minimal length, when the token after `known` ones is chosen. Penalties are applied before."""
         short = known - self.prompt_len < self.params.min_tokens
-        if not (self._penalised or short or len(self._bias_ids)):
+        if not (short or len(self._bias_ids)):
             return None
-        p, nobody = self.params, np.zeros(0, np.int64)
-        seen = np.flatnonzero(self._seen) if self._penalised else nobody
-        barred = self._enders if short else nobody
-        ids = np.unique(np.concatenate([seen, self._bias_ids, barred]))
+        barred = self._enders if short else np.zeros(0, np.int64)
+        ids = np.unique(np.concatenate([self._bias_ids, barred]))
         divide, add = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
-        if self._penalised:
-            at, counts = np.searchsorted(ids, seen), self._counts[seen]
-            divide[at] = p.repetition_penalty
-            add[at] -= counts * p.frequency_penalty + (counts > 0) * p.presence_penalty
         add[np.searchsorted(ids, self._bias_ids)] += self._bias
         add[np.searchsorted(ids, barred)] = -np.inf
         return Edits(ids, divide, add)
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
-        if self._penalised:
-            self._seen[token] = True
-            self._counts[token] += 1
         self._accept(token)
 
     @property
@@ -113,13 +99,12 @@ class Row:
 class RowMaker:
     """Makes a request's Row, or raises InvalidRequest. To `prepare` its grammar first saves waiting for it then."""
 
-    def __init__(self, vocab: int, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
-        self._vocab = vocab
+    def __init__(self, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._eos = eos
         self._grammars = None if make_compiler is None else GrammarThread(make_compiler)
 
     def __call__(self, admission: Admission) -> Row:
-        return Row(admission, self._vocab, self._eos, self._matcher(admission.params.grammar))
+        return Row(admission, self._eos, self._matcher(admission.params.grammar))
 
     def prepare(self, grammar: Grammar) -> Future[Matcher]:
         """Compiles it beside the caller. It is there for rows as long as somebody keeps the future."""
@@ -141,23 +126,28 @@ class Sampler:
         self._vocab = vocab
         self._make_row = make_row
         self._rows: dict[str, Row] = {}
+        self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
 
     def admit(self, admission: Admission) -> str | None:
         """None, or why this request cannot be sampled."""
         try:
-            self._rows[admission.id] = self._make_row(admission)
+            row = self._rows[admission.id] = self._make_row(admission)
         except InvalidRequest as e:
             return str(e)
+        if row.params.penalised:
+            self._penalties[admission.id] = PenaltyCounts(row.params, row.tokens, row.prompt_len)
         return None
 
     def forget(self, request_id: str) -> None:
         self._rows.pop(request_id, None)
+        self._penalties.pop(request_id, None)
 
     def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, Sampled], dict[str, str]]:
         """One token for each id from its row of the logits, which are overwritten; or why there is none."""
         rows = [self._rows[i] for i in ids]
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits[wants] if wants else logits[:0]
+        self._penalise(ids, logits)
         self._constrain(rows, logits)
         params = [row.params for row in rows]
         seeds = np.array([row.seed % (1 << 64) for row in rows], np.uint64).view(np.int64)
@@ -176,6 +166,8 @@ class Sampler:
         for i, (request_id, row, token) in enumerate(zip(ids, rows, chosen, strict=True)):
             if row.error is None:  # the mask was good
                 row.append(token)
+                if (penalties := self._penalties.get(request_id)) is not None:
+                    penalties.add(token)
             if row.error is None:
                 sampled[request_id] = Sampled(token, logprobs.get(i), stop=row.done)
             else:
@@ -190,15 +182,21 @@ class Sampler:
             logits[: len(successors)], successors, [row.params.prompt_logprobs or 0] * len(successors)
         )
 
+    def _penalise(self, ids: Sequence[str], logits: Tensor) -> None:
+        for i, request_id in enumerate(ids):
+            if (penalties := self._penalties.get(request_id)) is not None:
+                penalties.apply(logits[i].numpy())
+
     def _constrain(self, rows: Sequence[Row], logits: Tensor) -> None:
         for i, row in enumerate(rows):
             if (edits := row.edits(len(row.tokens))) is not None:
                 edits.apply(logits[i].numpy())
         masked = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
         if masked:
+            from emberline.engine.grammar import fill_masks
+
             mask = np.full((len(masked), -(-self._vocab // 32)), -1, np.int32)
-            for out, (_, matcher) in zip(mask, masked, strict=True):
-                matcher.fill(out)
+            fill_masks([matcher for _, matcher in masked], mask)
             ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))
 
 

@@ -307,6 +307,7 @@ class Scheduler:
             request.first_token = now
             request.cached = min(request.cached, self._found.get(request.id, request.cached))
         request.tokens.append(sampled.token)
+        request.token_deadline = now + request.token_timeout
         request.check()
         finish, ticket = self._ending(request, stop=sampled.stop), None
         if request.publish and self.publisher is not None:
@@ -343,7 +344,7 @@ class Scheduler:
 
     def _expire(self) -> None:
         now = self.clock.now()
-        for request in [r for r in self.requests.values() if r.deadline <= now]:
+        for request in [r for r in self.requests.values() if min(r.deadline, r.token_deadline) <= now]:
             self._end(request, FinishReason.ERROR, error="deadline_exceeded")
 
     def _end(self, request: Request, finish: FinishReason, error: str | None = None) -> None:

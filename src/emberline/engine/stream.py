@@ -22,6 +22,7 @@ from emberline.engine.ledger import Ledger
 from emberline.engine.messages import (
     Abort,
     Blocks,
+    Computing,
     Facts,
     Inbox,
     Message,
@@ -70,6 +71,7 @@ class AsyncEngine:
         self.paired: dict[str, Paired] = {}  # with whom each model was last said to be paired
         self.ledger = Ledger(models)  # of blocks, once somebody watches
         self.restarts = 0
+        self.progress_reports = 0  # received while steps were computed
         self.last_sign = 0.0  # when the process last said anything
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
         self._rules = rules
@@ -234,6 +236,8 @@ class AsyncEngine:
                 for output in outputs:
                     if (inbox := self._open.get(output.id)) is not None:
                         inbox.put(output)
+            case Computing():
+                self.progress_reports += 1
             case Turned():
                 self.turned[message.model] = message
             case Blocks(model, whole, stored, removed):
@@ -258,7 +262,8 @@ class AsyncEngine:
         return None
 
     async def _watch(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
-        """A process that reports nothing is stuck (an idle one reports too): it is ended, and all that waits for it.
+        """A process that reports nothing is stuck: it is ended, and all that waits for it. An idle one reports too, and
+        so does one that computes a long step, as long as its kernels make progress.
         Ticks are counted: where the whole machine was paused, the clock went on for both."""
         tick = min(1.0, self._stall_timeout / 4)
         silent, heard = 0.0, self.last_sign

@@ -28,13 +28,15 @@ from emberline.kernels.tiles import GATED_ROWS, Tiles
 from emberline.kernels.triton import activation, attention, norm, rope, rows, widen
 
 __all__ = [
-    "apply_bitmask", "draw", "edit", "embed", "gate_up_silu", "keep_packed", "linear", "log_probs", "newest_tokens",
-    "pack_linear", "paged_attention", "rope_and_cache", "settle",
+    "apply_bitmask", "count_tokens", "draw", "edit", "embed", "gate_up_silu", "keep_packed", "linear", "log_probs",
+    "newest_tokens", "pack_linear", "paged_attention", "penalise", "rope_and_cache", "settle",
 ]  # fmt: skip
 
 apply_bitmask = sampling.apply_bitmask
+count_tokens = sampling.count_tokens
 edit = sampling.edit
 log_probs = sampling.log_probs
+penalise = sampling.penalise
 
 UNPACKED = 8192 * 4096  # weights of a head that are unpacked at a time, at most
 # Weights kept both ways are read in 12 bits up to so many rows, in matrices of more weights than these.

@@ -25,15 +25,17 @@ from emberline.kernels.stack import DenseLayer, DenseStack
 from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 
 __all__ = [
-    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "dense_layers",
-    "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "most_tiles", "newest_tokens",
-    "pack_linear", "paged_attention", "rope_and_cache", "sample", "set_threads", "start",
+    "Ahead", "Backend", "Cutter", "DenseLayer", "DenseStack", "PackedWeight", "Tiles", "apply_bitmask", "count_tokens",
+    "dense_layers", "describe", "draw", "edit", "embed", "gate_up_silu", "linear", "log_probs", "mark_progress",
+    "most_tiles", "newest_tokens", "pack_linear", "paged_attention", "penalise", "progress", "rope_and_cache", "sample",
+    "set_threads", "start",
 ]  # fmt: skip
 
 STORE, ADD, GATED = 0, 1, 2
 
 
 _backend: Backend | None = None
+_marks = 0  # of `mark_progress`
 
 
 def start(*, threads: int = 0, cache: Path | None = None, native: bool = True) -> Backend:
@@ -60,6 +62,18 @@ def set_threads(threads: int) -> None:
         library.ember_set_threads(threads)
     else:
         torch.set_num_threads(threads)
+
+
+def mark_progress() -> None:
+    """Records that a part of a forward pass was computed, where no native kernel records it."""
+    global _marks
+    _marks += 1
+
+
+def progress() -> int:
+    """A count that grows while this process computes: with every piece of work of the native kernels."""
+    native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
+    return int(native) + _marks
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -328,6 +342,26 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
         gpu.edit(logits, rows, ids, divide, add)
     else:
         ref.edit(logits, rows, ids, divide, add)
+
+
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+    """Applies penalties for the tokens that occurred; `ref.penalise` defines the arguments."""
+    if logits.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.penalise(logits, rows, slots, settings, counts)
+    else:
+        ref.penalise(logits, rows, slots, settings, counts)
+
+
+def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Adds one occurrence of tokens[rows[i]] to counts[slots[i]]. Each slot comes once."""
+    if counts.is_cuda:
+        from emberline.kernels import gpu
+
+        gpu.count_tokens(counts, slots, rows, tokens)
+    else:
+        ref.count_tokens(counts, slots, rows, tokens)
 
 
 def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:

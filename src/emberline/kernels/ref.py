@@ -16,6 +16,9 @@ from torch import Tensor
 from emberline.kernels.packed import PackedWeight
 from emberline.kernels.stack import DenseStack
 
+MAX_COUNT = 0x7FFF  # occurrences of one token in one output that penalties count; more of them weigh as many
+IN_PROMPT = -0x8000  # the bit of a 16-bit count that says that the prompt has the token
+
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
     n, k = weight.shape
@@ -183,6 +186,25 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
     at = rows.long(), ids.long()
     values = logits[at]
     logits[at] = torch.where(values > 0, values / divide, values * divide) + add
+
+
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+    """Applies repetition, frequency and presence penalties (`settings` [P, 3]) to logits[rows[i]] for the tokens that
+    occurred, as `counts[slots[i]]` says: the low 15 bits count a token's occurrences in the output, the sign bit says
+    that the prompt has it."""
+    for row, slot, (repetition, frequency, presence) in zip(rows.tolist(), slots.tolist(), settings, strict=True):
+        values, seen = logits[row], counts[slot, : logits.shape[1]]
+        count = (seen & MAX_COUNT).float()
+        scaled = torch.where(values > 0, values / repetition, values * repetition)
+        changed = scaled - (count * frequency + (count > 0) * presence)
+        logits[row] = torch.where(seen != 0, changed, values)
+
+
+def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Adds an occurrence in the output of tokens[rows[i]] to counts[slots[i]], up to MAX_COUNT. Slots are distinct."""
+    at = slots.long(), tokens[rows.long()]
+    old = counts[at]
+    counts[at] = torch.where((old & MAX_COUNT) == MAX_COUNT, old, old + 1)
 
 
 def _sample_row(

@@ -115,6 +115,7 @@ class Decoder:
             if not len(x):
                 return x
             x = layer.ffn(x, f.ahead)
+            ops.mark_progress()
         return x
 
 

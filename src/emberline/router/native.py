@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ class Native:
             "body": msgspec.Raw(self.call.body),
             "seed": self.seed,
             "handoff": handoff.as_dict(),
-            "timeout": round(max(timeout, 0.001), 3),
+            "timeout": None if math.isinf(timeout) else round(max(timeout, 0.001), 3),
             "id": id_,
             "created": self.created if created is None else created,
         }

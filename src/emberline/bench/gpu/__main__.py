@@ -59,12 +59,12 @@ class Part:
 
 def parts(args: argparse.Namespace) -> list[Part]:
     """Those asked for, the most telling first."""
-    from emberline.bench.gpu import cold, engine, openloop, peers
+    from emberline.bench.gpu import cold, engine, openloop, peers, sampled
 
     only, given = args.only, dict(args.set)
     rates, seconds, rounds = args.rates, args.seconds, args.rounds
     found: list[Part] = []
-    if args.what in ("engine", "all") and any(engine.wanted(name, only) for name in engine.NAMES):
+    if args.what in ("engine", "all") and any(engine.wanted(name, only) for name in (*engine.NAMES, *sampled.NAMES)):
         work = partial(engine.measure, only=only, settings=given, rounds=rounds)
         found.append(Part("engine", 150.0 + 50.0 * (rounds or engine.ROUNDS), work))
     if args.what in ("open", "all") and any(engine.wanted(name, only) for name in openloop.names(rates)):

@@ -65,6 +65,7 @@ VLLM = {
     "chat1000_out_tok_s": 11_120.0,
 }
 
+PLAIN = SamplingParams()  # besides: greedy, to the asked length
 _runs = count()  # so that ids are never used twice
 
 Clock = Callable[[], float]
@@ -129,13 +130,18 @@ class Steady:
         return (self.end - self.begin) / self.steps
 
 
-def submission(name: str, prompt: list[int], output: int) -> Submission:
-    params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
+def submission(name: str, prompt: list[int], output: int, how: SamplingParams = PLAIN) -> Submission:
+    params = replace(how, max_tokens=output, temperature=0.0, ignore_eos=True)
     return Submission(name, prompt, params, timeout=math.inf)
 
 
 def drive(
-    served: Served, job: Job, limit: float = LIMIT, clock: Clock = time.perf_counter, cpu: Clock = time.process_time
+    served: Served,
+    job: Job,
+    limit: float = LIMIT,
+    clock: Clock = time.perf_counter,
+    cpu: Clock = time.process_time,
+    how: SamplingParams = PLAIN,
 ) -> Course:
     """All at once, then step by step to the end. All tokens of a step have the time at which it was returned."""
     run = next(_runs)
@@ -144,7 +150,7 @@ def drive(
     began, cpu_began = clock(), cpu()
     marks = [(0.0, 0.0)]
     for name, i in index.items():
-        served.add(submission(name, job.prompts[i], job.outputs[i]))
+        served.add(submission(name, job.prompts[i], job.outputs[i], how))
     while not served.idle:
         outputs = served.step()
         now = clock() - began
@@ -251,6 +257,8 @@ class Bench:
 
 
 def measure(report: Report, only: Sequence[str] = (), settings: dict[str, Any] | None = None, rounds: int = 0) -> None:
+    from emberline.bench.gpu import sampled
+
     chosen = SETTINGS | (settings or {})
     began = time.perf_counter()
     booted = boot(chosen)
@@ -265,16 +273,25 @@ def measure(report: Report, only: Sequence[str] = (), settings: dict[str, Any] |
     for name in NAMES:
         if wanted(name, only):
             attempt(report, name, partial(bench.measure, name))
+    for name in sampled.NAMES:
+        if wanted(name, only):
+            run = partial(_drive_sampled, booted.engine)
+            attempt(report, name, partial(sampled.measure, report, run, name, rounds or ROUNDS))
     report.config["stats"] = {k: v for k, v in asdict(booted.engine.stats()).items() if k != "residency"}
+
+
+def _drive_sampled(served: Served, job: Job, how: SamplingParams) -> Course:
+    return drive(served, job, how=how)
 
 
 def boot(settings: dict[str, Any]) -> Booted:
     import torch
 
+    from emberline.bench.gpu.sampled import compiler
     from emberline.engine.gpu.boot import boot_gpu
 
     weights = RandomWeights("cuda", torch.bfloat16, packed=settings.get("weights") == "packed")
-    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings))
+    return boot_gpu(CONFIG, weights, context=settings["max_context"], settings=GPUConfig(**settings), compiler=compiler)
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:

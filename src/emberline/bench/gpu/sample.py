@@ -10,7 +10,7 @@ from torch import Tensor
 
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.bench.report import Report
-from emberline.kernels.cuda.sample import log_probs, sample
+from emberline.kernels.cuda.sample import count_tokens, log_probs, penalise, sample
 
 BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
 VOCAB = 128256
@@ -33,6 +33,7 @@ def measure(report: Report) -> None:
         _compare(report, f"sample_top_{rows}", *top, limit)
         for name, settings in {"top_p": (1.0, 0, TOP_P), "plain": (1.0, 0, 1.0), "hot": (20.0, 0, 1.0)}.items():
             report.add(f"sample_{name}_{rows}", replay(_ours(inputs, *settings)), "us", limit=limit)
+        report.add(f"penalties_{rows}", replay(_penalised(inputs)), "us")
         report.add(f"log_probs_{rows}", replay(_scored(inputs)), "us", limit=limit)
         print(f"sample {rows}: done", flush=True)
         del inputs, greedy, top
@@ -59,6 +60,21 @@ def _scored(inputs: list[Tensor]) -> Calls:
     ids = torch.arange(len(inputs[0]), device="cuda")
     out = log_probs(inputs[0], ids, 5)
     return [lambda x=x: log_probs(x, ids, 5, out=out) for x in inputs]  # type: ignore[misc]
+
+
+def _penalised(inputs: list[Tensor]) -> Calls:
+    """Of a prompt of 4,096 tokens, and the count of one that is sampled."""
+    rows = torch.arange(len(inputs[0]), device="cuda", dtype=torch.int32)
+    counts = torch.zeros(len(rows), VOCAB, device="cuda", dtype=torch.int16)
+    counts.scatter_(1, torch.randint(VOCAB, (len(rows), 4096), device="cuda"), 1)
+    settings = torch.tensor([[1.1, 0.2, 0.5]], device="cuda").repeat(len(rows), 1)
+    tokens = torch.arange(len(rows), device="cuda")
+
+    def call(logits: Tensor) -> None:
+        penalise(logits, rows, rows, settings, counts)
+        count_tokens(counts, rows, rows, tokens)
+
+    return [_bound(call, x) for x in inputs]
 
 
 def _by_sorting(logits: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def boot_gpu(
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
     eos = frozenset(config.eos)
-    runner = GPURunner(model, cache, eos, RowMaker(config.vocab, eos, compiler), settings, device, context)
+    runner = GPURunner(model, cache, eos, RowMaker(eos, compiler), settings, device, context)
     ready = time.perf_counter()
     seconds = {"plan": made - began - tuned, "tune": tuned, "runner": ready - made, **_fill(weights, runner)}
     if settings.weights == "both":

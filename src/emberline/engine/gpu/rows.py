@@ -25,6 +25,7 @@ class Place:
     plain: bool  # the logits as they are, and nothing but a token: what most requests want
     blocks: int = 0
     life: int = 0
+    counted: bool = False  # whether the device has the counts of its tokens, for penalties
 
 
 class Rows:
@@ -69,7 +70,7 @@ class Rows:
             self._seat(place, self._free.pop())
 
     def _seat(self, place: Place, index: int) -> None:
-        place.index, place.blocks = index, 0
+        place.index, place.blocks, place.counted = index, 0, False
         p = place.row.params
         self.temperature[index], self.top_k[index] = p.temperature, min(p.top_k, (1 << 31) - 1)
         self.top_p[index], self.min_p[index] = p.top_p, p.min_p

@@ -2,6 +2,9 @@
 
 A launch is: write the step's inputs into a pinned buffer, one copy, the model, sampling, one copy home, a mark. Nothing
 in it waits for the device. A step runs as a captured graph of the next larger shape, where there is one.
+
+A grammar's mask needs the token before on the host. Where that token is still pending, the launch ends with the model,
+and the step is sampled as soon as the result of the step before it is taken: masks are computed while the model runs.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from torch import Tensor
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest
 from emberline.core.plan import StepPlan, StepResult, TokenLogprob, Work
-from emberline.engine.gpu import sampling
 from emberline.engine.gpu.batch import Batch
 from emberline.engine.gpu.copier import DeviceCopier
 from emberline.engine.gpu.device import Device
+from emberline.engine.gpu.penalties import DevicePenalties
 from emberline.engine.gpu.rows import Rows
+from emberline.engine.gpu.sampling import SampledStep, mask_words
 from emberline.engine.gpu.shape import Shape, by_use, most_rows, shapes
 from emberline.engine.gpu.staging import Sheet, Staging
 from emberline.engine.gpu.track import Captured, Inputs, Part, Track
@@ -58,6 +62,8 @@ class GPURunner:
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
         most, widened = settings.max_running, widened_blocks(self._block, max_context, settings.max_batch_tokens)
+        self._penalties = DevicePenalties(settings.max_running + 1, self.vocab_size, device.torch)
+        self._unsampled: SampledStep | None = None  # the newest step, where it waits for tokens of the one before
         self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(most), widened=widened)
         self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
         self._grid = grid_of(model.config, settings.max_batch_tokens)
@@ -66,7 +72,8 @@ class GPURunner:
         size = _staging_bytes(settings, self._cutter)
         ahead = model.ahead(device.lane, device.beside())
         self._track = Track(device.lane, Staging(size, device), ahead, most_rows(most))
-        self._others = Staging(size, device)  # what a step brings besides the model's inputs
+        masks = settings.max_running * mask_words(self.vocab_size) * 4
+        self._others = Staging(size + masks, device)  # what a step brings besides the model's inputs
         self.copier = DeviceCopier(cache, device) if settings.tiers else None
 
     @property
@@ -108,8 +115,8 @@ class GPURunner:
 
     def buffers(self) -> list[Tensor]:
         """All that is kept on the device between steps, besides weights. Of an idle runner, nothing in it is wanted:
-        counters are back at zero, and a row's table and newest token are written before they are read."""
-        kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest]
+        counters are back at zero, and a row's table, newest token and counts are written before they are read."""
+        kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._others, self._track.inputs)]
         copying = self.copier.buffers() if self.copier is not None else []
         return [*kept, *staged, *self._cutter.buffers(), *copying]
@@ -127,24 +134,42 @@ class GPURunner:
         singles, chunks = Batch.split(work)
         part = self._part(singles, chunks)
         sheet = self._others.sheet()
-        sampled = [w for w in (*singles, *chunks) if w.samples]
-        draw = sampling.prepare(sampled, self._rows, self.vocab_size, sheet) if sampled else None
         table_at, table_of = sheet.put(where), sheet.put(blocks)
+        reset = self._penalties.prepare_reset([self._rows[w.id] for w in work], sheet)
+        sampled = SampledStep([w for w in (*singles, *chunks) if w.samples], self._rows, self._penalties)
+        waits = sampled.waits_for_tokens()
+        if not waits:
+            sampled.prepare(self.vocab_size, sheet)
         sheet.send()
         if len(where):
             self._rows.tables.view(-1).index_copy_(0, table_at, table_of)
+        if reset is not None:
+            self._penalties.reset(reset)
         logits = self._run(part)
-        scores, logits = self._score_prompts([*singles, *chunks], logits)
-        fetched = sampling.sample(draw, logits, self._rows.newest) if draw is not None else None
-        ended = self._track.lane.mark()
+        scores, sampled.logits = self._score_prompts([*singles, *chunks], logits)
+        if waits:
+            assert self._unsampled is None, "the step before has not been sampled"
+            self._unsampled = sampled
+        else:
+            sampled.launch(self._track.lane)
 
         def finish() -> StepResult:
-            ended.wait()
-            sampled, lost = fetched.results(draw, self._rows) if draw is not None and fetched is not None else ({}, {})
+            tokens, lost = sampled.results()
+            self._sample_next()
             prompts = {name: score() for name, score in scores.items()}
-            return StepResult(step, sampled, prompts, failed | lost, ended.since(began))
+            return StepResult(step, tokens, prompts, failed | lost, sampled.ended.since(began))
 
         return finish
+
+    def _sample_next(self) -> None:
+        """Samples the step after the one whose tokens have just come, if it waits for them."""
+        step, self._unsampled = self._unsampled, None
+        if step is not None:
+            with torch.inference_mode(), self._track.lane.working():
+                sheet = self._others.sheet()
+                step.prepare(self.vocab_size, sheet)
+                sheet.send()
+                step.launch(self._track.lane)
 
     def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
         ends = (w.start + len(w.tokens) for w in chunks)

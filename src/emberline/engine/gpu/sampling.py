@@ -1,5 +1,5 @@
-"""Logits to tokens without bringing the logits home. What only the host can know (grammar masks, penalties) goes to the
-device with the step's other inputs; what the host needs (tokens, log-probabilities) comes back with its results."""
+"""Logits to tokens without bringing the logits home. What only the host can know (grammar masks) goes to the device
+after the step's other inputs; what the host needs (tokens, log-probabilities) comes back with its results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emberline.core.plan import Sampled, TokenLogprob, Work
+from emberline.core.plan import PENDING, Sampled, TokenLogprob, Work
+from emberline.engine.gpu.device import Lane, Mark
+from emberline.engine.gpu.penalties import DevicePenalties, PenalisedRows, prepare_rows
 from emberline.engine.gpu.rows import Place, Rows
 from emberline.engine.gpu.staging import Sheet
 from emberline.kernels import ops
+
+
+class SampledStep:
+    """The sampling of one step: prepared by the host, launched after the model, its results taken later."""
+
+    def __init__(self, work: Sequence[Work], rows: Rows, penalties: DevicePenalties) -> None:
+        self.logits: Tensor | None = None  # one row for each of `work`, once the model is launched
+        self._work = work
+        self._rows = rows
+        self._penalties = penalties
+        self._draw: Draw | None = None
+        self._fetched: Fetched | None = None
+        self._ended: Mark | None = None
+
+    def waits_for_tokens(self) -> bool:
+        """Whether a grammar's mask can only be computed when the host has the tokens of the step before."""
+        pending = (self._rows[w.id] for w in self._work if w.tokens[-1] == PENDING)
+        return any(not place.plain and place.row.matcher is not None for place in pending)
+
+    def prepare(self, vocab: int, sheet: Sheet) -> None:
+        if self._work:
+            self._draw = prepare(self._work, self._rows, vocab, sheet)
+
+    def launch(self, lane: Lane) -> None:
+        if self._draw is not None and self.logits is not None:
+            self._fetched = sample(self._draw, self.logits, self._rows.newest, self._penalties)
+        self.logits = None
+        self._ended = lane.mark()
+
+    @property
+    def ended(self) -> Mark:
+        assert self._ended is not None, "the step has not been sampled: results must be taken in order"
+        return self._ended
+
+    def results(self) -> tuple[dict[str, Sampled], dict[str, str]]:
+        """Waits for the device."""
+        self.ended.wait()
+        if self._draw is None or self._fetched is None:
+            return {}, {}
+        return self._fetched.results(self._draw, self._rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +71,15 @@ class Draw:
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
+    penalised: PenalisedRows | None
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
     mask: tuple[Tensor, Tensor] | None  # bits, rows
     scored: tuple[list[int], Tensor] | None  # whose log-probabilities are wanted, of [0, S)
+
+
+def mask_words(vocab: int) -> int:
+    """32-bit words of a mask with one bit for each token."""
+    return -(-vocab // 32)
 
 
 def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
@@ -50,22 +98,27 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
         sheet.put(rows.top_p[index]),
         sheet.put(rows.min_p[index]),
         sheet.put(rows.seed[index]),
+        prepare_rows(places, special, sheet),
         _edits(places, special, known, sheet),
         _mask(places, special, vocab, sheet),
         (scored, sheet.put(np.array(scored, np.int64))) if scored else None,
     )
 
 
-def sample(draw: Draw, logits: Tensor, newest: Tensor) -> Fetched:
+def sample(draw: Draw, logits: Tensor, newest: Tensor, penalties: DevicePenalties) -> Fetched:
     """Chooses, and notes each row's newest token on the device; overwrites the logits. What it gives back is on its
     way home: it is there when a mark after it has passed."""
     raw = logits.index_select(0, draw.scored[1]) if draw.scored else None
+    if draw.penalised is not None:
+        penalties.apply(logits, draw.penalised)
     if draw.edits is not None:
         ops.edit(logits, *draw.edits)
     if draw.mask is not None:
         ops.apply_bitmask(logits, *draw.mask)
     tokens = ops.draw(logits, draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.seed, draw.position)
     newest.index_copy_(0, draw.rows, tokens)
+    if draw.penalised is not None:
+        penalties.count(tokens, draw.penalised)
     parts = [tokens]
     if draw.scored is not None and raw is not None:
         most = max(draw.places[i].row.params.logprobs or 0 for i in draw.scored[0])
@@ -134,10 +187,11 @@ def _edits(
 
 
 def _mask(places: Sequence[Place], special: Sequence[int], vocab: int, sheet: Sheet) -> tuple[Tensor, Tensor] | None:
-    masked = [(i, m) for i in special if (m := places[i].row.matcher) is not None]
-    if not masked:
+    masked = [(i, m) for i in special if (m := places[i].row.matcher) is not None and not (m.done or m.error)]
+    if not masked:  # also of a request that ends with the token before: what is sampled for it is dropped
         return None
-    bits = np.full((len(masked), -(-vocab // 32)), -1, np.int32)
-    for out, (_, matcher) in zip(bits, masked, strict=True):
-        matcher.fill(out)
+    from emberline.engine.grammar import fill_masks  # needs llguidance, as these rows do
+
+    bits = np.full((len(masked), mask_words(vocab)), -1, np.int32)
+    fill_masks([matcher for _, matcher in masked], bits)
     return sheet.put(bits), sheet.put(np.array([i for i, _ in masked], np.int64))

@@ -20,6 +20,7 @@ MOST_VIEWS = 4096
 DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
+    np.dtype(np.int16): torch.int16,
     np.dtype(np.float32): torch.float32,
 }
 

@@ -97,6 +97,7 @@ def load(path: Path) -> ctypes.CDLL:
         entry = getattr(library, name)
         entry.argtypes, entry.restype = [KINDS[letter] for letter in letters], c_long
     library.ember_panel.restype = library.ember_threads.restype = library.ember_amx.restype = c_int
+    library.ember_progress.restype = c_long
     library.ember_isa.restype = ctypes.c_char_p
     library.ember_crc32.argtypes, library.ember_crc32.restype = [POINTER, LONG, c_uint32], c_uint32
     return library

@@ -147,6 +147,7 @@ void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k
 
 void ember_set_threads(int threads) { set_threads(threads); }
 int ember_threads() { return threads(); }
+long ember_progress() { return progress(); }
 int ember_amx() { return amx::available(); }
 const char* ember_isa() { return amx::available() ? amx::kIsa : kIsa; }
 }

@@ -36,7 +36,11 @@ public:
 
     int size() const { return int(workers_.size()) + 1; }
 
+    // Grows with every piece of work that is done: a process that computes can be told from one that hangs.
+    long progress() const { return done_.load(std::memory_order_relaxed); }
+
     void run(long items, Body body) {
+        done_.fetch_add(1, std::memory_order_relaxed);
         if (workers_.empty() || items <= 1) return items ? body.call(body.object, 0, items) : void();
         std::lock_guard lock(turn_);
         body_ = body;
@@ -64,6 +68,7 @@ private:
             long piece = std::max(1L, (items_ - at) / share);
             if (!next_.compare_exchange_weak(at, at + piece, std::memory_order_relaxed)) continue;
             body_.call(body_.object, at, at + piece);
+            done_.fetch_add(1, std::memory_order_relaxed);
             at = next_.load(std::memory_order_relaxed);
         }
     }
@@ -101,6 +106,7 @@ private:
     alignas(64) std::atomic<bool> open_{false};
     alignas(64) std::atomic<int> inside_{0};
     alignas(64) std::atomic<int> asleep_{0};
+    alignas(64) std::atomic<long> done_{0};
 };
 
 // Never destroyed: its threads may outlive static destructors at exit.
@@ -117,6 +123,7 @@ struct Free {
 
 void set_threads(int threads) { pool().resize(threads); }
 int threads() { return pool().size(); }
+long progress() { return pool().progress(); }
 void run_parallel(long items, Body body) { pool().run(items, body); }
 
 float* scratch(Slot slot, long floats) {

@@ -5,6 +5,7 @@ namespace ember {
 
 void set_threads(int threads);
 int threads();
+long progress();
 
 // What to run, by reference: no copy, no allocation.
 struct Body {

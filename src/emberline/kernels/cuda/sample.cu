@@ -398,3 +398,35 @@ __global__ void edit(float* logits, int stride, int count, const int* rows, cons
   float* at = logits + i64(rows[i]) * stride + ids[i];
   *at = (*at > 0.f ? *at / divide[i] : __fmul_rn(*at, divide[i])) + add[i];  // not fused: as the definition rounds
 }
+
+// Penalties of the tokens that occurred. Block (x, i): eight counts a thread, which is one load; most of them are zero.
+// settings[i] is repetition, frequency, presence. Rounded after each operation, as the definition rounds.
+__global__ void penalise(float* logits, int stride, int n, const int* rows, const int* slots, const float* settings,
+                         const u16* counts, int width) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const u32 i = blockIdx.y, first = 8 * (blockIdx.x * blockDim.x + threadIdx.x);
+  if (first >= u32(n)) return;
+  const uint4 eight = *reinterpret_cast<const uint4*>(counts + i64(slots[i]) * width + first);
+  if (!(eight.x | eight.y | eight.z | eight.w)) return;
+  const float repetition = settings[3 * i], frequency = settings[3 * i + 1], presence = settings[3 * i + 2];
+  const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+  float* row = logits + i64(rows[i]) * stride;
+#pragma unroll
+  for (u32 j = 0; j < 8; j++) {
+    const u32 seen = pairs[j / 2] >> (j % 2 * 16) & 0xffffu, count = seen & 0x7fffu, id = first + j;
+    if (!seen || id >= u32(n)) continue;
+    const float x = row[id], scaled = x > 0.f ? x / repetition : __fmul_rn(x, repetition);
+    row[id] = __fsub_rn(scaled, __fadd_rn(__fmul_rn(float(count), frequency), count ? presence : 0.f));
+  }
+}
+
+// counts[slots[i], tokens[rows[i]]] goes up by one, unless its 15 bits are full. One thread each.
+__global__ void count_tokens(u16* counts, int width, int count, const int* slots, const int* rows, const i64* tokens) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= u32(count)) return;
+  u16* at = counts + i64(slots[i]) * width + tokens[rows[i]];
+  if ((*at & 0x7fffu) != 0x7fffu) *at = u16(*at + 1);
+}

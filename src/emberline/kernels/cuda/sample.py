@@ -1,5 +1,5 @@
-"""sample, log_probs, apply_bitmask, edit: what `kernels/ref.py` says of them, over rows of logits on a GPU. `sample.cu`
-says how.
+"""sample, log_probs, apply_bitmask, edit, penalise, count_tokens: what `kernels/ref.py` says of them, over rows of
+logits on a GPU. `sample.cu` says how.
 
 A row's answer depends on that row alone, to the bit. Nothing here waits for the device, and nothing is allocated where
 `out` is given, so all of it can be captured in a graph.
@@ -15,11 +15,12 @@ from torch import Tensor
 from emberline.kernels.cuda.driver import Kernel, Module
 
 FILE = "sample.cu"
-VARIANTS = ("sample", "log_probs", "apply_bitmask", "edit")
+VARIANTS = ("sample", "log_probs", "apply_bitmask", "edit", "penalise", "count_tokens")
 THREADS = 1024  # of a row
 FEW_THREADS = 256  # of a block where each thread stands alone
 MOST_VOCAB = (1 << 20) - 1  # an id has 20 bits, and the sum of all weights 64
 MOST_TOP = 64
+COUNTS_PER_THREAD = 8
 
 Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -80,6 +81,34 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
     if count:
         grid = (-(-count // FEW_THREADS), 1, 1)
         _kernels()["edit"](grid, FEW_THREADS, (logits, logits.stride(0), count, rows, ids, divide, add), pdl=True)
+
+
+def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
+    """As `ref.penalise`. Rows of the counts are as wide as a multiple of 8 that is not below the vocabulary."""
+    _rows(logits)
+    vocab, count = logits.shape[1], len(rows)
+    width = _count_width(counts)
+    assert width >= vocab and rows.dtype is slots.dtype is torch.int32 and settings.dtype is torch.float32
+    assert slots.shape == (count,) and settings.shape == (count, 3) and settings.is_contiguous()
+    if count:
+        grid = (-(-vocab // (COUNTS_PER_THREAD * FEW_THREADS)), count, 1)
+        arguments = (*_where(logits), rows, slots, settings, counts, width)
+        _kernels()["penalise"](grid, FEW_THREADS, arguments, pdl=True)
+
+
+def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """As `ref.count_tokens`."""
+    count = len(rows)
+    assert rows.dtype is slots.dtype is torch.int32 and slots.shape == (count,) and tokens.dtype is torch.int64
+    if count:
+        grid = (-(-count // FEW_THREADS), 1, 1)
+        arguments = counts, _count_width(counts), count, slots, rows, tokens
+        _kernels()["count_tokens"](grid, FEW_THREADS, arguments, pdl=True)
+
+
+def _count_width(counts: Tensor) -> int:
+    assert counts.dtype is torch.int16 and counts.is_contiguous() and counts.shape[1] % COUNTS_PER_THREAD == 0
+    return counts.shape[1]
 
 
 def _rows(logits: Tensor) -> int:

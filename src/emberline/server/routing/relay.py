@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,6 +43,7 @@ from emberline.server.routing.trip import Setback, Trip
 log = logging.getLogger("emberline.router")
 
 WHOLE = 1 << 20  # bytes of a plain reply that are taken in before any is passed on
+EXTENSION_S = 1.0  # seconds until the deadline of the next token is put off again: timers take time, too
 PAUSE = 0.1  # seconds until workers are looked for again, at first
 MOST_WAITING = 1024  # for workers, at once
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
@@ -63,10 +65,11 @@ class Relay:
     async def run(self, x: Exchange, ask: Ask, body: bytes) -> None:
         trip = self._trip(x, self._dispatch.named(ask), body)
         try:
-            async with asyncio.timeout_at(trip.deadline):
+            async with asyncio.timeout(None) as trip.limit:
+                self._extend(trip, anew=True)
                 await self._travel(trip)
         except TimeoutError:  # slow is not broken, and may be its client's doing
-            await self._broke(trip, DeadlineExceeded(f"no end within {self._config.request_timeout:.0f} s"))
+            await self._broke(trip, self._exceeded(trip))
         except asyncio.CancelledError:
             if trip.started and not x.has_left:  # the router stops
                 error = ShuttingDown()
@@ -88,6 +91,21 @@ class Relay:
         ours = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         accused = self._suspects.knows(ask.digest, self._now())
         return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, x.path in GENERATING, accused)
+
+    def _extend(self, trip: Trip, *, anew: bool = False) -> None:
+        """The next part of the reply has `token_timeout` from now, within the deadline of the whole."""
+        now = self._now()
+        if trip.limit is None or (now < trip.extended + EXTENSION_S and not anew):
+            return
+        trip.extended, config = now, self._config
+        until = min(trip.deadline, now + config.token_timeout if trip.shows_tokens else math.inf)
+        trip.limit.reschedule(None if math.isinf(until) else until)
+
+    def _exceeded(self, trip: Trip) -> DeadlineExceeded:
+        config = self._config
+        if self._now() < trip.deadline:
+            return DeadlineExceeded(f"no token within {config.token_timeout:.0f} s", hint="raise --token-timeout")
+        return DeadlineExceeded(f"no end within {config.request_timeout:.0f} s", hint="raise --request-timeout")
 
     async def _travel(self, trip: Trip) -> None:
         while (decision := self._next(trip) or await self._wait(trip)) is not None:
@@ -135,6 +153,8 @@ class Relay:
 
     async def _attempt(self, trip: Trip, decision: Decision) -> Setback | None:
         trip.legs += 1
+        trip.watched = decision.worker.dialect == "native"
+        self._extend(trip, anew=True)
         with self._dispatch.opened(trip.ask, decision) as leg:
             trip.trace(leg, "resume" if trip.started else "plain")
             leg.movable = trip.may_move
@@ -174,7 +194,8 @@ class Relay:
         await trip.close()
         missing = leg.decision.load.prefill
         to.relieved(leg.key)
-        prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, trip.deadline)
+        until = min(trip.deadline, self._now() + self._config.token_timeout)
+        prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, until)
         trip.trace(prefill.leg, "prefill")
         if must:
             prefill.needed_by(leg)
@@ -222,6 +243,7 @@ class Relay:
         if trip.started:
             raise Garbled("a stream does not go on with something else")
         while data := await reply.read():
+            self._extend(trip)
             if not trip.started:
                 await self._begin(trip, reply, leg)
             self._dispatch.came(leg, 0)
@@ -236,6 +258,7 @@ class Relay:
             before = track.count
             if not (out := track.push(data)):
                 continue
+            self._extend(trip)
             if leg.first is None:
                 await self._first(trip, reply, leg)
             self._dispatch.came(leg, track.count - before)

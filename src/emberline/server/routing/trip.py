@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class Trip:
     seed: int
     created: int  # when its reply is said to be made
     key: str | None  # the cluster's
-    deadline: float
+    deadline: float  # of all of it; inf: none
     attempts: int  # workers to be tried, until one of them says something
     migrations: int  # times that it may go on elsewhere
     generates: bool
@@ -83,6 +84,14 @@ class Trip:
     tries: int = 0
     legs: int = 0  # workers that were to answer so far
     origin: Decision | None = None  # where it was before somebody wished it away
+    limit: asyncio.Timeout | None = None  # of the next part of the reply
+    extended: float = 0.0  # when that was last put off
+    watched: bool = False  # the worker that is asked ends a request itself whose tokens do not come
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether the router can tell that tokens come. A whole reply comes at its end, however long that takes."""
+        return self.ask.stream or not self.generates or not self.watched
 
     @property
     def started(self) -> bool:

@@ -135,5 +135,6 @@ _REASONS: dict[FinishReason, Reason] = {
 
 def output_error(text: str) -> EmberlineError:
     if text == DeadlineExceeded.code:
-        return DeadlineExceeded("the request was not finished within its time limit", hint="raise --request-timeout")
+        what = "the request was not finished, or its next token was not there, within its time limit"
+        return DeadlineExceeded(what, hint="raise --request-timeout or --token-timeout")
     return InvalidRequest(f"the output cannot go on: {text}", param="response_format", hint="make the grammar simpler")

@@ -30,6 +30,7 @@ class Errand:
         model: str,
         max_context: int,
         timeout: float,
+        token_timeout: float,
         past: Past,
         source: dict[str, Any] | None = None,
     ) -> None:
@@ -38,6 +39,7 @@ class Errand:
         self._model = model
         self._max_context = max_context
         self._deadline = engine.now() + timeout
+        self._token_timeout = token_timeout
         self._past = past
         self._source = source
 
@@ -62,7 +64,8 @@ class Errand:
     ) -> AsyncGenerator[Output, None]:
         caller, time_left = self._order.caller, max(0.0, self._deadline - self._engine.now())
         head = (uuid.uuid4().hex, ids, params, caller.priority, caller.salt, time_left, self._model)
-        return self._engine.submit(Submission(*head, resumed, source, publish), merging=merging)
+        submission = Submission(*head, resumed, source, publish, self._token_timeout)
+        return self._engine.submit(submission, merging=merging)
 
     async def _score(self, top: int) -> None:
         """Log-probabilities do not travel: they are computed again, as those of a prompt."""

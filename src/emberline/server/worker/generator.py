@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -38,7 +39,8 @@ class Generator:
         served_name: str,
         tool_style: ToolStyle,
         reasoning: ReasoningStyle | None,
-        timeout: float,
+        timeout: float = math.inf,
+        token_timeout: float = 600.0,
     ) -> None:
         self.engine = engine
         self.prompts = prompts
@@ -46,6 +48,7 @@ class Generator:
         self._preparation = Preparation(prompts, guard, tool_style, reasoning)
         self._metrics = metrics
         self._timeout = timeout
+        self._token_timeout = token_timeout
 
     async def count(self, call: ChatCall) -> int:
         text = await self.prompts.rendered(call)
@@ -118,6 +121,7 @@ class Generator:
             model=self.served_name,
             max_context=self.prompts.max_context,
             timeout=min(self._timeout, journey.timeout),
+            token_timeout=self._token_timeout,
             past=Past(handoff.said, len(order.jobs) * order.params.n, tokenizer.vocab_size),
             source=handoff.source,
         )

@@ -62,7 +62,7 @@ class Presence:
             waiting=stats.waiting,
             loading=stats.loading,
             kv_usage=round(stats.kv_usage, 4),
-            step=stats.step,
+            step=stats.step + self._engine.progress_reports,  # progress within a long step is progress too
             step_seconds=stats.step_seconds,
             busy_seconds=stats.busy_seconds,
             prompt_tokens=stats.prompt_tokens,

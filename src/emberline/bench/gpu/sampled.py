@@ -1,0 +1,92 @@
+"""Decode with penalties and with a JSON grammar, beside plain decode of the same job in the same run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from emberline.bench import workload
+from emberline.bench.gpu import engine
+from emberline.bench.job import Job
+from emberline.bench.report import Report
+from emberline.core.params import Grammar, SamplingParams
+
+if TYPE_CHECKING:  # needs llguidance
+    from emberline.engine.grammar import GrammarCompiler
+
+BATCHES = (1, 8, 32)
+PROMPT, NEW = 4096, 128  # tokens in and out
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+ENDLESS = Grammar("json_schema", json.dumps({"type": "array", "items": ITEM, "minItems": 200}))
+KINDS = {
+    "penalties": SamplingParams(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2),
+    "json": SamplingParams(grammar=ENDLESS),
+}
+LETTERS, SPACE = 'etaoinshrdlucmfwypvbgkqjxzETAOINSHRDL0123456789_-,."{}[]:', "\u0120"
+NAMES = tuple(f"{kind}_b{batch}" for kind in KINDS for batch in BATCHES)
+
+
+def measure(report: Report, run: Callable[[Job, SamplingParams], engine.Course], name: str, rounds: int) -> None:
+    """Adds the step of one kind and batch, that of plain decode, and what a row costs more."""
+    kind, _, size = name.rpartition("_b")
+    batch = int(size)
+    job = workload.job([(PROMPT, NEW)] * batch, engine.VOCAB)
+
+    def steps(params: SamplingParams) -> list[float]:
+        run(workload.job([(32, 4)] * batch, engine.VOCAB), params)  # warms up
+        return [engine.Steady.of(job, run(job, params).timeline).step for _ in range(rounds)]
+
+    plain, ours = steps(SamplingParams()), steps(KINDS[kind])
+    report.add(f"{name}_ms", [1e3 * step for step in ours], "ms", peer=1e3 * min(plain))
+    report.add(f"{name}_plain_ms", [1e3 * step for step in plain], "ms")
+    report.add(f"{name}_us_per_row", 1e6 * (min(ours) - min(plain)) / batch, "us")
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    """Of a made-up vocabulary as large as that of Llama 3.1: all bytes, and words of up to eight letters."""
+    from emberline.engine.grammar import GrammarCompiler
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(json.dumps(_tokenizer(engine.VOCAB, engine.CONFIG.vocab)))
+        return GrammarCompiler(file, engine.CONFIG.vocab, engine.CONFIG.eos)
+
+
+def _tokenizer(words: int, vocab: int) -> dict[str, object]:
+    from tokenizers import pre_tokenizers
+
+    rng = np.random.default_rng(0)
+    found = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    drawn = rng.integers(0, len(LETTERS), (2 * words, 8)).tolist()
+    for letters, size, spaced in zip(drawn, rng.integers(2, 9, 2 * words), rng.random(2 * words) < 0.5, strict=True):
+        if len(found) < words:
+            found[SPACE * bool(spaced) + "".join(LETTERS[i] for i in letters[:size])] = None
+    special = [
+        {"id": i, "content": f"<|special_{i}|>", "special": True, "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False}
+        for i in range(words, vocab)
+    ]  # fmt: skip
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "added_tokens": special,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": {text: i for i, text in enumerate(found)}, "merges": []},
+    }

@@ -1,0 +1,94 @@
+"""DevicePenalties: for each row of the device, how often each token occurred in its request, 16 bits a token.
+
+The device counts the tokens it samples, so a step can be launched before the host knows the token of the step before
+it. Counts are rebuilt from the request's tokens when it gets a row: at its start, and after a preemption if another
+request has taken its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emberline.core.params import SamplingParams
+from emberline.engine.gpu.rows import Place
+from emberline.engine.gpu.staging import Sheet
+from emberline.kernels import ops
+from emberline.kernels.ref import IN_PROMPT, MAX_COUNT
+
+LOAD = 8  # counts that a kernel reads at once: rows are a multiple of it
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRows:
+    """The rows of one step's logits that have penalties."""
+
+    rows: Tensor  # [P] int32: of the logits
+    slots: Tensor  # [P] int32: of the counts
+    settings: Tensor  # [P, 3] float32: repetition, frequency, presence
+
+
+@dataclass(frozen=True, slots=True)
+class CountReset:
+    """Counts of requests that have got a row in this step, as flat positions in the table."""
+
+    slots: Tensor  # int64
+    prompt: Tensor  # int64
+    output: Tensor  # int64, each once
+    occurrences: Tensor  # int16, of each in `output`
+
+
+class DevicePenalties:
+    def __init__(self, capacity: int, vocab: int, device: torch.device) -> None:
+        self.counts = torch.zeros(capacity, -(-vocab // LOAD) * LOAD, dtype=torch.int16, device=device)
+
+    def prepare_reset(self, places: Sequence[Place], sheet: Sheet) -> CountReset | None:
+        """What the device needs to rebuild the counts of those that have got a row since they were last counted."""
+        fresh = [p for p in places if not p.counted and p.row.params.penalised]
+        if not fresh:
+            return None
+        prompt, output, occurrences = [], [], []
+        for place in fresh:
+            place.counted = True
+            row, base = place.row, place.index * self.counts.shape[1]
+            tokens = np.array(row.tokens, np.int64)
+            ids, counts = np.unique(tokens[row.prompt_len :], return_counts=True)
+            prompt.append(base + np.flatnonzero(np.bincount(tokens[: row.prompt_len])))
+            output.append(base + ids)
+            occurrences.append(np.minimum(counts, MAX_COUNT).astype(np.int16))
+        return CountReset(
+            sheet.put(np.array([p.index for p in fresh], np.int64)),
+            *(sheet.put(np.concatenate(parts)) for parts in (prompt, output, occurrences)),
+        )
+
+    def reset(self, news: CountReset) -> None:
+        self.counts.index_fill_(0, news.slots, 0)
+        flat = self.counts.view(-1)
+        flat.index_fill_(0, news.prompt, IN_PROMPT)
+        if len(news.output):
+            flat.index_add_(0, news.output, news.occurrences)
+
+    def apply(self, logits: Tensor, penalised: PenalisedRows) -> None:
+        ops.penalise(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
+
+    def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
+        """Counts the tokens that were sampled, one for each row of the step's logits."""
+        ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
+
+
+def prepare_rows(places: Sequence[Place], special: Sequence[int], sheet: Sheet) -> PenalisedRows | None:
+    """`special`: of the places, those that may have penalties."""
+    found = [i for i in special if places[i].row.params.penalised]
+    if not found:
+        return None
+    settings = np.array([_settings(places[i].row.params) for i in found], np.float32)
+    slots = np.array([places[i].index for i in found], np.int32)
+    return PenalisedRows(sheet.put(np.array(found, np.int32)), sheet.put(slots), sheet.put(settings))
+
+
+def _settings(p: SamplingParams) -> tuple[float, float, float]:
+    return p.repetition_penalty, p.frequency_penalty, p.presence_penalty

@@ -1,0 +1,50 @@
+"""PenaltyCounts: which tokens occurred in one request and how often, for penalties that the host applies.
+
+The counts are sparse: a token costs as much as there are distinct tokens so far, whatever the size of the vocabulary.
+`ref.penalise` defines the arithmetic; both give the same bits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from emberline.core.params import SamplingParams
+from emberline.kernels.ref import MAX_COUNT
+
+
+class PenaltyCounts:
+    def __init__(self, params: SamplingParams, tokens: list[int], prompt_len: int) -> None:
+        self._repetition = np.float32(params.repetition_penalty)
+        self._frequency = np.float32(params.frequency_penalty)
+        self._presence = np.float32(params.presence_penalty)
+        distinct = np.unique(np.array(tokens[:prompt_len], np.int64))
+        self._size = len(distinct)
+        self._ids = np.zeros(max(64, 2 * self._size), np.int64)
+        self._counts = np.zeros(len(self._ids), np.float32)  # occurrences in the output
+        self._ids[: self._size] = distinct
+        self._index = {token: i for i, token in enumerate(distinct.tolist())}
+        for token in tokens[prompt_len:]:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        """Counts one more token of the output."""
+        at = self._index.get(token)
+        if at is None:
+            at = self._index[token] = self._append(token)
+        self._counts[at] = min(self._counts[at] + 1, MAX_COUNT)
+
+    def apply(self, logits: np.ndarray) -> None:
+        """Changes the logits of all tokens that occurred."""
+        ids, counts = self._ids[: self._size], self._counts[: self._size]
+        values = logits[ids]
+        scaled = np.where(values > 0, values / self._repetition, values * self._repetition)
+        logits[ids] = scaled - (counts * self._frequency + (counts > 0) * self._presence)
+
+    def _append(self, token: int) -> int:
+        at = self._size
+        if at == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[at] = token
+        self._size += 1
+        return at
