@@ -103,6 +103,7 @@ def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, fa
         tool_style=tool_style,
         reasoning=reasoning.style_for(sources),
         timeout=config.request_timeout,
+        ends=frozenset(facts.eos),
     )
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
     return Served(name, generator, guard, metrics, fingerprint)

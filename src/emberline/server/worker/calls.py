@@ -6,9 +6,11 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Renderer
+from emberline.api.fields import IGNORED
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
 from emberline.server.exchange import Exchange
 from emberline.server.worker.catalog import Catalog, Served
@@ -20,6 +22,7 @@ from emberline.server.worker.server_timing import server_timing
 log = logging.getLogger("emberline.server")
 
 # What is not the request's own doing: a router that follows its stream sees it break off, and has it go on elsewhere.
+MAX_HEADER_BYTES = 2048
 ELSEWHERE = (EngineFailed, EngineUnavailable, Overloaded)
 
 
@@ -30,21 +33,28 @@ class Calls:
     def read(self, path: str, body: bytes, journey: Journey) -> tuple[ChatCall | CompletionCall, Served]:
         """The call, and who is asked."""
         call = PROTOCOLS[path].parse(body)
+        model = self._catalog.chosen(call.caller.model or None)
+        given: dict[str, Any] = {name: value for name, value in model.defaults.items() if name in call.unset}
         if call.params.seed is None and journey.seed is not None:
-            call = replace(call, params=replace(call.params, seed=journey.seed))
-        return call, self._catalog[call.caller.model]
+            given["seed"] = journey.seed
+        caller = replace(call.caller, model=model.name)
+        return replace(call, caller=caller, params=replace(call.params, **given)), model
 
     async def answer(self, x: Exchange, path: str, body: bytes, journey: Journey) -> None:
         call, model = self.read(path, body, journey)
         protocol = PROTOCOLS[path]
+        if call.caller.request_id is not None:
+            journey = replace(journey, id=call.caller.request_id)
+        ignored = [*call.ignored, *model.generator.ignored(call)]
+        headers = {IGNORED: ", ".join(ignored)[:MAX_HEADER_BYTES]} if ignored else {}
         reply = protocol.renderer(call, protocol.prefix + journey.id, journey.created, model.fingerprint)
         groups = model.generator.run(call, journey)
         x.note |= {"user": call.caller.user, "metadata": getattr(call, "metadata", None), "stream": call.stream}
-        await x.while_connected(_stream(x, reply, groups, journey.tracked) if call.stream else _fold(x, reply, groups))
+        work = _stream(x, reply, groups, headers, journey.tracked) if call.stream else _fold(x, reply, groups, headers)
+        await x.while_connected(work)
 
 
-async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None]) -> None:
-    headers: dict[str, str] = {}
+async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], headers: dict[str, str]) -> None:
     async with aclosing(groups):
         async for group in groups:
             for delta in group.deltas:
@@ -56,7 +66,9 @@ async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None
     await x.json(reply.body(), headers=headers)
 
 
-async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], tracked: bool) -> None:
+async def _stream(
+    x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], headers: dict[str, str], tracked: bool
+) -> None:
     """The status goes out with the first group: until then an error can still have one of its own. Each group is one
     write. What the client was told elsewhere is rendered like all else, and not sent."""
     async with aclosing(groups):
@@ -68,7 +80,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
                     continue  # the ending, all in one
                 if not group.told:
                     if x.status is None:
-                        await x.start_events(server_timing(group.output.timing) if group.output else None)
+                        await x.start_events(headers | (server_timing(group.output.timing) if group.output else {}))
                     await x.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
                 unsent = []
             unsent += reply.end()
@@ -80,7 +92,7 @@ async def _stream(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, No
             x.note["error"] = e.code if isinstance(e, EmberlineError) else EmberlineError.code
             unsent = reply.fail(e)
     if x.status is None:
-        await x.start_events()
+        await x.start_events(headers)
     await x.send(b"".join([*_comments(Group([]), unsent), *unsent] if tracked else unsent), last=True)
 
 

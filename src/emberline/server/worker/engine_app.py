@@ -96,7 +96,7 @@ class EngineApp:
 
     async def _count_tokens(self, x: Exchange) -> None:
         call = anthropic.parse_count(await self._body(x))
-        model = self._catalog[call.caller.model]
+        model = self._catalog.chosen(call.caller.model or None)
         await x.json(anthropic.token_count(await model.generator.count(call)))
 
     async def _embed(self, x: Exchange) -> None:
@@ -110,7 +110,7 @@ class EngineApp:
 
     async def _tokenize(self, x: Exchange) -> None:
         call = tokenize.parse(await self._body(x))
-        prompts = self._catalog.chosen(call.model).generator.prompts
+        prompts = self._catalog.chosen(call.model or None).generator.prompts
         text, special = (
             (call.prompt, call.add_special_tokens)
             if isinstance(call.prompt, str)
@@ -122,7 +122,7 @@ class EngineApp:
 
     async def _detokenize(self, x: Exchange) -> None:
         call = tokenize.parse_detokenize(await self._body(x))
-        tokenizer = self._catalog.chosen(call.model).generator.prompts.tokenizer
+        tokenizer = self._catalog.chosen(call.model or None).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
         await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
