@@ -105,9 +105,7 @@ CASES: list[tuple[Parse, dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("parse", "fields", "refused"), CASES)
-def test_every_field_has_an_effect_or_is_named(
-    parse: Parse, fields: dict[str, Any], refused: dict[str, str]
-) -> None:
+def test_every_field_has_an_effect_or_is_named(parse: Parse, fields: dict[str, Any], refused: dict[str, str]) -> None:
     for name in TEMPLATES:
         call = parse(fields)
         if name not in refused:

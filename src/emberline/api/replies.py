@@ -162,6 +162,7 @@ class ModelEntry(Wire):
     type: Literal["model"]
     display_name: str
     created_at: str
+    default_sampling_params: dict[str, float] | UnsetType = UNSET
 
 
 class ModelList(Wire):

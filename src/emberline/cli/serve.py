@@ -75,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
     service.add_setting(parser, server, "tool_style", "auto, hermes, llama3, mistral, mistral-args")
+    service.add_setting(
+        parser,
+        server,
+        "generation_config",
+        "sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with another one",
+    )
     _add_worker_arguments(parser)
     tracing.add_arguments(parser)
 

@@ -377,6 +377,7 @@ class ServerConfig:
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
     tool_style: str = "auto"  # auto: as the chat template shows
+    generation_config: str = "auto"  # where sampling defaults come from: the checkpoint (auto), none, or a directory
     worker: WorkerConfig | None = None  # None: it serves alone
     trace: TraceConfig | None = None
 

@@ -24,6 +24,8 @@ const TITLES = {
 };
 
 export const models = async (key) => (await getJSON("v1/models", key)).data.map((model) => model.id);
+export const samplingDefaults = async (key, model) =>
+  (await getJSON(`v1/models/${encodeURI(model)}`, key)).default_sampling_params ?? {};
 export const stats = (key) => getJSON("stats", key);
 
 /** The chunks of one streamed chat completion. Leaving the loop, or the signal, closes the connection, which ends the work. */

@@ -3,8 +3,8 @@ so that one reply serves both clients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ class ServedModel:
     created: int  # seconds since the epoch
     max_context: int
     owned_by: str = "emberline"
+    sampling: Mapping[str, float] = field(default_factory=dict)  # settings of a request that leaves them out
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def retrieve_model(models: Sequence[ServedModel], id: str) -> dict[str, Any]:
 
 
 def _entry(model: ServedModel) -> dict[str, Any]:
-    return {
+    entry: dict[str, Any] = {
         "id": model.id,
         "object": "model",
         "created": model.created,
@@ -43,3 +44,4 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    return {**entry, "default_sampling_params": dict(model.sampling)} if model.sampling else entry

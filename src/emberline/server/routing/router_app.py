@@ -112,11 +112,16 @@ class RouterApp:
     def _served(self) -> list[models.ServedModel]:
         """Of workers that are there; what several have is as long as the shortest of them."""
         contexts: dict[str, int] = {}
+        sampling: dict[str, dict[str, float]] = {}
         for _, member, health in self._seen():
             if health is not Health.LOST:
                 for model in member.card.models:
                     contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
-        return [models.ServedModel(name, self._began, context) for name, context in sorted(contexts.items())]
+                    sampling.setdefault(model.name, model.sampling)
+        return [
+            models.ServedModel(name, self._began, context, sampling=sampling[name])
+            for name, context in sorted(contexts.items())
+        ]
 
     # -- workers -------------------------------------------------------------------------------------------------------
 

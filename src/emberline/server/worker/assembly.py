@@ -24,6 +24,7 @@ from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.generator import Generator
 from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.sampling_defaults import FILE, sampling_defaults
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -106,7 +107,10 @@ def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, fa
         ends=frozenset(facts.eos),
     )
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
-    return Served(name, generator, guard, metrics, fingerprint)
+    defaults = sampling_defaults(text.directory, config.generation_config)
+    if defaults:
+        log.info("%s: sampling defaults %s (%s)", name, defaults, FILE)
+    return Served(name, generator, guard, metrics, fingerprint, defaults)
 
 
 def _template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

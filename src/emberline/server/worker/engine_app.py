@@ -210,7 +210,9 @@ class EngineApp:
 
     def served(self) -> list[models.ServedModel]:
         served = [
-            models.ServedModel(model.name, int(self._began), model.generator.prompts.max_context)
+            models.ServedModel(
+                model.name, int(self._began), model.generator.prompts.max_context, sampling=model.defaults
+            )
             for model in self._catalog
         ]
         if self._embeddings is not None:
