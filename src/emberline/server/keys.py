@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
@@ -11,8 +12,18 @@ from emberline.core.errors import Unauthorized
 from emberline.server.exchange import Exchange
 
 
+def presented_key(x: Exchange) -> str:
+    return x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
+
+
+def tenant_of(x: Exchange) -> str:
+    """A name for the client's key that does not tell the key: what is cached for one tenant is not used for another."""
+    key = presented_key(x)
+    return hashlib.sha256(b"emberline tenant\0" + key.encode()).hexdigest()[:32] if key else ""
+
+
 def authorize(x: Exchange, keys: Iterable[str]) -> None:
-    given = x.header("x-api-key") or x.header("authorization").removeprefix("Bearer ")
+    given = presented_key(x)
     # All are compared, in constant time each, so that timing tells nothing about them.
     if not sum(hmac.compare_digest(given.encode(), key.encode()) for key in keys):
         raise Unauthorized("the API key is missing or wrong", hint="send Authorization: Bearer KEY")

@@ -19,6 +19,7 @@ from emberline.net.notjson import NOT_JSON
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.exchange import Exchange, Receive, Scope, Send
+from emberline.server.keys import tenant_of
 from emberline.server.metrics import exposition
 from emberline.server.pages import Page
 from emberline.server.routing.dispatch import TICK, Dispatch
@@ -100,7 +101,7 @@ class RouterApp:
 
     async def _proxy(self, x: Exchange) -> None:
         body = await x.body(self._config.max_body)
-        ask = Ask.read(body, x.header(SESSION))
+        ask = Ask.read(body, x.header(SESSION), tenant_of(x) if self._config.api_keys else "")
         await x.while_connected(self._relay.run(x, ask, body))
 
     async def _models(self, x: Exchange) -> None:

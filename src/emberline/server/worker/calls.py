@@ -37,7 +37,8 @@ class Calls:
         given: dict[str, Any] = {name: value for name, value in model.defaults.items() if name in call.unset}
         if call.params.seed is None and journey.seed is not None:
             given["seed"] = journey.seed
-        caller = replace(call.caller, model=model.name)
+        salt = f"{journey.tenant} {call.caller.salt}" if journey.tenant else call.caller.salt
+        caller = replace(call.caller, model=model.name, salt=salt)
         return replace(call, caller=caller, params=replace(call.params, **given)), model
 
     async def answer(self, x: Exchange, path: str, body: bytes, journey: Journey) -> None:

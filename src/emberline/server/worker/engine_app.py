@@ -70,7 +70,7 @@ class EngineApp:
             "/openapi.json": Route(self._openapi, "GET", "nothing"),
         }
         if config.worker is not None:
-            cluster = ClusterCalls(self._calls, config.max_body)
+            cluster = ClusterCalls(self._calls, config.max_body, keyed=bool(config.api_keys))
             routes["/cluster/resume"] = Route(traced(cluster.resume), needs="cluster")
             routes["/cluster/prefill"] = Route(traced(cluster.prefill), needs="cluster")
             routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
@@ -90,7 +90,7 @@ class EngineApp:
             log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.status, time.perf_counter() - began, note)
 
     async def _generate(self, x: Exchange) -> None:
-        await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x))
+        await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x, bool(self._config.api_keys)))
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
