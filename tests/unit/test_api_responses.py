@@ -136,7 +136,8 @@ ECHO = [
     ({"user": "u"}, "user", "u"),
     ({"reasoning": {"effort": "low"}}, "reasoning", {"effort": "low", "summary": None}),
     ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "required"),
-    ({"store": False, "background": False, "truncation": "disabled"}, "store", False),
+    ({"background": False, "truncation": "disabled"}, "background", False),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "resp_1"),
 ]
 
 
@@ -272,7 +273,7 @@ BAD = [
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"previous_response_id": 1}, "previous_response_id"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"n": 1}, "n"),
@@ -317,7 +318,7 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert refusal({"model": "m", "input": "hi", **fields}).param == param
 
 
-STATEFUL = [{"previous_response_id": "resp_1"}, {"conversation": "c"}, item(id="msg_1")]
+STATEFUL = [{"conversation": "c"}, item(id="msg_1")]
 
 
 @pytest.mark.parametrize("fields", STATEFUL)

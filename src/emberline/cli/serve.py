@@ -81,6 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "generation_config",
         "sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with another one",
     )
+    parser.add_argument(
+        "--response-store",
+        metavar="FILE",
+        default=server.response_store,
+        help="SQLite file for stored responses (previous_response_id); auto: until the server ends, none: off",
+    )
+    parser.add_argument(
+        "--response-store-size",
+        type=service.size,
+        default=server.response_store_size,
+        help="bytes of stored responses, of which the oldest are deleted first (default: 256M)",
+    )
     _add_worker_arguments(parser)
     tracing.add_arguments(parser)
 

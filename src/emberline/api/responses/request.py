@@ -1,4 +1,4 @@
-"""POST /v1/responses. Nothing is stored between requests: the conversation comes whole, as `input`.
+"""POST /v1/responses. The conversation comes whole, as `input`: the server adds that of previous_response_id.
 
 call = parse(body)
 reply = stream.Renderer(call, id, created, fingerprint)
@@ -34,7 +34,7 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
-_STATELESS = "nothing is stored here: send the whole conversation as input, and store: false"
+_STATELESS = "send the whole conversation as input, or continue a response by previous_response_id"
 
 # What can be asked for beside the answer. All but two are about built-in tools, of which no reply has any.
 Included = Literal[
@@ -114,6 +114,8 @@ class ResponsesRequest(ChatFields, kw_only=True):
     safety_identifier: str | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    store: bool | None = None
+    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # its conversation is in `input` by now
     background: Off = None
     truncation: Annotated[Any, only("disabled")] = None
     context_management: Empty = None
@@ -122,7 +124,6 @@ class ResponsesRequest(ChatFields, kw_only=True):
     response_format: None = None
     prompt_logprobs: None = None
     return_token_ids: None = None
-    previous_response_id: None = None
     conversation: None = None
     prompt: None = None
     moderation: None = None
@@ -139,6 +140,8 @@ class ResponsesRequest(ChatFields, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Call(ChatCall):
     seal_reasoning: bool = False
+    store: bool | None = None  # whether the reply is to be kept; None: where there is a place for it
+    kept: bool = False  # it is
     echo: dict[str, Any] = field(default_factory=dict)  # what the reply repeats of the request
 
 
@@ -170,6 +173,7 @@ def parse(body: bytes) -> Call:
         unset=asked.unset(asked.max_output_tokens),
         ignored=ignored,
         stream=bool(asked.stream),
+        store=asked.store,
         seal_reasoning=SEALED_REASONING in (asked.include or ()),
         echo={
             **_echo(asked),
@@ -192,7 +196,7 @@ def _typed(body: bytes) -> bytes:
 
 
 def _explain(error: InvalidRequest) -> InvalidRequest:
-    stateful = error.param in ("previous_response_id", "conversation") or "'item_reference'" in error.message
+    stateful = error.param == "conversation" or "'item_reference'" in error.message
     return InvalidRequest(error.message, param=error.param, hint=_STATELESS) if stateful else explain_parts(error)
 
 
@@ -238,11 +242,10 @@ def _echo(asked: ResponsesRequest) -> dict[str, Any]:
         "max_tool_calls": asked.max_tool_calls,
         "metadata": asked.metadata or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": asked.previous_response_id,
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
         "safety_identifier": asked.safety_identifier,
-        "store": False,
         "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
         "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
         "tools": [_shown(tool) for tool in asked.tools or ()],

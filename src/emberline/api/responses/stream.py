@@ -66,6 +66,7 @@ class Renderer:
             **self._head,
             **self._call.echo,
             "model": self._call.caller.model,
+            "store": self._call.kept,
             "temperature": self._call.params.temperature,
             "top_p": self._call.params.top_p,
             "status": self._status(),

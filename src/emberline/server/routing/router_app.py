@@ -79,6 +79,7 @@ class RouterApp:
         }
         hint = "/v1/models lists what is served"
         self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, config.cluster_key, hint)
+        self._site.below["/v1/responses/"] = Route(self._stored, method="")
 
     async def tick(self) -> None:
         """For as long as the router runs."""
@@ -103,6 +104,11 @@ class RouterApp:
         body = await x.body(self._config.max_body)
         ask = Ask.read(body, x.header(SESSION), tenant_of(x) if self._config.api_keys else "")
         await x.while_connected(self._relay.run(x, ask, body))
+
+    async def _stored(self, x: Exchange) -> None:
+        """A stored response, from any worker: those of one machine share the file."""
+        await x.body(0)
+        await x.while_connected(self._relay.run(x, Ask("", 0, False, None), b""))
 
     async def _models(self, x: Exchange) -> None:
         await x.json(models.list_models(self._served()))

@@ -11,6 +11,7 @@ from typing import Any
 from emberline.api.call import ChatCall, CompletionCall
 from emberline.api.deltas import Renderer
 from emberline.api.fields import IGNORED
+from emberline.api.responses.request import Call as ResponsesCall
 from emberline.core.errors import EmberlineError, EngineFailed, EngineUnavailable, Overloaded
 from emberline.server.exchange import Exchange
 from emberline.server.worker.catalog import Catalog, Served
@@ -18,6 +19,8 @@ from emberline.server.worker.groups import Group
 from emberline.server.worker.journey import CHAIN, Journey
 from emberline.server.worker.protocol import PROTOCOLS
 from emberline.server.worker.server_timing import server_timing
+from emberline.server.worker.stored_responses import PATH as RESPONSES
+from emberline.server.worker.stored_responses import Memory, StoredResponses
 
 log = logging.getLogger("emberline.server")
 
@@ -27,8 +30,9 @@ ELSEWHERE = (EngineFailed, EngineUnavailable, Overloaded)
 
 
 class Calls:
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, responses: StoredResponses) -> None:
         self._catalog = catalog
+        self._responses = responses
 
     def read(self, path: str, body: bytes, journey: Journey) -> tuple[ChatCall | CompletionCall, Served]:
         """The call, and who is asked."""
@@ -42,8 +46,15 @@ class Calls:
         return replace(call, caller=caller, params=replace(call.params, **given)), model
 
     async def answer(self, x: Exchange, path: str, body: bytes, journey: Journey) -> None:
+        memory = None
+        if path == RESPONSES:
+            body, memory = await self._responses.completed(body, journey.tenant)
         call, model = self.read(path, body, journey)
         protocol = PROTOCOLS[path]
+        if isinstance(call, ResponsesCall):
+            call = replace(call, kept=memory is not None)
+            if call.store and memory is None:
+                call = replace(call, ignored=[*call.ignored, "store"])
         if call.caller.request_id is not None:
             journey = replace(journey, id=call.caller.request_id)
         ignored = [*call.ignored, *model.generator.ignored(call)]
@@ -51,11 +62,17 @@ class Calls:
         reply = protocol.renderer(call, protocol.prefix + journey.id, journey.created, model.fingerprint)
         groups = model.generator.run(call, journey)
         x.note |= {"user": call.caller.user, "metadata": getattr(call, "metadata", None), "stream": call.stream}
-        work = _stream(x, reply, groups, headers, journey.tracked) if call.stream else _fold(x, reply, groups, headers)
+        work = (
+            _stream(x, reply, groups, headers, memory, journey.tracked)
+            if call.stream
+            else _fold(x, reply, groups, headers, memory)
+        )
         await x.while_connected(work)
 
 
-async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], headers: dict[str, str]) -> None:
+async def _fold(
+    x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], headers: dict[str, str], memory: Memory | None
+) -> None:
     async with aclosing(groups):
         async for group in groups:
             for delta in group.deltas:
@@ -64,11 +81,19 @@ async def _fold(x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None
                 headers[CHAIN] = group.chain
             if group.output is not None and group.output.timing is not None:
                 headers = server_timing(group.output.timing) | headers  # the first that is known
-    await x.json(reply.body(), headers=headers)
+    body = reply.body()
+    if memory is not None:
+        await memory.keep(body)
+    await x.json(body, headers=headers)
 
 
 async def _stream(
-    x: Exchange, reply: Renderer, groups: AsyncGenerator[Group, None], headers: dict[str, str], tracked: bool
+    x: Exchange,
+    reply: Renderer,
+    groups: AsyncGenerator[Group, None],
+    headers: dict[str, str],
+    memory: Memory | None,
+    tracked: bool,
 ) -> None:
     """The status goes out with the first group: until then an error can still have one of its own. Each group is one
     write. What the client was told elsewhere is rendered like all else, and not sent."""
@@ -85,6 +110,8 @@ async def _stream(
                     await x.send(b"".join([*_comments(group, unsent), *unsent] if tracked else unsent))
                 unsent = []
             unsent += reply.end()
+            if memory is not None:
+                await memory.keep(reply.body())  # before its client can ask for it
         except Exception as e:
             if x.status is None or (tracked and isinstance(e, ELSEWHERE)):
                 raise

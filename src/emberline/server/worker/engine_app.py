@@ -27,6 +27,9 @@ from emberline.server.worker.cluster_calls import ClusterCalls
 from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.journey import Journey
 from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.response_store import ResponseStore
+from emberline.server.worker.stored_responses import BELOW as RESPONSES
+from emberline.server.worker.stored_responses import StoredResponses
 from emberline.server.worker.transfer_metrics import families as transfer_families
 
 log = logging.getLogger("emberline.server")
@@ -43,11 +46,13 @@ class EngineApp:
         embeddings: Embeddings | None,
         pages: dict[str, Page],
         tracing: Tracing | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._catalog = catalog
-        self._calls = Calls(catalog)
+        responses = StoredResponses(store, self._tenant)
+        self._calls = Calls(catalog, responses)
         self._embeddings = embeddings
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.stepped(stats)
         self._began = time.time()
@@ -77,6 +82,7 @@ class EngineApp:
         cluster_key = config.worker.cluster_key if config.worker is not None else None
         hint = "/openapi.json lists what is here"
         self._site = Site(routes, Route(self._model, "GET"), pages, config.api_keys, cluster_key, hint)
+        self._site.below[RESPONSES] = Route(responses.answer, method="")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -200,6 +206,9 @@ class EngineApp:
         yield from model.metrics.turns(engine.turned[model.name].turns, engine.is_awake(model.name))
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _tenant(self, x: Exchange) -> str:
+        return Journey.begun_by(x, bool(self._config.api_keys)).tenant
 
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)
