@@ -245,3 +245,70 @@ def test_a_format_and_tools_that_may_be_called(client: openai.OpenAI) -> None:
             assert call.type == "function" and set(json.loads(call.function.arguments)) == {"city", "unit"}
         else:
             assert set(json.loads(choice.message.content or "")) == {"name", "age"}
+
+
+RESULT = '{"degrees": 3}'
+FORCED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def continued(client: openai.OpenAI, message: dict[str, Any], call_id: str) -> None:
+    answer = {"role": "tool", "tool_call_id": call_id, "content": RESULT}
+    messages: Any = [*FRANCE, message, answer]
+    reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], max_tokens=4)
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_a_message_of_the_stream_helper_comes_back_as_it_is(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": FRANCE, "tools": [WEATHER], "tool_choice": FORCED, "temperature": 0}
+    with client.chat.completions.stream(**asked) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or []
+    dumped = message.model_dump()
+    assert dumped["tool_calls"][0]["function"]["parsed_arguments"]
+    continued(client, dumped, call.id)
+
+
+def test_streamed_tool_calls_merged_by_index_come_back(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": FRANCE, "tools": [WEATHER], "tool_choice": FORCED, "temperature": 0}
+    merged: dict[int, dict[str, Any]] = {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            call = merged.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+            call |= {name: value for name in ("id", "type") if (value := getattr(piece, name)) is not None}
+            assert piece.function is not None
+            call["function"]["arguments"] += piece.function.arguments or ""
+            call["function"] |= {"name": piece.function.name} if piece.function.name else {}
+    message = {"role": "assistant", "content": None, "tool_calls": list(merged.values())}
+    continued(client, message, merged[0]["id"])
+
+
+def test_a_stored_response_is_continued_read_and_deleted(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "max_output_tokens": 4, "temperature": 0}
+    first = client.responses.create(**asked, input="My name is Ada.")
+    second = client.responses.create(**asked, input="What is my name?", previous_response_id=first.id)
+    assert second.usage is not None and first.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens + 4
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    listed = client.responses.input_items.list(second.id, order="asc")
+    assert [item.role for item in listed.data if item.type == "message"] == ["user", "assistant", "user"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_words_and_tokens_that_may_not_be_written(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": FRANCE, "temperature": 0, "max_tokens": 12}
+    assert "Paris" in (client.chat.completions.create(**asked).choices[0].message.content or "")
+    without = client.chat.completions.create(**asked, extra_body={"bad_words": ["Paris"]})
+    assert "Paris" not in (without.choices[0].message.content or "")
+    ids = {"allowed_token_ids": [28, 29, 30], "return_token_ids": True}
+    choice = client.chat.completions.create(**asked, extra_body=ids).choices[0]
+    assert choice.model_extra is not None and set(choice.model_extra["token_ids"]) <= {28, 29, 30}
+
+
+def test_hints_reach_the_server_and_come_back_by_name(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": FRANCE, "max_tokens": 1}
+    raw = client.chat.completions.with_raw_response.create(
+        **asked, store=True, reasoning_effort="low", verbosity="low", prompt_cache_key="k", top_p=0, stop=""
+    )
+    assert raw.headers["x-emberline-ignored"] == "prompt_cache_key, store, verbosity, reasoning_effort"

@@ -29,14 +29,28 @@ class ToolChoice:
 class Caller:
     """Who asks and how urgent it is: the part every kind of call has."""
 
-    model: str
+    model: str  # empty: the one that is served
     priority: Priority = Priority.INTERACTIVE
     salt: str = ""
     user: str | None = None  # goes to the request log
+    request_id: str | None = None  # the reply's id, without its protocol's prefix; None: a new one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCall:
+    """What chats and text completions have alike."""
+
+    bad_words: Sequence[str] = ()  # texts that are never written
+    truncate: int | None = None  # tokens of the prompt that are kept, its last ones; -1: what the context holds
+    return_token_ids: bool = False
+    unset: frozenset[str] = frozenset()  # sampling settings that are left to the checkpoint's defaults
+    ignored: Sequence[str] = ()  # fields that have no effect
+    stream: bool = False
+    running_usage: bool = False  # push a Progress before each output's pieces
 
 
 @dataclass(frozen=True, slots=True)
-class ChatCall:
+class ChatCall(GenerationCall):
     caller: Caller
     messages: Sequence[dict[str, Any]]  # as chat templates take them: content is text, tool arguments are objects
     params: SamplingParams
@@ -49,19 +63,15 @@ class ChatCall:
     continue_last: bool = False  # the last message is the assistant's and is to be continued
     generation_prompt: bool = True  # end the prompt with the opening of the assistant's turn
     add_special_tokens: bool = False  # tokenize the rendered prompt with them too; templates write their own
-    stream: bool = False
-    running_usage: bool = False  # push a Progress before each output's pieces
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionCall:
+class CompletionCall(GenerationCall):
     caller: Caller
     prompts: Sequence[str | list[int]]  # each gives params.n choices
     params: SamplingParams
     echo: bool = False
     add_special_tokens: bool = True
-    stream: bool = False
-    running_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,15 @@ class PromptDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A choice's newest tokens, before the pieces made of them: only when return_token_ids was asked for."""
+
+    index: int
+    ids: Sequence[int]
+    prompt: Sequence[int] = ()  # those of the prompt, with a choice's first
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     index: int  # which choice
     text: str
@@ -82,6 +91,16 @@ class Finish:
     index: int
     reason: Reason
     stop_sequence: str | None = None
+    stop_token: int | None = None  # the token that ended it, if it is one of those that do
+    asked_stop: bool = False  # `stop_token` is one of the request's stop_token_ids
+
+    def reasons(self) -> dict[str, str | int | None]:
+        """What ended it, as vLLM (without the model's own end tokens) and SGLang (with them) tell it."""
+        asked = self.stop_token if self.asked_stop else None
+        return {
+            "stop_reason": asked if self.stop_sequence is None else self.stop_sequence,
+            "matched_stop": self.stop_token if self.stop_sequence is None else self.stop_sequence,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,16 @@ class Usage:
 
 
 Delta = (
-    Started | Progress | PromptDelta | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish | Usage
+    Started
+    | Progress
+    | PromptDelta
+    | TokenIds
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStart
+    | ToolCallArguments
+    | Finish
+    | Usage
 )
 
 

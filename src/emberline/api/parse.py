@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from emberline.api.fields import without_nulls
 from emberline.core.errors import InvalidRequest
 
 MAX_DEPTH = 64  # templates and schema compilers recurse; no honest request comes near this
@@ -30,7 +31,20 @@ class Wire(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def decode(body: bytes, into: type[T]) -> T:
-    return _read(body, into, "")
+    """A null asks for nothing: it is accepted for any field that may be left out, known or not."""
+    try:
+        return _read(body, into, "")
+    except InvalidRequest as refusal:
+        if b"null" not in body or not _shallow(body):
+            raise
+        try:
+            value = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise refusal from None
+        stripped = without_nulls(value, into)
+        if stripped == value:
+            raise
+        return _read(msgspec.json.encode(stripped), into, "")
 
 
 def decode_object(text: str, param: str) -> dict[str, Any]:

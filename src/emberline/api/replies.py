@@ -87,7 +87,9 @@ class ChatChoice(Wire):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls", "function_call", "abort"]
-    stop_reason: str | None
+    stop_reason: str | int | None
+    matched_stop: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Wire):
@@ -101,6 +103,7 @@ class ChatCompletion(Wire):
     usage: CompletionUsage
     metadata: dict[str, str] | UnsetType = UNSET
     prompt_logprobs: list[Json | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(Wire):
@@ -115,8 +118,11 @@ class CompletionChoice(Wire):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length", "abort"]
-    stop_reason: str | None
+    stop_reason: str | int | None
+    matched_stop: str | int | None
     prompt_logprobs: list[Json | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(Wire):
@@ -157,6 +163,7 @@ class ModelEntry(Wire):
     type: Literal["model"]
     display_name: str
     created_at: str
+    default_sampling_params: dict[str, float] | UnsetType = UNSET
 
 
 class ModelList(Wire):

@@ -1,4 +1,5 @@
-"""Wishes: what a request asks of the chat template. Each has an effect, or is refused by the name of its field."""
+"""Wishes: what a request asks of the chat template. One without effect is ignored where it is a hint about reasoning,
+and refused by the name of its field otherwise."""
 
 from __future__ import annotations
 
@@ -20,16 +21,28 @@ def wishes_of_kwargs(given: dict[str, Any]) -> list[Wish]:
     return [Wish(f"chat_template_kwargs.{name[:100]}", (name,), _thinks(name, value)) for name, value in given.items()]
 
 
-def check_wishes(wishes: Sequence[Wish], known: frozenset[str], reasons: bool) -> None:
-    """`known`: the variables a request may set; `reasons`: whether the model does. What holds anyway is granted."""
+HINTS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})  # how much to reason
+
+
+def ignored_wishes(wishes: Sequence[Wish], known: frozenset[str], reasons: bool) -> list[str]:
+    """The fields that have no effect, as they ask for more or less reasoning than there is a way to ask for.
+
+    `known`: the variables that a request may set; `reasons`: whether the model does. What holds anyway is granted.
+    Raises InvalidRequest for any other variable that the template does not use.
+    """
+    ignored = []
     for wish in wishes:
-        if known.isdisjoint(wish.names) and wish.thinks is not reasons:
+        if not known.isdisjoint(wish.names) or wish.thinks is reasons:
+            continue
+        if HINTS.isdisjoint(wish.names):
             names, others = " or ".join(wish.names)[:200], ", ".join(sorted(known))
             raise InvalidRequest(
                 f"{wish.field} has no effect: this model's chat template does not use {names}",
                 param=wish.field,
                 hint="leave it out" + (f"; chat_template_kwargs that it uses: {others}" if others else ""),
             )
+        ignored.append(wish.field)
+    return ignored
 
 
 def _thinks(name: str, value: Any) -> bool | None:

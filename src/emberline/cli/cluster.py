@@ -83,7 +83,8 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     router += ["--kv-events"] if args.kv_events else []
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
-    options = _worker(args, sum(workers.values()), [*keys, *traced])
+    stored = ["--response-store", str(logs / "responses.sqlite")]  # shared, so that any worker finds a response
+    options = _worker(args, sum(workers.values()), [*keys, *traced, *stored])
     made = children(router, workers, options, url=url, key=key, logs=logs, kv_port=args.kv_port)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them

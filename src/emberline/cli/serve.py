@@ -77,6 +77,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
     service.add_setting(parser, server, "tool_style", "auto, hermes, llama3, mistral, mistral-args")
+    service.add_setting(
+        parser,
+        server,
+        "generation_config",
+        "sampling defaults: auto (the checkpoint's generation_config.json), none, or a directory with another one",
+    )
+    parser.add_argument(
+        "--response-store",
+        metavar="FILE",
+        default=server.response_store,
+        help="SQLite file for stored responses (previous_response_id); auto: until the server ends, none: off",
+    )
+    parser.add_argument(
+        "--response-store-size",
+        type=service.size,
+        default=server.response_store_size,
+        help="bytes of stored responses, of which the oldest are deleted first (default: 256M)",
+    )
     _add_worker_arguments(parser)
     tracing.add_arguments(parser)
 

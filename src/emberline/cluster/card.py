@@ -46,6 +46,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     kv_tokens: int = 0
     block_size: int = 0
     peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
+    sampling: dict[str, float] = {}  # settings of a request that leaves them out
 
 
 class Beat(msgspec.Struct, frozen=True):

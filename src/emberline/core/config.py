@@ -424,6 +424,9 @@ class ServerConfig:
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
     tool_style: str = "auto"  # auto: as the chat template shows
+    response_store: str = "auto"  # file of the Responses API; auto: until the server ends; none: nothing is kept
+    response_store_size: int = 256 << 20  # bytes; the oldest responses leave first
+    generation_config: str = "auto"  # where sampling defaults come from: the checkpoint (auto), none, or a directory
     worker: WorkerConfig | None = None  # None: it serves alone
     trace: TraceConfig | None = None
 

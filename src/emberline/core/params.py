@@ -44,6 +44,8 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are never completed
+    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
 
     def __post_init__(self) -> None:
         _between("temperature", self.temperature, 0.0, 100.0)
@@ -68,6 +70,8 @@ class SamplingParams:
             _between("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
             raise InvalidRequest("stop takes at most 16 strings of 1 to 1024 characters", param="stop")
+        if any(not word or min(word) < 0 for word in self.bad_words) or min(self.allowed_token_ids, default=0) < 0:
+            raise InvalidRequest("bad_words and allowed_token_ids hold token ids, which are not negative")
         if len(self.logit_bias) > 1024:
             raise InvalidRequest("logit_bias takes at most 1024 tokens", param="logit_bias")
         for token, bias in self.logit_bias.items():

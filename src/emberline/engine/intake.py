@@ -26,7 +26,8 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if len(prompt) >= self.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens, which leaves none of the context of {self.max_context}",
+                f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(prompt)}, "
+                "which leaves none for the answer",
                 param="prompt",
                 hint="shorten the prompt, or serve with a larger --max-context or --kv-memory",
             )

@@ -20,6 +20,7 @@ from emberline.core.params import Grammar
 from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
 from emberline.engine.grammar_thread import GrammarThread
 from emberline.engine.penalties import PenaltyCounts
+from emberline.engine.token_rules import Masker, masker_of
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
@@ -44,7 +45,7 @@ class Edits:
 class Row:
     """One request's sampling state; all of it follows from the Admission and the tokens since."""
 
-    def __init__(self, admission: Admission, eos: frozenset[int], matcher: Matcher | None) -> None:
+    def __init__(self, admission: Admission, eos: frozenset[int], matcher: Masker | None) -> None:
         self.params = admission.params
         self.seed = admission.seed
         self.matcher = matcher
@@ -104,7 +105,8 @@ class RowMaker:
         self._grammars = None if make_compiler is None else GrammarThread(make_compiler)
 
     def __call__(self, admission: Admission) -> Row:
-        return Row(admission, self._eos, self._matcher(admission.params.grammar))
+        params = admission.params
+        return Row(admission, self._eos, masker_of(params, self._vocab, self._matcher(params.grammar)))
 
     def prepare(self, grammar: Grammar) -> Future[Matcher]:
         """Compiles it beside the caller. It is there for rows as long as somebody keeps the future."""

@@ -32,7 +32,6 @@ class _Body(_Named):
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
-    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"")
     tools: msgspec.Raw = msgspec.Raw(b"")
     system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
@@ -58,7 +57,8 @@ class Ask:
     single: bool = False  # one prompt, one choice, and nothing is to be said about the prompt
 
     @staticmethod
-    def read(body: bytes, session: str = "") -> Ask:
+    def read(body: bytes, session: str = "", tenant: str = "") -> Ask:
+        """`tenant`: a name for the client's API key, if there are any: tenants share no cache."""
         try:
             asked = _BODY.decode(body)
         except msgspec.ValidationError:
@@ -73,7 +73,7 @@ class Ask:
             bool(asked.stream),
             most * max(asked.n or 1, 1) if most and most > 0 else None,
             session,
-            *_points(asked, parts),
+            *_points(asked, parts, tenant),
             _is_single(asked),
         )
 
@@ -107,13 +107,12 @@ def _is_single(asked: _Body) -> bool:
     return len(items) == 1 or all(bytes(memoryview(item)[:1]).isdigit() for item in items[:1])
 
 
-def _points(asked: _Body, parts: list[memoryview]) -> tuple[bytes, tuple[Point, ...]]:
+def _points(asked: _Body, parts: list[memoryview], tenant: str = "") -> tuple[bytes, tuple[Point, ...]]:
     """A digest of it all, and points: one at the end of each part, where a conversation grows, and inside long ones at
     lengths that double. They name bytes of requests, not blocks of tokens: where to look for a cache, not what is in
     it."""
     digest = blake2b(asked.model.encode(), digest_size=16)
-    for salt in (asked.cache_salt, asked.prompt_cache_key):
-        digest.update(b"\0" + bytes(salt))
+    digest.update(b"\0" + bytes(asked.cache_salt) + b"\0" + tenant.encode())
     ends: list[Point] = []
     length, cut = 0, SHORTEST
     for part in parts:

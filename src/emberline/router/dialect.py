@@ -13,6 +13,7 @@ from emberline.router.call import Call
 
 PRIVATE = "x-emberline-"  # headers between router and workers: a client's are not passed on
 CHAIN = f"{PRIVATE}chain"  # asks where the prompt ends, in blocks; in the reply to one that is no stream, the answer
+TENANT = f"{PRIVATE}tenant"  # "checked" or "presented", and a name for the client's API key
 Ticket = dict[str, Any]
 
 

@@ -12,7 +12,7 @@ import msgspec
 from emberline.core.handoff import Handoff
 from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
-from emberline.router.dialect import CHAIN, PRIVATE, Garbled, Ticket, Word, Words
+from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled, Ticket, Word, Words
 
 RESUME, PREFILL = "/cluster/resume", "/cluster/prefill"
 CLUSTER_KEY = f"{PRIVATE}cluster-key"
@@ -71,8 +71,7 @@ class Native:
         self, target: str, handoff: Handoff, timeout: float, id_: str | None = None, created: int | None = None
     ) -> Call:
         headers = {**self.call.traces, "content-type": "application/json"}
-        if CHAIN in self.call.headers:
-            headers[CHAIN] = self.call.headers[CHAIN]
+        headers |= {name: self.call.headers[name] for name in (CHAIN, TENANT) if name in self.call.headers}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
         envelope = {

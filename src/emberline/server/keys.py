@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import ipaddress
 from collections.abc import Iterable
@@ -14,8 +15,13 @@ from emberline.server.exchange import Exchange
 # Headers that a proxy adds, our gateway among them: the call's sender is then another than the connection's peer.
 PROXY_HEADERS = (b"via", b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip")
 
-
 CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # a router's, beside the client's own key
+
+
+def tenant_of(x: Exchange) -> str:
+    """A name for the client's key that does not tell the key: what is cached for one tenant is not used for another."""
+    key = _bearer(x)
+    return hashlib.sha256(b"emberline tenant\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 @dataclass(frozen=True, slots=True)
 class Route:
     handler: Handler
-    method: str = "POST"
+    method: str = "POST"  # "": its handler refuses those that it does not take
     needs: str = "key"  # of clients; "operator": that, or the cluster's; "cluster": its own alone; or "nothing"
 
 
@@ -38,6 +38,7 @@ class Site:
     access: Access
     hint: str  # for who asks for what is not here
     replies: Replies = field(default_factory=Replies)
+    below: dict[str, Route] = field(default_factory=dict)  # of all paths that begin so
 
     async def answer(self, x: Exchange) -> None:
         cut = False
@@ -64,8 +65,10 @@ class Site:
             return
         route = self.model if x.path.startswith(MODELS) else self.routes.get(x.path)
         if route is None:
+            route = next((each for prefix, each in self.below.items() if x.path.startswith(prefix)), None)
+        if route is None:
             raise NotFound(f"there is nothing at {x.path[:200]!r}", hint=self.hint)
-        if x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
+        if route.method and x.method != route.method and not (x.method == "HEAD" and route.method == "GET"):
             raise MethodNotAllowed(f"{x.path} takes {route.method}, not {x.method[:20]}", allowed=route.method)
         self.access.check(x, route.needs)
         if route.method == "POST":

@@ -6,7 +6,7 @@ import { Generation } from "./generation.js";
 import { Load } from "./load.js";
 import { Settings } from "./settings.js";
 import { Transcript } from "./transcript.js";
-import { models } from "./wire.js";
+import { models, samplingDefaults } from "./wire.js";
 import { wireTheme } from "./theme.js";
 
 const $ = (id) => document.getElementById(id);
@@ -134,8 +134,12 @@ class Playground {
   async offerModels() {
     const names = await models(this.settings.key).catch(() => []);
     this.settings.offer(names);
-    $("model-name").textContent = this.settings.model;
-    $("settings").model.onchange = () => ($("model-name").textContent = this.settings.model);
+    const chosen = async () => {
+      $("model-name").textContent = this.settings.model;
+      if (this.settings.model) this.settings.suggest(await samplingDefaults(this.settings.key, this.settings.model).catch(() => ({})));
+    };
+    $("settings").model.onchange = chosen;
+    await chosen();
   }
 
   showState(stats, detail) {

@@ -30,6 +30,18 @@ export class Settings {
     this.form.model.replaceChildren(...models.map((name) => new Option(name, name, false, name === wanted)));
   }
 
+  /** The model's own sampling defaults become the form's, but for fields that were changed before. */
+  suggest(defaults) {
+    for (const name of NUMBERS) {
+      const field = this.form[name];
+      if (defaults[name] === undefined) continue;
+      const untouched = field.value === field.defaultValue;
+      field.defaultValue = String(defaults[name]);
+      if (untouched) field.value = field.defaultValue;
+    }
+    this.changed();
+  }
+
   /** Shows the person the field that is wrong. */
   complain() {
     if (this.form.reportValidity()) this.form.schema.focus();

@@ -16,7 +16,8 @@ from msgspec import Meta
 
 from emberline.api.anthropic.content import CacheControl, Message, OnlyText, ToolName, transcript
 from emberline.api.call import Caller, ChatCall, Tool, ToolChoice
-from emberline.api.openai.sampling import Never, refuse_true
+from emberline.api.fields import Empty, Hint, Off, ignored_fields, only
+from emberline.api.openai.sampling import DEFAULTED, Name
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.toolset import check_tools
 from emberline.api.wishes import Wish
@@ -26,8 +27,8 @@ from emberline.core.params import Grammar, SamplingParams
 __all__ = ["Call", "CountTokensRequest", "MessagesRequest", "parse", "parse_count", "token_count"]
 
 MAX_TOKENS = (1 << 31) - 1
-StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-Effort = Literal["low", "medium", "high", "xhigh", "max"]
+StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
+Effort = Annotated[str, Meta(max_length=32)]
 
 T = TypeVar("T")
 
@@ -41,8 +42,8 @@ class ToolDefinition(Wire):
     cache_control: CacheControl | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     eager_input_streaming: bool | None = None  # arguments are always streamed as they come
-    defer_loading: Never | None = None
-    input_examples: None = None
+    defer_loading: Off = None
+    input_examples: Empty = None
 
 
 class AutoChoice(Wire, tag="auto", tag_field="type"):
@@ -92,32 +93,34 @@ class Metadata(Wire):
 class CountTokensRequest(Wire):
     """All that makes the prompt: what /v1/messages/count_tokens takes."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=512)]
     messages: Annotated[list[Message], Meta(min_length=1)]
+    model: Name | None = None  # needed only where several are served
     system: str | list[OnlyText] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    speed: Literal["standard"] | None = None
+    output_format: JsonFormat | None = None  # the older place of output_config.format
+    speed: Hint = None
+    betas: Hint = None
+    context_management: Annotated[Any, only([], {}, {"edits": []})] = None
+    mcp_servers: Empty = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: greedy
     top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # both are the one tier there is
+    service_tier: Hint = None  # there is one tier
     cache_salt: str | None = None  # ours: callers with different salts never share cached blocks
     container: None = None
     diagnostics: None = None
     inference_geo: None = None
-    context_management: None = None
-    mcp_servers: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +133,14 @@ def parse(body: bytes) -> Call:
     if isinstance(asked.thinking, ThinkingEnabled) and asked.thinking.budget_tokens >= asked.max_tokens:
         raise InvalidRequest("thinking.budget_tokens must be below max_tokens", param="thinking.budget_tokens")
     user = asked.metadata.user_id if asked.metadata else None
-    return _call(asked, Caller(asked.model, salt=asked.cache_salt or "", user=user), _params(asked), bool(asked.stream))
+    return _call(
+        asked, Caller(asked.model or "", salt=asked.cache_salt or "", user=user), _params(asked), bool(asked.stream)
+    )
 
 
 def parse_count(body: bytes) -> Call:
     asked = _decode(body, CountTokensRequest)
-    return _call(asked, Caller(asked.model), SamplingParams(), stream=False)
+    return _call(asked, Caller(asked.model or ""), SamplingParams(), stream=False)
 
 
 def token_count(tokens: int) -> dict[str, Any]:
@@ -152,8 +157,7 @@ def _decode(body: bytes, into: type[T]) -> T:
 
 
 def _call(asked: CountTokensRequest, caller: Caller, params: SamplingParams, stream: bool) -> Call:
-    for at, tool in enumerate(asked.tools or ()):
-        refuse_true(tool.defer_loading, f"tools[{at}].defer_loading")
+    ignored = ignored_fields(asked)
     tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in asked.tools or ()]
     choice = _tool_choice(asked)
     check_tools(tools, choice)
@@ -171,19 +175,26 @@ def _call(asked: CountTokensRequest, caller: Caller, params: SamplingParams, str
         thinking_budget=asked.thinking.budget_tokens if isinstance(asked.thinking, ThinkingEnabled) else None,
         continue_last=continued,
         generation_prompt=not continued,
+        unset=frozenset(name for name in DEFAULTED if getattr(asked, name, None) is None),
+        ignored=ignored,
         stream=stream,
         show_thinking=getattr(asked.thinking, "display", None) != "omitted",
     )
 
 
 def _params(asked: MessagesRequest) -> SamplingParams:
-    form = asked.output_config.format if asked.output_config else None
+    form = asked.output_format
+    if asked.output_config and asked.output_config.format:
+        if form is not None:
+            raise InvalidRequest("output_format and output_config.format exclude each other", param="output_format")
+        form = asked.output_config.format
+    temperature = 1.0 if asked.temperature is None else asked.temperature
     return SamplingParams(
         max_tokens=asked.max_tokens,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
+        temperature=0.0 if asked.top_p == 0 else temperature,
+        top_p=asked.top_p or 1.0,
         top_k=asked.top_k or 0,
-        stop=tuple(asked.stop_sequences or ()),
+        stop=tuple(filter(None, asked.stop_sequences or ())),
         grammar=Grammar("json_schema", encode_text(form.schema)) if form else None,
     )
 

@@ -21,6 +21,7 @@ from emberline.api.deltas import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
     Usage,
@@ -119,7 +120,7 @@ class Renderer:
                 self._usage = delta
                 stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
                 return [{"type": "message_delta", "delta": stop, "usage": self._counts()}]
-            case PromptDelta() | Progress():
+            case PromptDelta() | Progress() | TokenIds():
                 raise AssertionError("the protocol has no way to ask for it")
 
     def _extend(self, kind: Literal["text", "thinking", "tool_use"], text: str) -> list[dict[str, Any]]:

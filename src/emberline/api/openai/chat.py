@@ -7,14 +7,16 @@ reply = chat_stream.Renderer(call, id, created, fingerprint)    for a stream and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from emberline.api.call import ChatCall
+from emberline.api.fields import ignored_fields
+from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.messages import Message, explain_parts, for_template
-from emberline.api.openai.sampling import LogprobCount, Never, RunningStreamOptions, SamplingFields, refuse_true
-from emberline.api.openai.template import continues_last, template_args, wishes
+from emberline.api.openai.sampling import LogprobCount, RunningStreamOptions
+from emberline.api.openai.template import Thinking, continues_last, template_args, template_kwargs, wishes
 from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
@@ -25,7 +27,7 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(ChatFields, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     stream_options: RunningStreamOptions | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
@@ -37,27 +39,20 @@ class ChatRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: Functions | None = None
     function_call: FunctionChoice | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    enable_thinking: bool | None = None  # as a variable of the template
+    thinking: Thinking | None = None  # the same, as DeepSeek and Z.ai name it
     metadata: Metadata | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     # vLLM's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # at their neutral value only
-    store: Never | None = None
-    modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
-    verbosity: Literal["medium"] | None = None
     # known and not served
     audio: None = None
-    prediction: None = None
     web_search_options: None = None
     moderation: None = None
-    prompt_cache_options: None = None
     chat_template: None = None
-    documents: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +67,30 @@ def parse(body: bytes) -> Call:
         asked = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise explain_parts(error) from None
-    refuse_true(asked.store, "store")
-    tools = _tools(asked)
+    ignored = ignored_fields(asked)
+    tools, max_tokens = _tools(asked), _max_tokens(asked)
+    kwargs = template_kwargs(asked.chat_template_kwargs, asked.enable_thinking, asked.thinking)
+    field = "enable_thinking" if asked.enable_thinking is not None else "thinking"
     if asked.prompt_logprobs is not None and asked.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="send stream: false")
     continue_last = continues_last(asked.messages, asked.continue_final_message, asked.add_generation_prompt)
     return Call(
-        caller=asked.caller(user=asked.safety_identifier, salt=asked.prompt_cache_key),
+        caller=asked.caller(user=asked.safety_identifier),
         messages=for_template(asked.messages),
-        params=asked.params(
-            max_tokens=_max_tokens(asked), logprobs=_logprobs(asked), prompt_logprobs=asked.prompt_logprobs
-        ),
+        params=asked.params(max_tokens=max_tokens, logprobs=_logprobs(asked), prompt_logprobs=asked.prompt_logprobs),
         tools=tools.tools,
         tool_choice=tools.choice,
         parallel_tool_calls=tools.parallel,
-        template_args=template_args(asked.chat_template_kwargs, asked.reasoning_effort),
-        wishes=wishes(asked.chat_template_kwargs, asked.reasoning_effort),
+        template_args=template_args(kwargs, asked.reasoning_effort),
+        wishes=wishes(kwargs, asked.reasoning_effort, own=(kwargs.keys() - (asked.chat_template_kwargs or {}), field)),
         continue_last=continue_last,
         generation_prompt=asked.add_generation_prompt is not False and not continue_last,
         add_special_tokens=bool(asked.add_special_tokens),
+        bad_words=asked.bad_words or (),
+        truncate=asked.truncate_prompt_tokens,
+        return_token_ids=bool(asked.return_token_ids),
+        unset=asked.unset(max_tokens),
+        ignored=ignored,
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
         running_usage=asked.stream_options is not None and asked.stream_options.running(),

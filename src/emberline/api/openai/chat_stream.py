@@ -14,6 +14,7 @@ from emberline.api.deltas import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
     Usage,
@@ -36,6 +37,8 @@ class _Choice:
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[dict[str, Any]] = field(default_factory=list)
     thought_tokens: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[int] | None = None  # of all tokens, if they are asked for
+    sent_ids: int = 0  # how many of them are in chunks
     finish: Finish | None = None
     begun: bool = False
 
@@ -51,6 +54,8 @@ class _Choice:
                 self._call(delta, chunk)
             case Finish():
                 self._finish(delta, chunk)
+        if self.ids is not None:
+            chunk["token_ids"], self.sent_ids = self.ids[self.sent_ids :], len(self.ids)
         return chunk
 
     def open(self) -> dict[str, Any]:
@@ -97,7 +102,7 @@ class _Choice:
     def _ending(self) -> dict[str, Any]:
         assert self.finish is not None, "every choice finishes before the reply is read"
         reason = "function_call" if self.legacy and self.finish.reason == "tool_calls" else self.finish.reason
-        return {"finish_reason": reason, "stop_reason": self.finish.stop_sequence}
+        return {"finish_reason": reason, **self.finish.reasons()}
 
     def message(self) -> dict[str, Any]:
         content = None if self.calls and not self.texts else "".join(self.texts)
@@ -116,7 +121,8 @@ class _Choice:
             logprobs = {"content": self.tokens, "refusal": None}
         if logprobs and self.thought_tokens:
             logprobs["reasoning_content"] = self.thought_tokens
-        return {"index": self.index, "message": self.message(), "logprobs": logprobs, **self._ending()}
+        body = {"index": self.index, "message": self.message(), "logprobs": logprobs, **self._ending()}
+        return body if self.ids is None else {**body, "token_ids": self.ids}
 
 
 class Renderer:
@@ -136,6 +142,7 @@ class Renderer:
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
+        self._prompt_ids: list[int] | None = None  # until a chunk has them, where they are streamed
 
     def start(self) -> list[bytes]:
         return []
@@ -150,6 +157,12 @@ class Renderer:
                 return []
             case PromptDelta():
                 self._prompt = prompt_logprobs(delta.tokens)
+                return []
+            case TokenIds():
+                if delta.prompt:
+                    self._prompt_ids = list(delta.prompt)
+                choice = self._choices[delta.index]
+                choice.ids = [*(choice.ids or ()), *delta.ids]
                 return []
             case Usage():
                 self._usage = usage_of(delta)
@@ -171,6 +184,8 @@ class Renderer:
             body["metadata"] = self._call.metadata
         if self._call.params.prompt_logprobs is not None:
             body["prompt_logprobs"] = self._prompt
+        if self._prompt_ids is not None:
+            body["prompt_token_ids"] = self._prompt_ids
         return body
 
     def _openings(self, index: int) -> list[dict[str, Any]]:
@@ -181,6 +196,8 @@ class Renderer:
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {"id": self._id, "object": "chat.completion.chunk", **self._tail, "choices": choices}
+        if self._prompt_ids is not None:
+            chunk["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
         if self._call.include_usage:
             chunk["usage"] = usage_of(self._so_far) if self._call.running_usage and usage is None else usage
         return sse.data(chunk)

@@ -15,6 +15,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from emberline.api.call import CompletionCall
+from emberline.api.fields import Empty, Hint, ignored_fields
 from emberline.api.openai.inputs import MAX_INPUTS, Inputs, each_input
 from emberline.api.openai.sampling import Count, LogprobCount, RunningStreamOptions, SamplingFields
 from emberline.api.parse import decode
@@ -33,7 +34,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: LogprobCount | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None  # as n, or nothing
-    suffix: None = None
+    suffix: Empty = None
+    store: Hint = None
+    metadata: Hint = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class Call(CompletionCall):
 
 def parse(body: bytes) -> Call:
     asked = decode(body, CompletionRequest)
+    ignored = ignored_fields(asked)
     prompts = each_input(asked.prompt, "prompt")
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:
@@ -64,6 +68,11 @@ def parse(body: bytes) -> Call:
         ),
         echo=bool(asked.echo),
         add_special_tokens=asked.add_special_tokens is not False,
+        bad_words=asked.bad_words or (),
+        truncate=asked.truncate_prompt_tokens,
+        return_token_ids=bool(asked.return_token_ids),
+        unset=asked.unset(max_tokens),
+        ignored=ignored,
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
         running_usage=asked.stream_options is not None and asked.stream_options.running(),

@@ -6,7 +6,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from emberline.api import sse
-from emberline.api.deltas import Delta, Finish, Progress, PromptDelta, ReasoningDelta, Started, TextDelta, Usage
+from emberline.api.deltas import (
+    Delta,
+    Finish,
+    Progress,
+    PromptDelta,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenIds,
+    Usage,
+)
 from emberline.api.errors import openai_error
 from emberline.api.openai.completions import Call
 from emberline.api.openai.logprobs import TextLogprobs, prompt_logprobs
@@ -19,12 +29,28 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: TextLogprobs = field(default_factory=TextLogprobs)
     prompt: list[dict[str, Any] | None] | None = None
+    ids: list[int] | None = None  # of all tokens, if they are asked for
+    prompt_ids: list[int] | None = None
+    sent_ids: int = 0  # how many of `ids` are in chunks
     echoed: int = 0  # characters of the prompt before the generated text
     finish: Finish | None = None
 
     def ending(self) -> dict[str, Any]:
         assert self.finish is not None, "every choice finishes before the reply is read"
-        return {"finish_reason": self.finish.reason, "stop_reason": self.finish.stop_sequence}
+        return {"finish_reason": self.finish.reason, **self.finish.reasons()}
+
+    def take_ids(self, delta: TokenIds) -> None:
+        self.ids = [*(self.ids or ()), *delta.ids]
+        if delta.prompt:
+            self.prompt_ids = list(delta.prompt)
+
+    def new_ids(self) -> dict[str, Any]:
+        """For a chunk: those that none has had."""
+        if self.ids is None:
+            return {}
+        prompt = {} if self.sent_ids else {"prompt_token_ids": self.prompt_ids}
+        new, self.sent_ids = self.ids[self.sent_ids :], len(self.ids)
+        return {**prompt, "token_ids": new}
 
 
 class Renderer:
@@ -46,6 +72,9 @@ class Renderer:
                 return self._text(delta) if self._call.echo else []
             case TextDelta() | ReasoningDelta():  # here all text is text
                 return [] if self._call.echo_only else self._text(delta)
+            case TokenIds():
+                self._choices[delta.index].take_ids(delta)
+                return []
             case Finish():
                 return self._finish(delta)
             case Usage():
@@ -79,19 +108,23 @@ class Renderer:
             logprobs = TextLogprobs().add(delta.tokens, top, choice.echoed).body()
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
-        return self._chunk([{"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}])
+        said = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk([said | (choice.new_ids() if self._call.stream else {})])
 
     def _finish(self, finish: Finish) -> list[bytes]:
         choice = self._choices[finish.index]
         # The one token that max_tokens: 0 made may have been an end of text; what was asked for ended by its length.
         choice.finish = Finish(finish.index, "length") if self._call.echo_only else finish
-        return self._chunk([{"index": finish.index, "text": "", "logprobs": None, **choice.ending()}])
+        said = {"index": finish.index, "text": "", "logprobs": None, **choice.ending()}
+        return self._chunk([said | (choice.new_ids() if self._call.stream else {})])
 
     def _body(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.ending()}
         if self._call.show_prompt_logprobs:
             body["prompt_logprobs"] = choice.prompt
+        if choice.ids is not None:
+            body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> list[bytes]:

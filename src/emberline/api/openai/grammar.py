@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, field
 
+from emberline.api.fields import Empty, Off
+from emberline.api.openai.accepted import AcceptedFields
 from emberline.api.parse import Wire, decode_object, encode_text
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import Grammar
@@ -20,18 +22,19 @@ class TextFormat(Wire, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Wire, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    schema: dict[str, Any] | None = None  # llama.cpp's; without one, any JSON object
 
 
 class NamedSchema(Wire):
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     schema: dict[str, Any] | None = None  # without one, any JSON object
     description: str | None = None
     strict: bool | None = None  # the output always matches, strict or not
 
 
 class JsonSchemaFormat(Wire, tag_field="type", tag="json_schema"):
-    json_schema: NamedSchema
+    json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None  # llama.cpp's place for it
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
@@ -45,9 +48,14 @@ class StructuredOutputs(Wire):
     choice: Choices | None = None
     grammar: Pattern | None = None
     json_object: bool | None = None
+    disable_fallback: Off = None
+    disable_any_whitespace: Off = None
+    disable_additional_properties: Off = None
+    whitespace_pattern: Empty = None
+    structural_tag: Empty = None
 
 
-class GrammarFields(Wire):
+class GrammarFields(AcceptedFields, kw_only=True):
     """The fields by which a request may ask for a grammar."""
 
     response_format: ResponseFormat | None = None
@@ -56,6 +64,11 @@ class GrammarFields(Wire):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     guided_grammar: Pattern | None = None
+    # as SGLang and llama.cpp name them; empty: as if left out
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar_text: str | None = field(name="grammar", default=None)
+    json_schema: Schema | None = None
 
     def grammar(self) -> Grammar | None:
         found = {
@@ -64,6 +77,10 @@ class GrammarFields(Wire):
             "guided_regex": _of_text("regex", self.guided_regex),
             "guided_choice": _of_choices(self.guided_choice),
             "guided_grammar": _of_text("grammar", self.guided_grammar),
+            "regex": _of_text("regex", self.regex or None),
+            "ebnf": _of_text("grammar", self.ebnf or None),
+            "grammar": _of_text("grammar", self.grammar_text or None),
+            "json_schema": _of_schema(self.json_schema or None, "json_schema"),
         }
         if (asked := self.structured_outputs) is not None:
             found |= {
@@ -81,7 +98,14 @@ class GrammarFields(Wire):
 
 def _of_format(asked: ResponseFormat | None) -> Grammar | None:
     match asked:
-        case JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema))):
+        case JsonSchemaFormat(json_schema=None, schema=None):
+            param = "response_format.json_schema"
+            raise InvalidRequest(f"{param} is required", param=param)
+        case (
+            JsonSchemaFormat(json_schema=NamedSchema(schema=dict(schema)))
+            | JsonSchemaFormat(schema=dict(schema))
+            | JsonObjectFormat(schema=dict(schema))
+        ):
             return Grammar("json_schema", encode_text(schema))
         case JsonSchemaFormat() | JsonObjectFormat():
             return Grammar("json_object")

@@ -16,13 +16,21 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
 
 
+# What clients give back with a message that says nothing new: copies of what stands in its text or its arguments, marks
+# of a cache that works without, and names that a reply had. It is read by no template, and so not listed as ignored.
+Redundant = Any
+
+
 class TextPart(Wire):
     type: Literal["text"]  # not a tag: alone in its list, a tag could be left out
     text: str
+    cache_control: Redundant = None
 
 
 class AssistantTextPart(Wire, tag_field="type", tag="text"):
     text: str
+    cache_control: Redundant = None
+    annotations: Redundant = None
 
 
 class RefusalPart(Wire, tag_field="type", tag="refusal"):
@@ -30,33 +38,45 @@ class RefusalPart(Wire, tag_field="type", tag="refusal"):
 
 
 Content = str | Annotated[list[TextPart], Meta(min_length=1)]
-AssistantContent = str | Annotated[list[AssistantTextPart | RefusalPart], Meta(min_length=1)]
+AssistantContent = str | list[AssistantTextPart | RefusalPart]
 
 
 class CalledFunction(Wire):
     name: FunctionName
-    arguments: str  # JSON text
+    arguments: str | dict[str, Any] | None = None  # JSON text; some clients send the object
+    parsed_arguments: Redundant = None  # of the openai package's stream helper
+    provider_specific_fields: Redundant = None
 
 
 class MessageToolCall(Wire):
     id: Annotated[str, Meta(min_length=1)]
-    type: Literal["function"]
     function: CalledFunction
+    type: Literal["function"] = "function"
+    index: Redundant = None
+    cache_control: Redundant = None
+    provider_specific_fields: Redundant = None
+    extra_content: Redundant = None
 
 
 class SystemMessage(Wire, tag_field="role", tag="system"):
     content: Content
     name: str | None = None
+    cache_control: Redundant = None
+    id: Redundant = None
 
 
 class DeveloperMessage(Wire, tag_field="role", tag="developer"):
     content: Content
     name: str | None = None
+    cache_control: Redundant = None
+    id: Redundant = None
 
 
 class UserMessage(Wire, tag_field="role", tag="user"):
     content: Content
     name: str | None = None
+    cache_control: Redundant = None
+    id: Redundant = None
 
 
 class AssistantMessage(Wire, tag_field="role", tag="assistant"):
@@ -64,16 +84,25 @@ class AssistantMessage(Wire, tag_field="role", tag="assistant"):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as newer vLLM and OpenRouter name it
     tool_calls: list[MessageToolCall] | None = None
     function_call: CalledFunction | None = None
-    annotations: list[dict[str, Any]] | None = None  # what an answer cited is in its text, as far as a model reads it
     audio: None = None
+    annotations: Redundant = None  # what an answer cited is in its text, as far as a model reads it
+    parsed: Redundant = None  # of the openai package's parse helper
+    cache_control: Redundant = None
+    id: Redundant = None
+    reasoning_details: Redundant = None  # OpenRouter's; its text is in `reasoning`
+    thinking_blocks: Redundant = None  # LiteLLM's; its text is in `reasoning_content`
+    provider_specific_fields: Redundant = None
 
 
 class ToolMessage(Wire, tag_field="role", tag="tool"):
     content: Content
     tool_call_id: Annotated[str, Meta(min_length=1)]
     name: str | None = None
+    cache_control: Redundant = None
+    id: Redundant = None
 
 
 class FunctionMessage(Wire, tag_field="role", tag="function"):
@@ -120,13 +149,14 @@ def _assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
     ]
     if (legacy := message.function_call) is not None:
         calls.append(_call(_legacy_id(legacy.name), legacy, f"{param}.function_call"))
-    if message.content is None and not (text or calls or message.reasoning_content):
+    thoughts = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if message.content is None and not (text or calls or thoughts):
         raise InvalidRequest(f"{param} says nothing", param=f"{param}.content", hint="give it content or tool_calls")
     made: dict[str, Any] = {"role": "assistant", "content": text}
     if message.name is not None:
         made["name"] = message.name
-    if message.reasoning_content is not None:
-        made["reasoning_content"] = message.reasoning_content
+    if thoughts is not None:
+        made["reasoning_content"] = thoughts
     if calls:
         made["tool_calls"] = calls
     return made
@@ -134,7 +164,9 @@ def _assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
 
 def _call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
     # A call without arguments is often written as the empty text.
-    arguments = decode_object(function.arguments, f"{param}.arguments") if function.arguments.strip() else {}
+    arguments = function.arguments or {}
+    if isinstance(arguments, str):
+        arguments = decode_object(arguments, f"{param}.arguments") if arguments.strip() else {}
     return {"id": id, "type": "function", "function": {"name": function.name, "arguments": arguments}}
 
 

@@ -3,8 +3,8 @@ so that one reply serves both clients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ class ServedModel:
     max_context: int
     owned_by: str = "emberline"
     kind: str = "chat"  # or "embedding": what a playground may offer
+    sampling: Mapping[str, float] = field(default_factory=dict)  # settings of a request that leaves them out
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def retrieve_model(models: Sequence[ServedModel], id: str) -> dict[str, Any]:
 
 
 def _entry(model: ServedModel) -> dict[str, Any]:
-    return {
+    entry: dict[str, Any] = {
         "id": model.id,
         "object": "model",
         "created": model.created,
@@ -45,3 +46,4 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+    return {**entry, "default_sampling_params": dict(model.sampling)} if model.sampling else entry

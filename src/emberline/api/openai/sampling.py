@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
 from emberline.api.call import Caller
+from emberline.api.fields import Hint
 from emberline.api.openai.grammar import GrammarFields
 from emberline.api.parse import Wire
 from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from emberline.core.request import Priority
 
-Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Name = Annotated[str, Meta(max_length=512)]  # empty: as if left out
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-Never = Annotated[bool, Meta(extra_json_schema={"const": False})]  # a switch we have only in its off position
+StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
+BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    include_obfuscation: Never | None = None
+    include_obfuscation: Hint = None  # padding against eavesdroppers, none of the answer
 
 
 class RunningStreamOptions(StreamOptions):
@@ -37,10 +39,14 @@ class RunningStreamOptions(StreamOptions):
         return bool(self.continuous_usage_stats)
 
 
+# What a checkpoint may set (generation_config.json) where a request does not: by the names of SamplingParams.
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class SamplingFields(GrammarFields, kw_only=True):
-    model: Name
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    model: Name | None = None  # needed only where several are served
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: greedy
     n: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
@@ -50,11 +56,12 @@ class SamplingFields(GrammarFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale", "fast"] | None = None
+    service_tier: str | None = None  # flex: batch; there is one tier besides
     # vLLM's
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None  # the same, as llama.cpp names it
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
@@ -62,46 +69,63 @@ class SamplingFields(GrammarFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     prompt_logprobs: LogprobCount | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=256)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: to what the context holds
+    return_token_ids: bool | None = None
+    request_id: RequestId | None = None
+    rid: RequestId | None = None  # the same, as SGLang names it
     priority: int | None = None  # above 0: batch
     cache_salt: str | None = None
 
-    def caller(self, *, user: str | None = None, salt: str | None = None) -> Caller:
-        """`user` and `salt` are what the endpoint's own fields say beside the shared ones."""
-        if salt and self.cache_salt and salt != self.cache_salt:
-            raise InvalidRequest("cache_salt and prompt_cache_key differ", param="cache_salt", hint="give one of them")
+    def caller(self, *, user: str | None = None) -> Caller:
+        """`user` is what the endpoint's own field says beside the shared one."""
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
         return Caller(
-            model=self.model,
+            model=self.model or "",
             priority=Priority.BATCH if batch else Priority.INTERACTIVE,
-            salt=self.cache_salt or salt or "",
+            salt=self.cache_salt or "",
             user=" ".join(users) or None,
+            request_id=self.request_id or self.rid,
         )
+
+    def unset(self, max_tokens: int | None) -> frozenset[str]:
+        """The sampling settings that the request leaves to the checkpoint's defaults."""
+        names = {name for name in DEFAULTED if getattr(self, name) is None}
+        if self.repeat_penalty is not None:
+            names.discard("repetition_penalty")
+        if self.top_p == 0:
+            names.discard("temperature")
+        return frozenset(names if max_tokens is not None else {*names, "max_tokens"})
 
     def params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         skip_special = self.skip_special_tokens
+        temperature = 1.0 if self.temperature is None else self.temperature
+        repetition = self.repetition_penalty if self.repetition_penalty is not None else self.repeat_penalty
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             n=1 if self.n is None else self.n,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=0.0 if self.top_p == 0 else temperature,
             top_k=max(self.top_k or 0, 0),
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_p=self.top_p or 1.0,
             min_p=self.min_p or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=1.0 if repetition is None else repetition,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=dict(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            stop=tuple(stop),
+            stop=tuple(filter(None, stop)),
             include_stop=bool(self.include_stop_str_in_output),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             skip_special_tokens=True if skip_special is None else skip_special,
             grammar=self.grammar(),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
 
     def include_usage(self) -> bool:
@@ -109,10 +133,4 @@ class SamplingFields(GrammarFields, kw_only=True):
             return False
         if not self.stream:
             raise InvalidRequest("stream_options needs stream", param="stream_options", hint="send stream: true too")
-        refuse_true(self.stream_options.include_obfuscation, "stream_options.include_obfuscation")
         return bool(self.stream_options.include_usage)
-
-
-def refuse_true(value: bool | None, param: str) -> None:
-    if value:
-        raise InvalidRequest(f"{param} is not served", param=param, hint="leave it out or false")

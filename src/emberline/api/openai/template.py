@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, Literal
 
 from emberline.api.openai.messages import AssistantMessage, Message
+from emberline.api.parse import Wire
 from emberline.api.wishes import Wish, wishes_of_kwargs
 from emberline.core.errors import InvalidRequest
 from emberline.tokens.template import OWN_NAMES
 
 RESERVED = OWN_NAMES | {"self"}
+
+
+class Thinking(Wire):
+    type: Literal["enabled", "disabled", "auto"]
+
+
+def template_kwargs(
+    given: dict[str, Any] | None, enable_thinking: bool | None, thinking: Thinking | None
+) -> dict[str, Any]:
+    """With what the fields of their own say of reasoning; chat_template_kwargs win."""
+    said = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
+    if enable_thinking is not None:
+        said["enable_thinking"] = enable_thinking
+    return {**said, **(given or {})}
 
 
 def template_args(given: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
@@ -23,10 +40,16 @@ def template_args(given: dict[str, Any] | None, effort: str | None = None) -> di
     return {**_said_by(effort), **args}
 
 
-def wishes(given: dict[str, Any] | None, effort: str | None = None, field: str = "reasoning_effort") -> list[Wish]:
-    """What `template_args` are there for; `field`: what the protocol calls the effort."""
+def wishes(
+    given: dict[str, Any] | None,
+    effort: str | None = None,
+    field: str = "reasoning_effort",
+    own: tuple[Collection[str], str] = ((), ""),
+) -> list[Wish]:
+    """What `template_args` are there for. `field`: what the protocol calls the effort; `own`: the names in `given` that
+    come from a field of their own, and that field."""
     args = given or {}
-    asked = wishes_of_kwargs(args)
+    asked = [replace(wish, field=own[1]) if wish.names[0] in own[0] else wish for wish in wishes_of_kwargs(args)]
     if effort is None:
         return asked
     names = tuple(name for name, value in _said_by(effort).items() if args.get(name, value) == value)

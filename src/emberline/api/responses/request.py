@@ -1,4 +1,4 @@
-"""POST /v1/responses. Nothing is stored between requests: the conversation comes whole, as `input`.
+"""POST /v1/responses. The conversation comes whole, as `input`: the server adds that of previous_response_id.
 
 call = parse(body)
 reply = stream.Renderer(call, id, created, fingerprint)
@@ -13,9 +13,11 @@ import msgspec
 from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
+from emberline.api.fields import Empty, Hint, Off, ignored_fields, only
+from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai.messages import FunctionName, explain_parts
-from emberline.api.openai.sampling import LogprobCount, Never, SamplingFields, StreamOptions, refuse_true
+from emberline.api.openai.sampling import LogprobCount, StreamOptions
 from emberline.api.openai.template import template_args, wishes
 from emberline.api.parse import Wire, decode, encode_text
 from emberline.api.responses.items import Item, transcript, unfinished
@@ -32,7 +34,19 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
-_STATELESS = "nothing is stored here: send the whole conversation as input, and store: false"
+_STATELESS = "send the whole conversation as input, or continue a response by previous_response_id"
+
+# What can be asked for beside the answer. All but two are about built-in tools, of which no reply has any.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class ResponseTool(Wire):
@@ -42,7 +56,7 @@ class ResponseTool(Wire):
     strict: bool | None = None
     description: str | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Never | None = None
+    defer_loading: Off = None
     output_schema: None = None
 
 
@@ -69,22 +83,22 @@ class SchemaFormat(Wire, tag_field="type", tag="json_schema"):
 
 class TextConfig(Wire):
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Hint = None
 
 
 class ReasoningConfig(Wire):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Literal["auto"] | None = None  # the best there is: the reasoning itself
-    context: Literal["auto"] | None = None
-    mode: Literal["standard"] | None = None
-    generate_summary: None = None
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    summary: Annotated[Any, only("auto", "concise", "detailed")] = None  # the reasoning is shown whole
+    context: Hint = None
+    mode: Hint = None
+    generate_summary: Hint = None  # the older name of `summary`
 
 
 class ResponseStreamOptions(StreamOptions):
     include_usage: None = None  # the last event always has it
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(ChatFields, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
@@ -94,27 +108,24 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Included] | None = None
     top_logprobs: LogprobCount | None = None
     metadata: Metadata | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
-    # at their neutral value only
-    store: Never | None = None
-    background: Never | None = None
-    truncation: Literal["disabled"] | None = None
-    prompt_cache_retention: Literal["in_memory"] | None = None
+    store: bool | None = None
+    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # its conversation is in `input` by now
+    background: Off = None
+    truncation: Annotated[Any, only("disabled")] = None
+    context_management: Empty = None
     # known and not served
     n: None = None
     response_format: None = None
     prompt_logprobs: None = None
-    previous_response_id: None = None
+    return_token_ids: None = None
     conversation: None = None
     prompt: None = None
-    prompt_cache_options: None = None
-    context_management: None = None
     moderation: None = None
     image: None = None
     access_programs: None = None
@@ -129,6 +140,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Call(ChatCall):
     seal_reasoning: bool = False
+    store: bool | None = None  # whether the reply is to be kept; None: where there is a place for it
+    kept: bool = False  # it is
     echo: dict[str, Any] = field(default_factory=dict)  # what the reply repeats of the request
 
 
@@ -137,11 +150,10 @@ def parse(body: bytes) -> Call:
         asked = decode(_typed(body), ResponsesRequest)
     except InvalidRequest as error:
         raise _explain(error) from None
-    for name in ("store", "background"):
-        refuse_true(getattr(asked, name), name)
+    ignored = ignored_fields(asked)
     asked.include_usage()
     tools, choice = _tools(asked)
-    caller = asked.caller(user=asked.safety_identifier, salt=asked.prompt_cache_key)
+    caller = asked.caller(user=asked.safety_identifier)
     effort = asked.reasoning.effort if asked.reasoning else None
     params = asked.params(max_tokens=asked.max_output_tokens, logprobs=_logprobs(asked), prompt_logprobs=None)
     return Call(
@@ -156,12 +168,15 @@ def parse(body: bytes) -> Call:
         continue_last=unfinished(asked.input),
         generation_prompt=not unfinished(asked.input),
         add_special_tokens=bool(asked.add_special_tokens),
+        bad_words=asked.bad_words or (),
+        truncate=asked.truncate_prompt_tokens,
+        unset=asked.unset(asked.max_output_tokens),
+        ignored=ignored,
         stream=bool(asked.stream),
+        store=asked.store,
         seal_reasoning=SEALED_REASONING in (asked.include or ()),
         echo={
             **_echo(asked),
-            "temperature": params.temperature,
-            "top_p": params.top_p,
             "service_tier": "flex" if caller.priority is Priority.BATCH else "default",
         },
     )
@@ -181,7 +196,7 @@ def _typed(body: bytes) -> bytes:
 
 
 def _explain(error: InvalidRequest) -> InvalidRequest:
-    stateful = error.param in ("previous_response_id", "conversation") or "'item_reference'" in error.message
+    stateful = error.param == "conversation" or "'item_reference'" in error.message
     return InvalidRequest(error.message, param=error.param, hint=_STATELESS) if stateful else explain_parts(error)
 
 
@@ -200,8 +215,6 @@ def _logprobs(asked: ResponsesRequest) -> int | None:
 
 
 def _tools(asked: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
-    for at, tool in enumerate(asked.tools or ()):
-        refuse_true(tool.defer_loading, f"tools[{at}].defer_loading")
     tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in asked.tools or ()]
     match asked.tool_choice:
         case FunctionChoice(name=name):
@@ -228,13 +241,11 @@ def _echo(asked: ResponsesRequest) -> dict[str, Any]:
         "max_output_tokens": asked.max_output_tokens,
         "max_tool_calls": asked.max_tool_calls,
         "metadata": asked.metadata or {},
-        "model": asked.model,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": None,
+        "previous_response_id": asked.previous_response_id,
         "prompt_cache_key": asked.prompt_cache_key,
         "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
         "safety_identifier": asked.safety_identifier,
-        "store": False,
         "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
         "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
         "tools": [_shown(tool) for tool in asked.tools or ()],

@@ -16,6 +16,7 @@ from emberline.api.deltas import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
     Usage,
@@ -64,6 +65,10 @@ class Renderer:
         return {
             **self._head,
             **self._call.echo,
+            "model": self._call.caller.model,
+            "store": self._call.kept,
+            "temperature": self._call.params.temperature,
+            "top_p": self._call.params.top_p,
             "status": self._status(),
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._reason() == "length" else None,
@@ -91,7 +96,7 @@ class Renderer:
                 return []
             case Started():
                 return []
-            case PromptDelta() | Progress():
+            case PromptDelta() | Progress() | TokenIds():
                 raise AssertionError("the protocol has no way to ask for it")
 
     def _grow(self, kind: type[Message] | type[Reasoning], delta: TextDelta | ReasoningDelta) -> list[Json]:

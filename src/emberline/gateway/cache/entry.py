@@ -7,7 +7,7 @@ import msgspec
 from emberline.gateway.call import Reply, Stream
 from emberline.gateway.costs.usage import Usage
 
-KEPT = ("content-type", "x-emberline-changed")  # headers; the others are of one reply
+KEPT = ("content-type", "x-emberline-changed", "x-emberline-ignored")  # headers; the others are of one reply
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

@@ -245,8 +245,11 @@ class Dispatch:
         task.add_done_callback(self._detached.discard)
 
     def named(self, ask: Ask) -> Ask:
-        """With the only model there is, if it names none: the worker knows what to say."""
-        models = {model for worker in self.workers.values() for model in worker.models}
+        """With the only model that generates, or the only one there is, if it names none."""
+        cards = [
+            model for member in self.membership for model in member.card.models if member.card.name in self.workers
+        ]
+        models = {model.name for model in cards if model.max_running} or {model.name for model in cards}
         return replace(ask, model=next(iter(models))) if not ask.model and len(models) == 1 else ask
 
     def _known(self, ask: Ask) -> tuple[Mapping[str, int], Estimate]:

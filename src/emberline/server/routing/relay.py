@@ -27,7 +27,7 @@ from emberline.core.errors import (
 )
 from emberline.router.ask import Ask
 from emberline.router.call import Call
-from emberline.router.dialect import CHAIN, PRIVATE, Garbled
+from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled
 from emberline.router.native import RESUME
 from emberline.router.policy import AGAIN, Decision, Why
 from emberline.router.suspects import Suspects
@@ -35,6 +35,7 @@ from emberline.router.track import read_link
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.router.usage import Usage
 from emberline.server.exchange import Exchange
+from emberline.server.keys import tenant_of
 from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.prefill import Prefill
@@ -86,6 +87,8 @@ class Relay:
         headers = {name: value for name, value in given if name not in HOP and not name.startswith(PRIVATE)}
         if self._config.kv_events:
             headers[CHAIN] = "1"
+        if tenant := tenant_of(x):
+            headers[TENANT] = f"{'checked' if self._config.api_keys else 'presented'} {tenant}"
         call = Call(x.method, x.path + (f"?{x.query}" if x.query else ""), headers, body)
         config, deadline = self._config, self._now() + self._config.request_timeout
         ours = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)

@@ -20,7 +20,7 @@ from emberline.net.notjson import NOT_JSON
 from emberline.router.ask import Ask
 from emberline.router.upstream import Upstream
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.keys import Access
+from emberline.server.keys import Access, tenant_of
 from emberline.server.metrics import exposition
 from emberline.server.pages import Page
 from emberline.server.routing.dispatch import TICK, Dispatch
@@ -81,6 +81,7 @@ class RouterApp:
         hint = "/v1/models lists what is served"
         access = Access(config.api_keys, config.cluster_key)
         self._site = Site(routes, Route(self._model, "GET"), pages, access, hint)
+        self._site.below["/v1/responses/"] = Route(self._stored, method="")
 
     async def tick(self) -> None:
         """For as long as the router runs."""
@@ -103,9 +104,14 @@ class RouterApp:
 
     async def _proxy(self, x: Exchange) -> None:
         body = await x.body(self._config.max_body)
-        session = x.header(SESSION)
-        ask = Ask.read(body, session) if len(body) < LARGE else await offload.run(len(body), Ask.read, body, session)
+        about = x.header(SESSION), tenant_of(x) if self._config.api_keys else ""
+        ask = Ask.read(body, *about) if len(body) < LARGE else await offload.run(len(body), Ask.read, body, *about)
         await x.while_connected(self._relay.run(x, ask, body))
+
+    async def _stored(self, x: Exchange) -> None:
+        """A stored response, from any worker: those of one machine share the file."""
+        await x.body(0)
+        await x.while_connected(self._relay.run(x, Ask("", 0, False, None), b""))
 
     async def _models(self, x: Exchange) -> None:
         await x.json(models.list_models(self._served()))
@@ -117,14 +123,22 @@ class RouterApp:
         """Of workers that are there; what several have is as long as the shortest of them."""
         contexts: dict[str, int] = {}
         chat: set[str] = set()
+        sampling: dict[str, dict[str, float]] = {}
         for _, member, health in self._seen():
             if health is not Health.LOST:
                 for model in member.card.models:
                     contexts[model.name] = min(contexts.get(model.name, model.max_context), model.max_context)
+                    sampling.setdefault(model.name, model.sampling)
                     if model.max_running:  # an embedder keeps no batch
                         chat.add(model.name)
         return [
-            models.ServedModel(name, self._began, context, kind="chat" if name in chat else "embedding")
+            models.ServedModel(
+                name,
+                self._began,
+                context,
+                kind="chat" if name in chat else "embedding",
+                sampling=sampling[name],
+            )
             for name, context in sorted(contexts.items())
         ]
 

@@ -24,6 +24,8 @@ from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.generator import Generator
 from emberline.server.worker.prompts import Prompts
+from emberline.server.worker.response_store import ResponseStore
+from emberline.server.worker.sampling_defaults import FILE, sampling_defaults
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -74,8 +76,11 @@ class Assembled:
     app: EngineApp
     catalog: Catalog
     embeddings: Embeddings | None
+    store: ResponseStore | None = None
 
     def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
         for model in self.catalog:
             model.guard.close()
         if self.embeddings is not None:
@@ -84,8 +89,17 @@ class Assembled:
 
 def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, tracing: Tracing | None) -> Assembled:
     catalog = Catalog(_served(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items())
-    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages(), tracing)
-    return Assembled(app, catalog, parts.embeddings)
+    store = _response_store(config)
+    app = EngineApp(config, engine, catalog, parts.embeddings, load_pages(), tracing, store)
+    return Assembled(app, catalog, parts.embeddings, store)
+
+
+def _response_store(config: ServerConfig) -> ResponseStore | None:
+    """auto: a file that ends with this server, and none at a worker, whose router may ask another the next time."""
+    if config.response_store == "none" or (config.response_store == "auto" and config.worker is not None):
+        return None
+    path = None if config.response_store == "auto" else Path(config.response_store)
+    return ResponseStore(path, config.response_store_size)
 
 
 def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, facts: Facts) -> Served:
@@ -104,9 +118,13 @@ def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, fa
         reasoning=reasoning.style_for(sources),
         timeout=config.request_timeout,
         token_timeout=config.token_timeout,
+        ends=frozenset(facts.eos),
     )
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
-    return Served(name, generator, guard, metrics, fingerprint)
+    defaults = sampling_defaults(text.directory, config.generation_config)
+    if defaults:
+        log.info("%s: sampling defaults %s (%s)", name, defaults, FILE)
+    return Served(name, generator, guard, metrics, fingerprint, defaults)
 
 
 def _template(directory: Path, config: ServerConfig) -> ChatTemplate | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from emberline.core.errors import InvalidRequest, ModelNotFound
 from emberline.engine.grammar_guard import GrammarGuard
@@ -18,6 +19,7 @@ class Served:
     guard: GrammarGuard
     metrics: Metrics
     fingerprint: str  # as replies tell it
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling settings that a request may leave out
 
 
 class Catalog:

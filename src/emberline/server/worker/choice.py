@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from emberline.api.deltas import Delta, Finish, Reason, ReasoningDelta, TextDelta, TokenInfo
+from emberline.api.deltas import Delta, Finish, Reason, ReasoningDelta, TextDelta, TokenIds, TokenInfo
 from emberline.api.splitter import Splitter
 from emberline.core.errors import DeadlineExceeded, EmberlineError, InvalidRequest
 from emberline.core.events import Output
@@ -25,6 +25,8 @@ class Choice:
         *,
         kept: frozenset[int],  # special tokens that are shown nevertheless
         continuing: bool,  # the text goes on from the prompt's, as a chat's reply does not
+        ends: frozenset[int] = frozenset(),  # the model's own end tokens
+        prompt_ids: Sequence[int] | None = None,  # tokens are told as ids, and before the first those of the prompt
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -46,6 +48,9 @@ class Choice:
             at_least=params.min_tokens,
         )
         self._splitter = splitter
+        self._ends = ends
+        self._prompt_ids = prompt_ids
+        self._last_id: int | None = None
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
 
     @property
@@ -71,8 +76,14 @@ class Choice:
                 self._info(t, p, self._text.offsets[self.num_tokens + i])
                 for i, (t, p) in enumerate(zip(output.tokens[:taken], output.logprobs, strict=False))
             ]
+        deltas: list[Delta] = []
+        if self._prompt_ids is not None and taken:
+            prompt = self._prompt_ids if self.num_tokens == 0 else ()
+            deltas.append(TokenIds(self.index, output.tokens[:taken], prompt))
+        if taken:
+            self._last_id = output.tokens[taken - 1]
         self.num_tokens += taken
-        deltas = self._split(text)
+        deltas += self._split(text)
         if (thinking and self.thinking) or any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.reasoning_tokens += taken
         if self._text.stopped is not None:
@@ -90,6 +101,7 @@ class Choice:
 
     def _end(self, reason: Reason, stop: str | None) -> list[Delta]:
         self.finished = True
+        ended = reason == "stop" and stop is None
         deltas: list[Delta] = []
         if self._splitter is not None:
             deltas = self._with_infos(self._splitter.flush(cut=reason in ("length", "abort")))
@@ -98,7 +110,9 @@ class Choice:
         if reason == "stop" and self._splitter is not None and self._splitter.calls:
             reason = "tool_calls"
         self.reason = reason
-        return [*deltas, Finish(self.index, reason, stop)]
+        asked = self._last_id in self._params.stop_token_ids
+        token = self._last_id if ended and (asked or self._last_id in self._ends) else None
+        return [*deltas, Finish(self.index, reason, stop, token, asked and token is not None)]
 
     def _with_infos(self, deltas: Sequence[Delta]) -> list[Delta]:
         """The first text that comes out carries what is known of the tokens since the last."""

@@ -20,7 +20,7 @@ from emberline.core.request import FinishReason
 from emberline.net.notjson import NOT_JSON
 from emberline.server.exchange import Exchange
 from emberline.server.worker.calls import Calls
-from emberline.server.worker.journey import CHAIN, Journey
+from emberline.server.worker.journey import CHAIN, Journey, tenant_by_router
 from emberline.server.worker.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
@@ -51,19 +51,22 @@ class Envelope(msgspec.Struct):
 
 
 class ClusterCalls:
-    def __init__(self, calls: Calls, max_body: int) -> None:
+    def __init__(self, calls: Calls, max_body: int, keyed: bool = False) -> None:
+        """`keyed`: clients need an API key here."""
         self._calls = calls
+        self._keyed = keyed
         self._max_body = max_body
 
     async def resume(self, x: Exchange) -> None:
         envelope = await self._open(x)
-        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1", span=x.span)
+        tenant = tenant_by_router(x, self._keyed)
+        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1", span=x.span, tenant=tenant)
         await self._calls.answer(x, envelope.path, bytes(envelope.body), journey)
 
     async def prefill(self, x: Exchange) -> None:
         """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""
         envelope = await self._open(x)
-        journey = replace(envelope.journey(), span=x.span)
+        journey = replace(envelope.journey(), span=x.span, tenant=tenant_by_router(x, self._keyed))
         call, model = await self._calls.read(envelope.path, bytes(envelope.body), journey)
         await x.while_connected(_tell(x, model.generator.prefill(call, journey)))
 

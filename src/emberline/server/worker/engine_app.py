@@ -30,6 +30,9 @@ from emberline.server.worker.cluster_calls import ClusterCalls
 from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.journey import Journey
 from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.response_store import ResponseStore
+from emberline.server.worker.stored_responses import BELOW as RESPONSES
+from emberline.server.worker.stored_responses import StoredResponses
 from emberline.server.worker.transfer_metrics import families as transfer_families
 
 log = logging.getLogger("emberline.server")
@@ -48,11 +51,13 @@ class EngineApp:
         embeddings: Embeddings | None,
         pages: dict[str, Page],
         tracing: Tracing | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         self._config = config
         self._engine = engine
         self._catalog = catalog
-        self._calls = Calls(catalog)
+        responses = StoredResponses(store, self._tenant)
+        self._calls = Calls(catalog, responses)
         self._embeddings = embeddings
         self._engine.on_stats = lambda name, stats: catalog[name].metrics.stepped(stats)
         self._began = time.time()
@@ -75,7 +80,7 @@ class EngineApp:
             "/openapi.json": Route(self._openapi, "GET", "nothing"),
         }
         if config.worker is not None:
-            cluster = ClusterCalls(self._calls, config.max_body)
+            cluster = ClusterCalls(self._calls, config.max_body, keyed=bool(config.api_keys))
             routes["/cluster/resume"] = Route(traced(cluster.resume), needs="cluster")
             routes["/cluster/prefill"] = Route(traced(cluster.prefill), needs="cluster")
             routes["/cluster/events"] = Route(BlockEvents(engine).follow, "GET", "cluster")
@@ -83,6 +88,7 @@ class EngineApp:
         hint = "/openapi.json lists what is here"
         access = Access(config.api_keys, cluster_key, config.closed)
         self._site = Site(routes, Route(self._model, "GET"), pages, access, hint)
+        self._site.below[RESPONSES] = Route(responses.answer, method="")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http"
@@ -97,13 +103,13 @@ class EngineApp:
             log.log(level, "%s %s %s %.3f s %s", x.method, x.path, x.outcome or x.status, seconds, note)
 
     async def _generate(self, x: Exchange) -> None:
-        await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x))
+        await self._calls.answer(x, x.path, await self._body(x), Journey.begun_by(x, bool(self._config.api_keys)))
 
     # -- the rest of the API ------------------------------------------------------------------------------------------
 
     async def _count_tokens(self, x: Exchange) -> None:
         call = await self._parsed(anthropic.parse_count, x)
-        model = self._catalog[call.caller.model]
+        model = self._catalog.chosen(call.caller.model or None)
         await x.json(anthropic.token_count(await model.generator.count(call)))
 
     async def _embed(self, x: Exchange) -> None:
@@ -117,7 +123,7 @@ class EngineApp:
 
     async def _tokenize(self, x: Exchange) -> None:
         call = await self._parsed(tokenize.parse, x)
-        prompts = self._catalog.chosen(call.model).generator.prompts
+        prompts = self._catalog.chosen(call.model or None).generator.prompts
         text, special = (
             (call.prompt, call.add_special_tokens)
             if isinstance(call.prompt, str)
@@ -129,7 +135,7 @@ class EngineApp:
 
     async def _detokenize(self, x: Exchange) -> None:
         call = await self._parsed(tokenize.parse_detokenize, x)
-        tokenizer = self._catalog.chosen(call.model).generator.prompts.tokenizer
+        tokenizer = self._catalog.chosen(call.model or None).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
         await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
@@ -214,6 +220,9 @@ class EngineApp:
         body = await self._body(x)
         return parse(body) if len(body) < LARGE else await offload.run(len(body), parse, body)
 
+    def _tenant(self, x: Exchange) -> str:
+        return Journey.begun_by(x, bool(self._config.api_keys)).tenant
+
     async def _body(self, x: Exchange) -> bytes:
         return await x.body(self._config.max_body)
 
@@ -223,7 +232,9 @@ class EngineApp:
 
     def served(self) -> list[models.ServedModel]:
         served = [
-            models.ServedModel(model.name, int(self._began), model.generator.prompts.max_context)
+            models.ServedModel(
+                model.name, int(self._began), model.generator.prompts.max_context, sampling=model.defaults
+            )
             for model in self._catalog
         ]
         if self._embeddings is not None:

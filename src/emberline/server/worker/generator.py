@@ -41,14 +41,19 @@ class Generator:
         reasoning: ReasoningStyle | None,
         timeout: float = math.inf,
         token_timeout: float = 600.0,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         self.engine = engine
         self.prompts = prompts
         self.served_name = served_name
-        self._preparation = Preparation(prompts, guard, tool_style, reasoning)
+        self._preparation = Preparation(prompts, guard, tool_style, reasoning, ends)
         self._metrics = metrics
         self._timeout = timeout
         self._token_timeout = token_timeout
+
+    def ignored(self, call: Call) -> list[str]:
+        """The fields that have no effect with this model. Raises InvalidRequest for those that should have had one."""
+        return self.prompts.ignored(call) if isinstance(call, ChatCall) else []
 
     async def count(self, call: ChatCall) -> int:
         text = await self.prompts.rendered(call)

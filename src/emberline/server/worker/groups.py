@@ -47,7 +47,16 @@ class Groups:
         self, order: Order, tokenizer: Tokenizer, metrics: Metrics, handoff: Handoff, phases: Phases | None
     ) -> None:
         self.choices = [
-            Choice(index, tokenizer, order.params, order.splitter(index), kept=order.kept, continuing=order.continuing)
+            Choice(
+                index,
+                tokenizer,
+                order.params,
+                order.splitter(index),
+                kept=order.kept,
+                continuing=order.continuing,
+                ends=order.ends,
+                prompt_ids=order.job_of(index).ids if order.return_token_ids else None,
+            )
             for index in range(len(order.jobs) * order.params.n)
         ]
         self._order = order

@@ -44,6 +44,8 @@ class Order:
     kept: frozenset[int]  # special tokens that are shown nevertheless
     continuing: bool  # the text goes on from the prompt's
     running_usage: bool
+    return_token_ids: bool = False
+    ends: frozenset[int] = frozenset()  # the model's own end tokens
 
     @property
     def prompt_tokens(self) -> int:

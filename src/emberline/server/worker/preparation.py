@@ -23,12 +23,18 @@ from emberline.server.worker.prompts import Prompts
 
 class Preparation:
     def __init__(
-        self, prompts: Prompts, guard: GrammarGuard, tool_style: ToolStyle, reasoning: ReasoningStyle | None
+        self,
+        prompts: Prompts,
+        guard: GrammarGuard,
+        tool_style: ToolStyle,
+        reasoning: ReasoningStyle | None,
+        ends: frozenset[int] = frozenset(),
     ) -> None:
         self._prompts = prompts
         self._guard = guard
         self._tool_style = tool_style
         self._reasoning = reasoning
+        self._ends = ends  # the model's end tokens
 
     async def order(self, call: ChatCall | CompletionCall, reply_id: str, created: int) -> Order:
         return await (self._chat(call, reply_id, created) if isinstance(call, ChatCall) else self._complete(call))
@@ -36,9 +42,11 @@ class Preparation:
     async def _chat(self, call: ChatCall, reply_id: str, created: int) -> Order:
         text = await self._prompts.rendered(call, created)
         ids = await self._prompts.encode(text, add_special=call.add_special_tokens, param="messages")
+        ids = self._prompts.truncated(ids, call)
         self._prompts.check_length(ids, "messages")
         style = self._tool_style if call.tools and call.tool_choice.mode != "none" else None
         opened = self._reasoning is not None and self._reasoning.opened_by(text)
+        call = replace(call, params=self._prompts.forbidding(call))
         params = await self._constrain(call, style, opened)
 
         def splitter(index: int) -> Splitter | None:
@@ -47,23 +55,27 @@ class Preparation:
             return Splitter(index, _call_ids(reply_id, index), style, self._reasoning, inside=opened)
 
         budget = None
-        if call.thinking_budget is not None:
+        if call.thinking_budget is not None and self._prompts.closing:
             after = await self._constrain(call, style, opened, closed=True)
             budget = Budget(call.thinking_budget, self._prompts.closing, after)
         job = Job(ids, 0, params.prompt_logprobs is not None, budget)
         kept = frozenset(self._special_markers(style).values())
-        return Order([job], params, call.caller, splitter, kept, call.continue_last, call.running_usage)
+        how = (splitter, kept, call.continue_last, call.running_usage, call.return_token_ids, self._ends)
+        return Order([job], params, call.caller, *how)
 
     async def _complete(self, call: CompletionCall) -> Order:
         jobs = []
         for i, prompt in enumerate(call.prompts):
             ids = await self._prompts.encode(prompt, add_special=call.add_special_tokens, param="prompt")
+            ids = self._prompts.truncated(ids, call)
             self._prompts.check_length(ids, "prompt")
             jobs.append(Job(ids, i * call.params.n, call.echo or call.params.prompt_logprobs is not None))
-        if call.params.grammar is not None:
-            await asyncio.to_thread(self._guard.check, call.params.grammar)
+        params = self._prompts.forbidding(call)
+        if params.grammar is not None:
+            await asyncio.to_thread(self._guard.check, params.grammar)
         kept = frozenset(self._special_markers(None).values())
-        return Order(jobs, call.params, call.caller, lambda index: None, kept, True, call.running_usage)
+        how = (kept, True, call.running_usage, call.return_token_ids, self._ends)
+        return Order(jobs, params, call.caller, lambda index: None, *how)
 
     async def _constrain(
         self, call: ChatCall, style: ToolStyle | None, opened: bool, closed: bool = False

@@ -49,6 +49,7 @@ class Presence:
             kv_tokens=facts.kv_tokens,
             block_size=facts.block_size,
             peer=facts.peer,
+            sampling=dict(served.sampling),
         )
 
     def beat(self) -> Beat:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from emberline.api import reasoning, tools
-from emberline.api.call import ChatCall
+from emberline.api.call import ChatCall, CompletionCall, GenerationCall, Tool
 from emberline.api.reasoning import ReasoningStyle
 from emberline.api.toolstyle import ToolStyle
-from emberline.api.wishes import check_wishes
+from emberline.api.wishes import ignored_wishes
 from emberline.core.errors import ContextLengthExceeded, InvalidRequest
+from emberline.core.params import SamplingParams
 from emberline.server.worker.protocol import CHARACTERS_PER_TOKEN
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
@@ -51,18 +53,11 @@ class Prompts:
             raise InvalidRequest(
                 "this model has no chat template", hint="use /v1/completions, or serve with --chat-template"
             )
-        shown = call.tools if call.tool_choice.mode != "none" else ()
+        self.ignored(call)
         messages = tools.fit_ids(call.messages, self._style)
         if not self._knows_tools:
-            messages = tools.inject(messages, shown, self._style)
-        listed = tools.shown(shown) if shown and self._knows_tools else None
-        check_wishes(call.wishes, self._template.arguments(listed is not None), self._reasoning is not None)
-        if call.thinking_budget is not None and not self.closing:
-            raise InvalidRequest(
-                "thinking.budget_tokens: this model's reasoning has no marker that would end it",
-                param="thinking.budget_tokens",
-                hint="leave thinking out",
-            )
+            messages = tools.inject(messages, _shown(call), self._style)
+        listed = self._listed(call)
         mark = _mark(messages) if call.continue_last else ""
         if mark:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
@@ -72,27 +67,69 @@ class Prompts:
         )
         return _unfinished(text, mark) if mark else text
 
+    def ignored(self, call: ChatCall) -> list[str]:
+        """The fields that this model's template has no use for."""
+        if self._template is None:
+            return []
+        known = self._template.arguments(self._listed(call) is not None)
+        found = ignored_wishes(call.wishes, known, self._reasoning is not None)
+        if call.thinking_budget is not None and not self.closing and "thinking" not in found:
+            found.append("thinking.budget_tokens")  # no marker would end this model's reasoning
+        return found
+
+    def _listed(self, call: ChatCall) -> list[dict[str, Any]] | None:
+        """The tools, as a template that knows them takes them."""
+        shown = _shown(call)
+        return tools.shown(shown) if shown and self._knows_tools else None
+
     async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
         if isinstance(text, list):
             return text
         if len(text) > self.max_context * CHARACTERS_PER_TOKEN:
             raise ContextLengthExceeded(
-                f"a text of {len(text)} characters does not fit the context of {self.max_context} tokens", param=param
+                f"this model's maximum context length is {self.max_context} tokens, and a text of {len(text)} "
+                "characters does not fit it",
+                param=param,
+                hint="shorten it",
             )
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
 
+    def truncated(self, ids: list[int], call: GenerationCall) -> list[int]:
+        """The last tokens of a prompt, as many as its request keeps."""
+        if call.truncate is None:
+            return ids
+        kept = self.max_context - 1 if call.truncate < 0 else call.truncate
+        return ids[-kept:] if kept else []
+
+    def forbidding(self, call: ChatCall | CompletionCall) -> SamplingParams:
+        """The call's params, with its bad words as tokens: each as it begins a text, and as it follows a space."""
+        if any(token >= self.tokenizer.vocab_size for token in call.params.allowed_token_ids):
+            param = "allowed_token_ids"
+            raise InvalidRequest(f"{param} must be in [0, {self.tokenizer.vocab_size})", param=param)
+        words: dict[tuple[int, ...], None] = {}
+        for word in call.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                if ids := self.tokenizer.encode(text, add_special=False):
+                    words[tuple(ids)] = None
+        return replace(call.params, bad_words=tuple(words)) if words else call.params
+
     def check_length(self, ids: Sequence[int], param: str) -> None:
         """Before the engine says the same, so that the error names the field of the protocol that was spoken."""
         if len(ids) >= self.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens, which leaves none of the context of {self.max_context}",
+                f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(ids)}, "
+                "which leaves none for the answer",
                 param=param,
                 hint="shorten it",
             )
         if not ids:
             raise InvalidRequest("the prompt has no tokens", param=param)
+
+
+def _shown(call: ChatCall) -> Sequence[Tool]:
+    return call.tools if call.tool_choice.mode != "none" else ()
 
 
 def _closing(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:

@@ -1,0 +1,73 @@
+"""TokenRules: allowed_token_ids and bad_words as a mask of each step, alone or on top of a grammar's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from emberline.core.params import SamplingParams
+
+Mask = np.ndarray  # int32: one bit for each id of the vocabulary
+
+
+class Masker(Protocol):
+    """What decides which tokens may come next: `engine.grammar.Matcher` and TokenRules."""
+
+    def fill(self, mask: Mask) -> None: ...
+
+    def accept(self, token: int) -> bool: ...
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class TokenRules:
+    def __init__(self, params: SamplingParams, vocab: int, grammar: Masker | None) -> None:
+        self._grammar = grammar
+        self._allowed: Mask | None = None
+        if params.allowed_token_ids:
+            bits = np.zeros(-(-vocab // 32) * 32, bool)
+            bits[[token for token in params.allowed_token_ids if token < vocab]] = True
+            self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        self._bad = [word for word in params.bad_words if word[-1] < vocab]
+        self._longest = max(map(len, self._bad), default=1)
+        self._tail: list[int] = []  # the newest output tokens, as many as a bad word may have before its last
+        self._stuck = False
+
+    def fill(self, mask: Mask) -> None:
+        if self._grammar is not None:
+            self._grammar.fill(mask)
+        else:
+            mask[:] = -1
+        if self._allowed is not None:
+            mask &= self._allowed
+        for word in self._bad:
+            if len(word) == 1 or tuple(self._tail[1 - len(word) :]) == word[:-1]:
+                mask.view(np.uint32)[word[-1] // 32] &= np.uint32(0xFFFFFFFF ^ (1 << word[-1] % 32))
+        self._stuck = not mask.any()
+        if self._stuck:
+            mask[:] = -1  # the request ends with `error`; a row of nothing but -inf has no most probable token
+
+    def accept(self, token: int) -> bool:
+        if self._longest > 1:
+            self._tail = [*self._tail, token][1 - self._longest :]
+        return self._grammar is None or self._grammar.accept(token)
+
+    @property
+    def done(self) -> bool:
+        return self._grammar is not None and self._grammar.done
+
+    @property
+    def error(self) -> str | None:
+        if self._stuck:
+            return "bad_words and allowed_token_ids leave no token to go on with"
+        return self._grammar.error if self._grammar is not None else None
+
+
+def masker_of(params: SamplingParams, vocab: int, grammar: Masker | None) -> Masker | None:
+    ruled = params.bad_words or params.allowed_token_ids
+    return TokenRules(params, vocab, grammar) if ruled else grammar

@@ -1,0 +1,99 @@
+"""ResponseStore: replies of the Responses API, kept in one SQLite file for `previous_response_id`, GET and DELETE.
+
+A reply belongs to the tenant (API key) that asked for it. When the file's content exceeds its limit, the oldest replies
+are deleted. Several workers of one machine may share a file.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from emberline.core.errors import EmberlineError, InvalidRequest
+
+BUSY_TIMEOUT_S = 5.0
+DEFAULT_BYTES = 256 << 20
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT NOT NULL, tenant TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL,
+    body BLOB NOT NULL, input BLOB NOT NULL, PRIMARY KEY (tenant, id)
+);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (created);
+"""
+
+
+class StoreUnavailable(EmberlineError):
+    status = 503
+    code = "response_store_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    body: dict[str, Any]
+    input: list[dict[str, Any]]  # the whole conversation that it answered, as items
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation with the answer: what a further request continues."""
+        return [*self.input, *self.body["output"]]
+
+
+class ResponseStore:
+    """Its methods block, for a disk's time: they are called beside the event loop."""
+
+    def __init__(self, path: Path | None, max_bytes: int = DEFAULT_BYTES) -> None:
+        """`path`: None for a file without a name, which ends with the process."""
+        if max_bytes < 1:
+            raise InvalidRequest(f"response_store_size is {max_bytes}; it must be above 0", param="response_store_size")
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+                path.chmod(0o600)  # a file of before may be open to others; SQLite gives its side files the same mode
+            self._db = sqlite3.connect(path or "", BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.executescript(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            hint = "give --response-store another file, or none"
+            raise InvalidRequest(f"cannot open {path}: {error}", param="response_store", hint=hint) from error
+
+    def put(self, tenant: str, body: dict[str, Any], input: list[dict[str, Any]]) -> None:
+        encoded = (msgspec.json.encode(body), msgspec.json.encode(input))
+        size = sum(map(len, encoded))
+        self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
+                  (body["id"], tenant, time.time(), size, *encoded))  # fmt: skip
+        ((total,),) = self._run("SELECT coalesce(sum(size), 0) FROM responses")
+        while total > self._max_bytes:
+            ((id_, owner, freed),) = self._run("SELECT id, tenant, size FROM responses ORDER BY created LIMIT 1")
+            self._run("DELETE FROM responses WHERE id = ? AND tenant = ?", (id_, owner))
+            total -= freed
+
+    def get(self, tenant: str, id_: str) -> StoredResponse | None:
+        for body, input_ in self._run("SELECT body, input FROM responses WHERE tenant = ? AND id = ?", (tenant, id_)):
+            return StoredResponse(msgspec.json.decode(body), msgspec.json.decode(input_))
+        return None
+
+    def delete(self, tenant: str, id_: str) -> bool:
+        return bool(self._run("DELETE FROM responses WHERE tenant = ? AND id = ? RETURNING id", (tenant, id_)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _run(self, statement: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+        try:
+            with self._lock:
+                return self._db.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreUnavailable(f"the response store failed: {error}", hint="send store: false") from error

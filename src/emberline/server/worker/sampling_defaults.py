@@ -1,0 +1,64 @@
+"""sampling_defaults: what a checkpoint's generation_config.json sets where a request does not, as vLLM applies it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from emberline.core.errors import InvalidRequest, ModelFileError
+from emberline.core.jsonfile import read_object, read_optional
+from emberline.core.params import SamplingParams
+
+log = logging.getLogger("emberline.server")
+
+FILE = "generation_config.json"
+# The names there, and in SamplingParams. `do_sample` is not read: a request that asks for nothing is sampled.
+NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+INTEGERS = ("top_k", "max_new_tokens")
+
+
+def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
+    """By the names of SamplingParams. `source`: auto (the checkpoint's own file), none, or a directory with another.
+
+    Raises InvalidRequest if that directory has no such file. A value that no request could have is skipped with a
+    warning: a checkpoint that generates is worth more than its settings.
+    """
+    if source == "none":
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in _read(directory, source).items():
+        if name not in NAMES or value is None:
+            continue
+        try:
+            SamplingParams(**{NAMES[name]: _number(name, value)})
+        except (InvalidRequest, TypeError, ValueError):
+            log.warning("%s of %s is not usable as a default: %s=%.100r", FILE, directory.name, name, value)
+        else:
+            found[NAMES[name]] = _number(name, value)
+    return found
+
+
+def _read(directory: Path, source: str) -> dict[str, Any]:
+    if source == "auto":
+        return read_optional(directory / FILE)
+    try:
+        return read_object(Path(source) / FILE)
+    except (ModelFileError, OSError) as error:
+        hint = "auto, none, or a directory that has this file"
+        raise InvalidRequest(
+            f"--generation-config {source!r}: {error}", param="generation_config", hint=hint
+        ) from error
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(name)
+    return max(int(value), 0) if name in INTEGERS else float(value)

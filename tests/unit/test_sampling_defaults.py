@@ -1,0 +1,75 @@
+"""A checkpoint's generation_config.json: what a request leaves out, and where it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_engine import House
+
+from emberline.core.errors import InvalidRequest
+from emberline.server.worker.catalog import Catalog
+from emberline.server.worker.sampling_defaults import sampling_defaults
+
+QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2], "max_new_tokens": 7}
+MEANT = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_tokens": 7}
+
+
+def write(folder: Path, config: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_its_settings_by_our_names(tmp_path: Path) -> None:
+    assert sampling_defaults(write(tmp_path, QWEN)) == MEANT
+    assert sampling_defaults(tmp_path, "none") == {}
+
+
+def test_another_directory_may_have_them(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path / "model", str(write(tmp_path, QWEN))) == MEANT
+    with pytest.raises(InvalidRequest) as caught:
+        sampling_defaults(tmp_path, str(tmp_path / "nothing"))
+    assert caught.value.param == "generation_config"
+
+
+def test_values_that_no_request_could_have_are_skipped(tmp_path: Path) -> None:
+    config = {"temperature": -1, "top_k": True, "top_p": "a", "min_p": None, "repetition_penalty": 1.1}
+    assert sampling_defaults(write(tmp_path, config)) == {"repetition_penalty": 1.1}
+
+
+def house() -> House:
+    made = House(lambda before, index: before + "abc")
+    (served,) = made.catalog
+    catalog = Catalog([replace(served, defaults=MEANT)])
+    made.app._catalog = made.app._calls._catalog = catalog
+    return made
+
+
+def sampled(path: str, **fields: Any) -> tuple[float, int, float, int | None]:
+    made = house()
+    assert made.post(path, fields).status == 200
+    params = made.engine.submissions[0].params
+    return params.temperature, params.top_k, params.top_p, params.max_tokens
+
+
+def test_requests_get_what_they_leave_out_and_keep_what_they_set() -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    assert sampled("/v1/chat/completions", **chat) == (0.6, 20, 0.95, 7)
+    assert sampled("/v1/chat/completions", **chat, temperature=0, max_tokens=3) == (0.0, 20, 0.95, 3)
+    assert sampled("/v1/chat/completions", **chat, temperature=1, top_k=-1, top_p=1.0) == (1.0, 0, 1.0, 7)
+    assert sampled("/v1/chat/completions", **chat, top_p=0) == (0.0, 20, 1.0, 7)
+    assert sampled("/v1/messages", **chat, max_tokens=5) == (0.6, 20, 0.95, 5)
+    assert sampled("/v1/responses", input="hi", top_k=3) == (0.6, 3, 0.95, 7)
+    assert sampled("/v1/completions", prompt="hi") == (0.6, 20, 0.95, 16)  # OpenAI's default length
+
+
+def test_a_response_repeats_the_settings_it_was_made_with() -> None:
+    reply = house().post("/v1/responses", {"input": "hi"}).json
+    assert (reply["temperature"], reply["top_p"]) == (0.6, 0.95)
+
+
+def test_the_list_of_models_shows_them() -> None:
+    assert house().app.served()[0].sampling == MEANT

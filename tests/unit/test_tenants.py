@@ -1,0 +1,71 @@
+"""Cached blocks are shared within one API key, where keys are configured, and within one cache_salt. A prompt_cache_key
+is a hint, and parts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from scripted_engine import House
+
+from emberline.core.handoff import Handoff
+from emberline.router.ask import Ask
+from emberline.router.call import Call
+from emberline.router.native import Native
+from emberline.server.worker.journey import TENANT
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def house(*keys: str) -> House:
+    made = House(lambda before, index: before + "abc")
+    made.app._config = replace(made.app._config, api_keys=keys)
+    made.app._site.api_keys = keys
+    return made
+
+
+def salt(made: House, headers: dict[str, str], **fields: Any) -> str:
+    assert made.post("/v1/chat/completions", {**CHAT, **fields}, **headers).status == 200
+    return made.engine.submissions[-1].salt
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_keys_part_tenants_and_salts_part_what_is_a_tenants() -> None:
+    made = house("a", "b")
+    ours = salt(made, bearer("a"))
+    assert ours and "a" != ours != salt(made, bearer("b"))
+    assert ours == salt(made, {"x_api_key": "a"}) == salt(made, bearer("a"), prompt_cache_key="k")
+    assert salt(made, bearer("a"), cache_salt="s") not in (ours, salt(made, bearer("b"), cache_salt="s"))
+
+
+def test_without_keys_all_share() -> None:
+    made = house()
+    assert salt(made, bearer("a")) == salt(made, {}) == salt(made, {}, prompt_cache_key="k") == ""
+    assert salt(made, {}, cache_salt="s") == "s"
+
+
+def test_a_router_with_keys_names_the_tenant_and_one_without_parts_nothing() -> None:
+    made, name = house(), TENANT.replace("-", "_")
+    assert salt(made, {name: "checked t"}) == salt(house(), {name: "checked t"}) != ""
+    assert salt(made, {name: "presented t"}) == ""
+
+
+def test_a_reply_that_goes_on_elsewhere_keeps_its_tenant() -> None:
+    plain = Call("POST", "/v1/chat/completions", {TENANT: "checked t"}, b"{}")
+    dialect = Native(plain, 1, None)
+    assert dialect.resume(Handoff(), 1.0, None, None).headers[TENANT] == "checked t"
+    assert dialect.prefill({}, 1.0)[0].headers[TENANT] == "checked t"
+    envelope = {"path": "/v1/chat/completions", "body": {**CHAT, "stream": True}}
+    resumed, name = house(), TENANT.replace("-", "_")
+    assert resumed.post("/cluster/resume", envelope, **{name: "checked t"}).status == 200
+    assert resumed.engine.submissions[0].salt == salt(house(), {name: "checked t"})
+
+
+def test_routing_looks_for_a_prefix_within_the_tenant() -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "%s"}]}' % (b"x" * 600)
+    hinted = body[:-1] + b', "prompt_cache_key": "k"}'
+    assert Ask.read(body).points == Ask.read(hinted).points != ()
+    assert {p.digest for p in Ask.read(body).points}.isdisjoint(p.digest for p in Ask.read(body, "", "t").points)
