@@ -18,6 +18,7 @@ import pytest
 from routers import SRC, Fakes, get, until
 
 from emberline.cluster.speech import Asked, Speech
+from emberline.router.policy import affinity
 
 LENGTH = 12
 WELL = b"".join(Speech(7, Asked(max_tokens=LENGTH, uneven=True)).writes(0, 0, False))
@@ -164,6 +165,26 @@ def test_nobody_can_go_on(plain: Fakes) -> None:
     assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
     assert moves(plain)["broken", "given up"] == before + 1
     until(lambda: quiet(plain))
+
+
+def test_a_stream_is_not_continued_by_a_worker_of_another_dtype(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, "--migration-wait", "0")
+    try:
+        fakes.start("narrow")
+        fakes.start("wide", dtype="float32")
+        name = home(fakes)
+        other = "wide" if name == "narrow" else "narrow"
+        fakes.tell(name, "break", after=3)
+        got, _ = ask(fakes)
+        text, _, error = got.partition(b'data: {"error"')
+        assert words(text) == "".join(map(WORDS.text, range(3))) and fakes.tell(other)["resumed"] == 0
+        assert b"worker_lost" in error and b"dtype (" in error and b"kv_dtype (" in error
+        fakes.start("same", dtype="bfloat16" if name == "narrow" else "float32")
+        sessions = (f"session {i}" for i in range(1000))
+        got, _ = ask(fakes, next(s for s in sessions if max(fakes.workers, key=lambda w: affinity(s, w)) == name))
+        assert is_well(got) and fakes.tell(other)["resumed"] == 0 and fakes.tell("same")["resumed"] == 1
+    finally:
+        fakes.close()
 
 
 def test_it_waits_for_somebody_to_go_on(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from emberline.core.config import Role
 from emberline.core.events import TransferStats
+from emberline.core.numerics import Numerics
 
 Dialect = Literal["native", "vllm", "sglang"]
 
@@ -46,6 +47,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     kv_tokens: int = 0
     block_size: int = 0
     peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
+    numerics: Numerics | None = None  # None: an embedder, another kind of server, or an earlier release
 
 
 class Beat(msgspec.Struct, frozen=True):

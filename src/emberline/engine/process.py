@@ -101,6 +101,7 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,
         peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
+        numerics=loaded.numerics,
     )
 
 

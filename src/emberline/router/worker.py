@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from emberline.core.breaker import Breaker
+from emberline.core.numerics import Numerics
 from emberline.router.pace import Pace
 
 DURATION_WEIGHT = 0.1
@@ -35,6 +36,7 @@ class Worker:
     role: str = "both"  # or prefill: computes prompts for others; or decode
     peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
     paired: frozenset[str] = frozenset()  # others' engines that it can take blocks from
+    numerics: Mapping[str, Numerics | None] = field(default_factory=dict)  # by model
     loads: dict[int, Load] = field(default_factory=dict)
     prefill: float = 0.0  # sums of these
     decode: float = 0.0
@@ -66,7 +68,7 @@ class Worker:
         return not self.doubted and not any(load.suspect for load in self.loads.values())
 
     def takes_from(self, other: Worker, model: str) -> bool:
-        return other.peers.get(model) in self.paired
+        return other.peers.get(model) in self.paired and self.numerics.get(model) == other.numerics.get(model)
 
     @property
     def room(self) -> float:

@@ -18,6 +18,7 @@ from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, NotFound, Superseded
+from emberline.core.numerics import Numerics, describe_difference
 from emberline.router.ask import Ask
 from emberline.router.chains import Link
 from emberline.router.estimate import Estimate
@@ -61,6 +62,7 @@ class Dispatch:
             raise Superseded(f"{card.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if old is not None and old.card.incarnation == card.incarnation:
             self.workers[card.name].peers = _peers(card)  # its engine may be another
+            self.workers[card.name].numerics = _numerics(card)
             return
         if old is not None:
             log.info("worker %s: replaced by another process", card.name)
@@ -78,9 +80,22 @@ class Dispatch:
             role=card.role,
             peers=_peers(card),
             kv_tokens=_kv_tokens(card),
+            numerics=_numerics(card),
         )
         self._retired.pop(self.workers[card.name].id, None)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
+        self._warn_of_other_numerics(self.workers[card.name])
+
+    def _warn_of_other_numerics(self, worker: Worker) -> None:
+        """Log once per registration and model that streams and blocks do not move between this worker and others."""
+        for model in worker.models:
+            for other in self.workers.values():
+                if other is worker or model not in other.models or "native" not in (worker.dialect, other.dialect):
+                    continue
+                if why := describe_difference(worker.numerics.get(model), other.numerics.get(model)):
+                    told = "worker %s computes %s otherwise than %s: streams and KV blocks do not move between them: %s"
+                    log.warning(told, worker.name, model, other.name, why)
+                    break
 
     def beat(self, beat: Beat) -> None:
         if self.membership.replaced(beat.incarnation):
@@ -130,11 +145,14 @@ class Dispatch:
         self._look(self.workers[name])
         if on and move:
             for leg in list(self._open.get(self.workers[name].id, {}).values()):
-                if leg.movable and self._takes(leg.ask.model):
+                if leg.movable and self._takes_over(leg):
                     leg.cut("drained")
 
-    def _takes(self, model: str) -> bool:
-        return any(worker.takes(model, self._clock.now()) for worker in self.workers.values())
+    def _takes_over(self, leg: Leg) -> bool:
+        """Whether any worker could continue this stream, or begin it if its client has nothing yet."""
+        model, now = leg.ask.model, self._clock.now()
+        unable = self.unable(model, leg.decision.worker) if leg.first is not None else ()
+        return any(worker.takes(model, now) and worker.id not in unable for worker in self.workers.values())
 
     def health(self, worker: Worker) -> Health:
         member = self.membership.get(worker.name)
@@ -217,9 +235,17 @@ class Dispatch:
         workers, now = list(self.workers.values()), self._clock.now()
         return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect)
 
-    def unable(self) -> set[str]:
-        """Who cannot go on with what another has begun: servers of other kinds."""
-        return {worker.id for worker in self.workers.values() if worker.dialect != "native"}
+    def unable(self, model: str, begun_by: Worker) -> set[str]:
+        """Workers that cannot continue this worker's stream: other kinds of servers, and those of other numerics."""
+        wanted = begun_by.numerics.get(model)
+        return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != wanted}
+
+    def difference(self, model: str, begun_by: Worker) -> str:
+        """How the other workers of this model that are ready differ from it; "" if one of them agrees, or none is."""
+        now, others = self._clock.now(), (w for w in self.workers.values() if w.id != begun_by.id)
+        ready = [w for w in others if w.takes(model, now) and w.dialect == "native"]
+        found = [describe_difference(begun_by.numerics.get(model), other.numerics.get(model)) for other in ready]
+        return found[0] if found and all(found) else ""
 
     def again(self, decision: Decision) -> Decision | None:
         """Back to who was to be left, if it is still there."""
@@ -317,6 +343,10 @@ def _kv_tokens(card: Card) -> int:
     """Several models have a cache each, of which it reports only what all use together: nothing is known then."""
     caches = [model.kv_tokens for model in card.models if model.max_running]
     return caches[0] if len(caches) == 1 else 0
+
+
+def _numerics(card: Card) -> dict[str, Numerics | None]:
+    return {model.name: model.numerics for model in card.models}
 
 
 def _peers(card: Card) -> dict[str, str]:

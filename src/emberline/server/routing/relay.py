@@ -94,7 +94,9 @@ class Relay:
         """Who is tried next; None if there is nobody, or it was tried often enough."""
         try:
             if trip.goes_on:
-                without = trip.tried | self._dispatch.unable() if trip.started else trip.tried
+                without = trip.tried
+                if trip.author is not None:
+                    without = without | self._dispatch.unable(trip.ask.model, trip.author)
                 decision = self._dispatch.choose(trip.ask, without, urgent=trip.started, suspect=trip.suspect)
                 trip.tries += 1
                 if trip.setback is None:
@@ -248,7 +250,7 @@ class Relay:
             trip.prefill.leave()
         if trip.track.link is not None:
             self._dispatch.told(leg, trip.track.link)
-        trip.progressed()
+        trip.progressed(leg.decision.worker)
         leg.movable = trip.may_move and trip.track.movable
 
     async def _begin(self, trip: Trip, reply: Reply, leg: Leg) -> None:
@@ -268,13 +270,20 @@ class Relay:
         if trip.started:
             if trip.moving and not trip.track.ended:
                 self._metrics.migrations[trip.moving, "given up"] += 1
-            await self._broke(trip, _harm(trip) if trip.guilty else WorkerLost(trip.lost))
+            await self._broke(trip, _harm(trip) if trip.guilty else self._lost(trip))
         elif trip.guilty:
             raise _harm(trip)
         elif setback.status:
             await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
         else:
             raise _nobody(trip, setback)
+
+    def _lost(self, trip: Trip) -> WorkerLost:
+        differs = self._dispatch.difference(trip.ask.model, trip.author) if trip.author is not None else ""
+        if not differs:
+            return WorkerLost(trip.lost)
+        why = f"{trip.lost}; the workers that are ready compute {trip.ask.model!r} otherwise: {differs}"
+        return WorkerLost(why, hint="send the request again, or give all workers of a model the same settings")
 
     async def _broke(self, trip: Trip, error: EmberlineError) -> None:
         """Between two events of a stream the error can be one more; all else is cut off, so that nobody takes it for

@@ -82,6 +82,7 @@ class Trip:
     moves: int = 0
     tries: int = 0
     legs: int = 0  # workers that were to answer so far
+    author: Worker | None = None  # the worker that computed what its client has of the stream
     origin: Decision | None = None  # where it was before somebody wished it away
 
     @property
@@ -136,8 +137,9 @@ class Trip:
         self.tried = {each.worker.id for each in self.breaks if each.worker.doubted}
         self.tries = 0 if self.started else self.attempts - 1
 
-    def progressed(self) -> None:
+    def progressed(self, worker: Worker) -> None:
         """A worker has said something: what was before is forgotten, but not who broke."""
+        self.author = worker
         self.tries, self.moving, self.origin = 0, "", None
         self.tried = {each.worker.id for each in self.breaks}
 

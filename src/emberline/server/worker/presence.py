@@ -49,6 +49,7 @@ class Presence:
             kv_tokens=facts.kv_tokens,
             block_size=facts.block_size,
             peer=facts.peer,
+            numerics=facts.numerics,
         )
 
     def beat(self) -> Beat:
