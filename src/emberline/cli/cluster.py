@@ -74,9 +74,11 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     import secrets
 
     from emberline.cluster.supervisor import Supervisor, children
+    from emberline.server.listening import bind
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
+    listener = bind(args.host, port)  # a taken port is an error here, and not one of the router's restarts
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     traced = _traced(args)
     router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *traced]
@@ -84,7 +86,8 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
     options = _worker(args, sum(workers.values()), [*keys, *traced])
-    made = children(router, workers, options, url=url, key=key, logs=logs, kv_port=args.kv_port)
+    fd, kv_port = listener.fileno(), args.kv_port
+    made = children(router, workers, options, url=url, key=key, logs=logs, listener=fd, kv_port=kv_port)
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -98,6 +101,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
         _say("cluster", "stops")
     finally:
         watching.cancel()
+        listener.close()
         await supervisor.stop()
 
 

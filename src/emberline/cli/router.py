@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:ROLE[:PORT]]=URL",
         help="a vLLM or SGLang server, as in vllm:decode=http://host:8000; may be given several times",
     )
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)  # of cluster up
     tracing.add_arguments(parser)
 
 

@@ -19,6 +19,7 @@ log = logging.getLogger("emberline.worker")
 
 PATIENCE = 1.5  # seconds for an answer: one that is missed must not make us lost
 PAUSE = 1.0  # seconds between attempts to register
+AWAY_PAUSE = 0.25  # seconds between attempts to reach a router that is not there: it may be restarting
 SOON = 0.1  # seconds until a worker that is not ready says how it goes
 
 Peers = dict[str, list[dict[str, Any]]]  # as Welcome has them
@@ -72,7 +73,7 @@ class Registrar:
                     pause = await self._turn(session)
                 except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
-                    pause = SOON if isinstance(e, TimeoutError) else PAUSE  # that long it has waited already
+                    pause = SOON if isinstance(e, TimeoutError) else AWAY_PAUSE  # that long it has waited already
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
         """A card or a beat. Seconds until the next."""

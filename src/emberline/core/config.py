@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -13,6 +14,7 @@ from emberline.core.errors import InvalidRequest
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 MOST_QUEUED = 1000  # as a share of those that a worker runs at once
+SUPERVISED = "EMBERLINE_SUPERVISED"
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
 
 Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
@@ -36,6 +38,16 @@ def secret(name: str) -> str | None:
 def cluster_key() -> str | None:
     """Of a cluster whose key no option says: EMBERLINE_CLUSTER_KEY. Options are seen by everybody on the machine."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
+
+
+def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that ends when its stdin does, because that is held by its supervisor."""
+    return {**environment, SUPERVISED: "1"}
+
+
+def is_supervised() -> bool:
+    """Whether this process was started by a supervisor. Asked once: children of this process are not."""
+    return os.environ.pop(SUPERVISED, "") == "1"
 
 
 def environment(cluster_key: str) -> dict[str, str]:
@@ -299,6 +311,7 @@ class RouterConfig:
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
     foreign: tuple[Foreign, ...] = ()
+    listen_fd: int | None = None  # a socket that the process inherited and that is bound; None: host and port
     trace: TraceConfig | None = None  # None, here and below: nothing is traced
 
     def __post_init__(self) -> None:

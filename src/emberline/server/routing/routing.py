@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
@@ -21,7 +22,8 @@ log = logging.getLogger("emberline.router")
 
 async def route(config: RouterConfig) -> None:
     """Runs until told to stop by a signal."""
-    listener = bind(config.host, config.port)
+    inherited = config.listen_fd is not None
+    listener = socket.socket(fileno=config.listen_fd) if inherited else bind(config.host, config.port)
     port = listener.getsockname()[1]
     check_exposed(listener, authenticated=bool(config.api_keys), is_open=config.open, hint="give --api-key KEY")
     policy = CrossSitePolicy.of(
