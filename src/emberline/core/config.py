@@ -303,7 +303,7 @@ class RouterConfig:
     split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
     ticket_timeout: float = 10.0  # seconds a prompt may wait there beyond what was expected
     queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
-    affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
+    affinity_slack: float = 2048.0  # tokens of work, at most, by which a conversation's worker may be behind the others
     decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
     prefixes: int = 1 << 16  # beginnings of prompts remembered
     kv_events: bool = False  # follows what workers' caches hold, instead of inferring it

@@ -11,6 +11,7 @@ from emberline.core.numerics import Numerics
 from emberline.router.pace import Pace
 
 DURATION_WEIGHT = 0.1
+RECENT_S = 300.0  # seconds after which work that a worker was given counts a third in `recent`
 
 
 @dataclass(slots=True)
@@ -45,6 +46,9 @@ class Worker:
     kv_used: float = 0.0  # of these, by its last report
     seconds: float = 0.0  # a request takes, about
     pace: Pace = field(default_factory=Pace)
+    _recent_prefill: float = 0.0  # tokens that it was given lately, as of `_recent_at`
+    _recent_decode: float = 0.0
+    _recent_at: float = 0.0
     _unreported: float = 0.0  # tokens of prompts that are done and not in a report yet
 
     def __post_init__(self) -> None:
@@ -78,11 +82,24 @@ class Worker:
     def began(self, key: int, load: Load, now: float) -> None:
         assert key not in self.loads
         self.breaker.began(now)
+        self._forget_recent(now)
+        self._recent_prefill += load.prefill
+        self._recent_decode += load.decode
         self.loads[key] = load
         load.coming = load.prefill
         self.prefill += load.prefill
         self.decode += load.decode
         self.coming += load.coming
+
+    def recent(self, now: float, decode_weight: float) -> float:
+        """Work that it was given in the last minutes, done or not, in tokens of a prompt; older work counts less."""
+        self._forget_recent(now)
+        return self._recent_prefill + decode_weight * self._recent_decode
+
+    def _forget_recent(self, now: float) -> None:
+        kept = math.exp(min(self._recent_at - now, 0.0) / RECENT_S)
+        self._recent_prefill, self._recent_decode = kept * self._recent_prefill, kept * self._recent_decode
+        self._recent_at = now
 
     def relieved(self, key: int) -> None:
         """Another computes its prompt."""

@@ -233,7 +233,8 @@ class Dispatch:
 
     def choose(self, ask: Ask, without: set[str], *, urgent: bool = False, suspect: bool = False) -> Decision:
         workers, now = list(self.workers.values()), self._clock.now()
-        return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect)
+        shared = not self.prefixes.continues(ask.points)
+        return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect, shared)
 
     def unable(self, model: str, begun_by: Worker) -> set[str]:
         """Workers that cannot continue this worker's stream: other kinds of servers, and those of other numerics."""
