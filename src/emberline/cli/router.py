@@ -11,7 +11,7 @@ _SETTINGS = {
     "stuck_after": "seconds until a worker without progress is left",
     "lost_after": "seconds without a sign of life",
     "queue": "requests waiting at a worker, as a share of those it runs",
-    "affinity_slack": "tokens of work, at most, by which a conversation's worker may be behind the others (default: %(default)g)",
+    "affinity_slack": "tokens of work by which a conversation may wait for its worker, at most (default: %(default)g)",
     "decode_weight": "a token to generate counts as so many of a prompt (default: %(default)g)",
     "split_tokens": "uncached tokens of a prompt that are worth a prefill worker (default: %(default)g; inf: never)",
     "split_patience": "seconds by which a prompt may be done later there",

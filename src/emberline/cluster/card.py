@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from emberline.cluster.address import is_unspecified
 from emberline.core.config import Role
 from emberline.core.events import TransferStats
 from emberline.core.numerics import Numerics
@@ -37,6 +38,8 @@ class Card(msgspec.Struct, frozen=True):
         parts = urlsplit(self.url)  # which raises ValueError itself, as its port does
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
             raise ValueError("url must be an http or https URL of a host")
+        if is_unspecified(parts.hostname):
+            raise ValueError(f"url is {self.url}: that address means all interfaces and reaches no worker")
 
 
 class ModelCard(msgspec.Struct, frozen=True):

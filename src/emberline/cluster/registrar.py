@@ -94,9 +94,9 @@ class Registrar:
             case 404 if beat is not None:
                 return PAUSE if self._leaving else 0.0  # the router was started again
             case 409:
-                self._say("a newer worker has this name; until that is lost, nothing is sent here")
+                self._say(f"this worker is not taken, and gets no requests: {_message(body)}")
                 return PAUSE
-        self._say(f"{status} {body[:200].decode(errors='replace')}")
+        self._say(f"this worker is not taken, and gets no requests: {status} {_message(body)}")
         return PAUSE
 
     def _say(self, complaint: str) -> None:
@@ -113,3 +113,11 @@ class Registrar:
         timeout = aiohttp.ClientTimeout(total=PATIENCE)
         async with session.post(self._router + path, data=body, headers=self._headers, timeout=timeout) as reply:
             return reply.status, await reply.read()
+
+
+def _message(body: bytes) -> str:
+    """The router's own words, or what came instead."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (*NOT_JSON, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from emberline.cluster.address import leads_to
 from emberline.cluster.card import Beat, Card
 from emberline.cluster.membership import Health, Member, Membership, Patience
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import EngineUnavailable, NotFound, Superseded
+from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
 from emberline.core.numerics import Numerics, describe_difference
 from emberline.router.ask import Ask
 from emberline.router.chains import Link
@@ -57,7 +58,16 @@ class Dispatch:
 
     def register(self, card: Card) -> None:
         now = self._ran()
+        if leads_to(card.url, self._config.host, self._config.port):
+            raise InvalidRequest(
+                f"worker {card.name!r} registers {card.url}, which is this router", hint="give it another --port"
+            )
         old = self.membership.get(card.name)
+        if old is not None and self._is_taken(old, card, now):
+            raise Superseded(
+                f"another worker named {card.name!r} is alive at {old.card.url}",
+                hint="give this one another --worker-name",
+            )
         if not self.membership.register(card, now):
             raise Superseded(f"{card.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if old is not None and old.card.incarnation == card.incarnation:
@@ -85,6 +95,13 @@ class Dispatch:
         self._retired.pop(self.workers[card.name].id, None)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
         self._warn_of_other_numerics(self.workers[card.name])
+
+    def _is_taken(self, old: Member, card: Card, now: float) -> bool:
+        """Whether the name belongs to another process that lives: one that is not at the same address, where only one
+        can listen, beats, has not said goodbye, and did not break since it was last heard of."""
+        if old.card.incarnation == card.incarnation or old.card.url == card.url or old.left:
+            return False
+        return self.membership.health(old, now) is not Health.LOST and not self.workers[card.name].doubted
 
     def _warn_of_other_numerics(self, worker: Worker) -> None:
         """Log once per registration and model that streams and blocks do not move between this worker and others."""

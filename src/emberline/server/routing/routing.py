@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from dataclasses import replace
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
@@ -32,6 +33,7 @@ async def route(config: RouterConfig) -> None:
         loopback=not is_exposed(listener),
         authenticated=bool(config.api_keys),
     )
+    config = replace(config, port=port)
     async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
         sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
