@@ -311,6 +311,7 @@ class RouterConfig:
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
     foreign: tuple[Foreign, ...] = ()
+    foreign_key: str | None = None  # API key of these servers; None: the client's is passed on
     listen_fd: int | None = None  # a socket that the process inherited and that is bound; None: host and port
     trace: TraceConfig | None = None  # None, here and below: nothing is traced
 

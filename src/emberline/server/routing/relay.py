@@ -78,7 +78,8 @@ class Relay:
         config, deadline = self._config, self._now() + self._config.request_timeout
         ours = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         accused = self._suspects.knows(ask.digest, self._now())
-        return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, x.path in GENERATING, accused)
+        tries, generates = (config.attempts, config.migrations), x.path in GENERATING
+        return Trip(x, ask, call, *ours, deadline, *tries, generates, accused, config.foreign_key)
 
     async def _travel(self, trip: Trip) -> None:
         while (decision := self._next(trip) or await self._wait(trip)) is not None:

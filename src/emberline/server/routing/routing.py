@@ -36,7 +36,7 @@ async def route(config: RouterConfig) -> None:
     config = replace(config, port=port)
     async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
-        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
+        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds, config.foreign_key)
         work = [app.tick(), sponsor.run()]
         if (index := app.dispatch.kv) is not None:
             work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())

@@ -69,6 +69,7 @@ class Trip:
     migrations: int  # times that it may go on elsewhere
     generates: bool
     accused: bool  # it was given up before because workers broke under it
+    foreign_key: str | None = None  # of servers of other kinds
     track: Track = field(default_factory=Track)
     prefill: Prefill | None = None
     may_split: bool = True  # its prompt may be computed elsewhere for who is asked next
@@ -176,9 +177,9 @@ class Trip:
     def speak(self, to: Worker) -> Dialect:
         match to.dialect:
             case "vllm":
-                return VLLM(self.asked)
+                return VLLM(self._asked_of(to))
             case "sglang":
-                return SGLang(self.asked, secrets.randbits(63))
+                return SGLang(self._asked_of(to), secrets.randbits(63))
         return Native(self.asked, self.seed, self.key, self.created)
 
     def call(self, to: Worker, now: float) -> Call | None:
@@ -189,10 +190,16 @@ class Trip:
             handoff = replace(self.track.handoff(), source=ticket)
             return self.speak(to).resume(handoff, left, *self.track.named())
         if not self.generates:
-            return self.asked
+            return self._asked_of(to)
         if self.prefill is None or ticket is None:
             return self.speak(to).plain(self.ask.stream)
         return self.prefill.dialect.answer(ticket, left)
+
+    def _asked_of(self, to: Worker) -> Call:
+        """The client's call; servers of other kinds may have a key of their own."""
+        if to.dialect == "native" or self.foreign_key is None:
+            return self.asked
+        return self.asked.with_headers({"authorization": f"Bearer {self.foreign_key}"})
 
     def _ticket(self, to: Worker) -> Ticket | None:
         """With which it finds blocks of the prompt elsewhere."""
