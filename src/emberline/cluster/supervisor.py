@@ -140,11 +140,12 @@ def children(
     logs: Path,
     kv_port: int = 0,
     listener: int | None = None,
+    gpus: Sequence[str] = (),
 ) -> list[Child]:
     """The router first. All know the cluster's key from their environment, where only their user can read it.
     `kv_port`: the first of the ports of KV transfers, of which each worker has its own; 0: any.
     `listener`: a bound socket for the router. It stays open while the router is restarted, so that clients which
-    connect meanwhile wait for the new one and are not refused."""
+    connect meanwhile wait for the new one and are not refused. `gpus`: names that workers take turns at."""
     secret = environment(key)
     listens = () if listener is None else ("--listen-fd", str(listener))
     made = [Child("router", ["router", *router, *listens], logs / "router.log", secret)]
@@ -155,5 +156,6 @@ def children(
             own = ["--role", role, "--router", url, "--worker-name", name]
             if kv_port:
                 own += ["--kv-port", str(kv_port + (len(made) - 1) * KV_PORTS)]
-            made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", secret))
+            device = {"CUDA_VISIBLE_DEVICES": gpus[(len(made) - 1) % len(gpus)]} if gpus else {}
+            made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", {**secret, **device}))
     return made

@@ -50,6 +50,12 @@ def is_supervised() -> bool:
     return os.environ.pop(SUPERVISED, "") == "1"
 
 
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None: all."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
 def environment(cluster_key: str) -> dict[str, str]:
     """For a process of a cluster: ours, with its key."""
     return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
