@@ -151,7 +151,7 @@ def test_workers_use_the_gpus_that_there_are(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.index for gpu in usable_gpus()] == expected
+    assert [gpu.name for gpu in usable_gpus()] == expected
 
 
 def test_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -459,6 +459,8 @@ def test_a_drain_moves_streams(tmp_path: Path) -> None:
         thread.join(30)
         assert f"{first} is drained" in told.stdout and is_well(got[0])
         assert moves(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
+        other = "b" if first == "a" else "a"
+        assert fakes.tell(first)["prefilled"] == 1 and fakes.tell(other)["pulled"] == 1, "its blocks go along"
         until(lambda: quiet(fakes))
     finally:
         fakes.close()
@@ -472,12 +474,12 @@ def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:
         (other,) = {"a", "b"} - {first}
         fakes.tell(other, "full", calls=RESUME)
         got: list[bytes] = []
-        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=60)[0]))
+        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=400)[0]))
         thread.start()
         until(lambda: fakes.tell(first)["generated"] > 20)
         get(f"{fakes.url}/cluster/drain", {"name": first, "move": True})
         thread.join(30)
-        whole = "".join(map(Speech(7, Asked(max_tokens=60)).text, range(60)))
+        whole = "".join(map(Speech(7, Asked(max_tokens=400)).text, range(400)))
         assert words(got[0]) == whole, "it went back to where it was"
         assert fakes.tell(first)["resumed"] == 1 and quiet(fakes)
     finally:

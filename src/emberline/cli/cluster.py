@@ -98,7 +98,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
         logs=logs,
         kv_port=args.kv_port,
         listener=listener.fileno(),
-        gpus=[gpu.index for gpu in gpus],
+        gpus=[gpu.name for gpu in gpus],
     )
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them

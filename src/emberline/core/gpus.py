@@ -13,7 +13,7 @@ QUERY_TIMEOUT_S = 30.0
 
 
 class Gpu(NamedTuple):
-    index: str  # as CUDA_VISIBLE_DEVICES takes it
+    name: str  # as CUDA_VISIBLE_DEVICES takes it
     free_bytes: int
 
 

@@ -24,10 +24,10 @@ from emberline.router.ask import Ask
 from emberline.router.chains import Link
 from emberline.router.estimate import Estimate
 from emberline.router.kvindex import KVIndex
-from emberline.router.policy import Decision, Rules, choose
+from emberline.router.policy import Decision, Rules, Why, choose
 from emberline.router.prefixmap import PrefixMap
 from emberline.router.split import split
-from emberline.router.worker import Worker
+from emberline.router.worker import Load, Worker
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.router_metrics import GONE, RouterMetrics
 
@@ -125,7 +125,7 @@ class Dispatch:
         self._look(worker)
 
     def peers(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Who computes prompts for this worker, by model: it is to be ready for their blocks."""
+        """Engines whose blocks this worker may be asked to take, by model: of workers that prefill or drain."""
         member = self.membership.get(name)
         assert member is not None
         found: dict[str, list[dict[str, Any]]] = {}
@@ -144,7 +144,8 @@ class Dispatch:
         now = self._clock.now()
         for member in self.membership:
             card, lost = member.card, self.membership.health(member, now) is Health.LOST
-            if card.role == "prefill" and card.dialect == to.dialect and card.name != to.name and not lost:
+            publishes = card.role == "prefill" or member.draining  # whose streams go on elsewhere, with their blocks
+            if publishes and card.dialect == to.dialect and card.name != to.name and not lost:
                 yield member
 
     def leave(self, name: str, incarnation: str) -> None:
@@ -164,6 +165,29 @@ class Dispatch:
             for leg in list(self._open.get(self.workers[name].id, {}).values()):
                 if leg.movable and self._takes_over(leg):
                     leg.cut("drained")
+
+    def is_ready_to_move(self, name: str) -> bool:
+        """Whether all workers that could continue this one's streams can take its blocks, or never will."""
+        if (worker := self.workers.get(name)) is None:
+            return True
+        models = {leg.ask.model for leg in self._open.get(worker.id, {}).values() if leg.movable}
+        return all(
+            other.takes_from(worker, model)
+            for model in models & worker.peers.keys()
+            for other in self.workers.values()
+            if other.ready and other.role != "prefill" and other.peers.get(model) and self._agree(worker, other, model)
+        )
+
+    def _agree(self, one: Worker, other: Worker, model: str) -> bool:
+        return one.dialect == other.dialect == "native" and one.numerics.get(model) == other.numerics.get(model)
+
+    def handover(self, ask: Ask, answering: Decision, origin: Worker) -> Decision | None:
+        """The worker that a stream leaves, as the source of its prompt's blocks, which it has; None: not worth it."""
+        worth = ask.single and answering.load.prefill >= self._rules.split_tokens
+        there = self.workers.get(origin.name) is origin and answering.worker.takes_from(origin, ask.model)
+        if not worth or not there:
+            return None
+        return Decision(origin, Load(0.0, 0.0), Why.SPLIT, self.estimates[ask.model].prompt(ask.size))
 
     def _takes_over(self, leg: Leg) -> bool:
         """Whether any worker could continue this stream, or begin it if its client has nothing yet."""

@@ -42,6 +42,7 @@ log = logging.getLogger("emberline.router")
 WHOLE = 1 << 20  # bytes of a plain reply that are taken in before any is passed on
 PAUSE = 0.1  # seconds until workers are looked for again, at first
 MOST_WAITING = 1024  # for workers, at once
+HANDOVER_S = 2.0  # seconds for a worker that drains to offer blocks that it has
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
@@ -162,7 +163,12 @@ class Relay:
         if not trip.generates or not (trip.may_split or must) or (trip.started and to.dialect != "native"):
             return None
         trip.may_split = False
-        decision = self._dispatch.split(trip.ask, leg.decision, must=must)
+        patience = self._config.ticket_timeout
+        decision = self._dispatch.handover(trip.ask, leg.decision, trip.origin.worker) if trip.origin else None
+        if decision is not None:
+            patience = HANDOVER_S
+        else:
+            decision = self._dispatch.split(trip.ask, leg.decision, must=must)
         if decision is None:
             return Setback("no prefill") if must else None
         await trip.close()
@@ -172,7 +178,7 @@ class Relay:
         trip.trace(prefill.leg, "prefill")
         if must:
             prefill.needed_by(leg)
-        refusal = await prefill.begun(decision.wait + self._config.ticket_timeout)
+        refusal = await prefill.begun(decision.wait + patience)
         if refusal is not None and not trip.started:
             leg.outcome = "refused"
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
