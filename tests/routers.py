@@ -95,13 +95,14 @@ class Fakes:
         max_running: int = 64,
         role: str = "both",
         shy: bool = False,
+        dtype: str = "bfloat16",
     ) -> None:
         before = {name: self.row(name).get("incarnation") for name in names}
         for name in names:
             self.ports[name] = free_port()
             options = ("--port", str(self.ports[name]), "--pace", str(pace), "--max-running", str(max_running))
             module = ("-m", "emberline.cluster.fake", "--router", self.url, "--name", name)
-            more = ("--role", role, *(("--shy",) if shy else ()))
+            more = ("--role", role, "--dtype", dtype, *(("--shy",) if shy else ()))
             self.workers[name] = spawn(self.home / name, *module, *options, *more)
         until(lambda: self._are_up(names) and all(self._is_new(name, before[name]) for name in names))
 

@@ -160,6 +160,7 @@ def test_fingerprint(tmp_path: Path) -> None:
     same = [load(tiny.write(tmp_path / str(i))) for i in range(2)]
     assert same[0].fingerprint == same[1].fingerprint
     assert load(tmp_path / "0", max_context=20).fingerprint == same[0].fingerprint
+    assert load(tmp_path / "0", "float32").fingerprint == same[0].fingerprint, "which is what auto came to"
     others = [
         load(tiny.write(tmp_path / "seed", seed=1)),
         load(tiny.write(tmp_path / "theta", {**base, "rope_theta": 2000.0})),

@@ -14,6 +14,7 @@ from emberline.cli import cluster, drain, serve, service
 from emberline.cluster.supervisor import children
 from emberline.core.config import EngineConfig, TransferConfig, WorkerConfig, cluster_key
 from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.gpus import Gpu, usable_gpus
 
 
 def counts(*options: str) -> dict[str, int]:
@@ -128,3 +129,44 @@ def test_what_is_the_clusters_is_refused_after_the_model(late: list[str]) -> Non
     with pytest.raises(InvalidRequest, match="before the model"):
         cluster._worker(parser.parse_args(["up", "m", *late]), 2, [])
     assert cluster._worker(parser.parse_args(["up", "m", "--", "--threads", "3"]), 2, []) == ["m", "--threads", "3"]
+
+
+def up(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cluster.add_arguments(parser)
+    return parser.parse_args(["up", *words])
+
+
+SMI = "0, GPU-a, 9.0, 140000\n1, GPU-b, 8.0, 80000\n2, GPU-c, 9.0, 100000\n"
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, ["0", "2"]), ("GPU-c", ["2"]), ("2,0", ["2", "0"]), ("", [])])
+def test_workers_use_the_gpus_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\nprintf '{SMI}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [gpu.name for gpu in usable_gpus()] == expected
+
+
+def test_no_gpu_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert usable_gpus() == []
+
+
+def test_what_workers_get_of_the_machine() -> None:
+    gpus = [Gpu("0", 100 << 30), Gpu("2", 80 << 30)]
+    assert cluster._worker(up("m"), 2, [], gpus) == ["m"], "each has a GPU of its own, and plans its memory"
+    assert cluster._worker(up("m"), 4, [], gpus) == ["m", "--kv-memory", str(20 << 30)]
+    assert cluster._worker(up("m", "--kv-memory", "1G"), 4, [], gpus) == ["m", "--kv-memory", "1G"]
+    assert cluster._worker(up("m"), 1, [])[-2:] == ["--device", "cpu"]
+    may = {words: cluster._may_use_gpus(up("m", *words)) for words in ((), ("--device", "cpu"), ("--threads=2",))}
+    assert may == {(): True, ("--device", "cpu"): False, ("--threads=2",): False}
+    assert cluster._may_use_gpus(up("m", "--device", "cuda")) and cluster._may_use_gpus(up("m", "--device=cuda"))
+    made = children([], {"both": 3}, ["m"], url="http://r", key="k", logs=Path("/logs"), gpus=["0", "2"])
+    assert [child.environment.get("CUDA_VISIBLE_DEVICES") for child in made[1:]] == ["0", "2", "0"]

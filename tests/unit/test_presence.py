@@ -14,11 +14,13 @@ from emberline.api.openai.models import ServedModel
 from emberline.cluster import registrar
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.cluster.registrar import PAUSE, SOON, Registrar
+from emberline.core.config import WorkerConfig
+from emberline.core.errors import InvalidRequest
 from emberline.core.events import Stats, TransferStats
 from emberline.engine.messages import Facts, Paired
 from emberline.engine.stream import AsyncEngine, State
 from emberline.server.worker.presence import PAIRING, Presence
-from emberline.server.worker.serving import HANDING_ON, handed_on
+from emberline.server.worker.serving import HANDING_ON, _name, handed_on, reachable
 
 P1, P2 = {"name": "p1", "incarnation": "one"}, {"name": "p2", "incarnation": "two"}
 
@@ -212,3 +214,21 @@ def test_progress_within_a_step_shows_in_the_beat() -> None:
     first = made.beat().step
     engine.progress_reports += 1
     assert made.beat().step != first == 7
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", ""])
+def test_a_worker_on_all_interfaces_registers_the_address_towards_the_router(host: str) -> None:
+    with pytest.raises(ValueError, match="all interfaces"):
+        Card("w", "1", f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:8001", (ModelCard("m"),))
+    found = reachable(WorkerConfig("http://127.0.0.1:8000"), host, 8001)
+    assert found.url == "http://127.0.0.1:8001"
+    given = WorkerConfig("http://127.0.0.1:8000", url="http://worker:8001")
+    assert reachable(given, host, 8001) is given
+    with pytest.raises(InvalidRequest, match="address towards the router"):
+        reachable(WorkerConfig("http://no-such-host.invalid:8000"), host, 8001)
+
+
+def test_default_names_are_addresses_because_hostnames_may_be_equal() -> None:
+    one, two = (WorkerConfig("http://r", url=f"http://10.0.0.{i}:8001") for i in (1, 2))
+    assert (_name(one, 8001), _name(two, 8001)) == ("10.0.0.1:8001", "10.0.0.2:8001")
+    assert _name(WorkerConfig("http://r", name="given", url="http://10.0.0.1:8001"), 8001) == "given"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ import uvloop
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.core.clock import SystemClock
 from emberline.core.config import Role, RouterConfig
+from emberline.core.numerics import Numerics
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.estimate import Estimate
@@ -26,6 +27,7 @@ from emberline.server.routing.leg import Leg
 from emberline.server.routing.relay import Relay
 
 CALL = Call("POST", "/v1/chat/completions", {}, b"")
+BFLOAT16 = Numerics("abc", "bfloat16", "plain", "bfloat16", "cpu")
 ROOM = 10_000  # tokens of a worker's cache
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -68,8 +70,8 @@ def test_who_is_cut_off_as_its_reply_begins_hears_of_it(run: Run) -> None:
     run(main())
 
 
-def register(dispatch: Dispatch, name: str, role: Role, *paired: str) -> None:
-    model = ModelCard("m", "layout", ROOM, 8, ROOM, 16, peer={"incarnation": f"engine of {name}"})
+def register(dispatch: Dispatch, name: str, role: Role, *paired: str, numerics: Numerics | None = BFLOAT16) -> None:
+    model = ModelCard("m", "layout", ROOM, 8, ROOM, 16, peer={"incarnation": f"engine of {name}"}, numerics=numerics)
     dispatch.register(Card(name, "1", f"http://{name}", (model,), role))
     dispatch.beat(Beat(name, "1", paired=paired))
 
@@ -110,4 +112,45 @@ def test_only_workers_of_our_own_go_on_with_what_others_began() -> None:
     dispatch = Dispatch(RouterConfig(), SystemClock())
     register(dispatch, "a", "both")
     dispatch.register(Card("v", "1", "http://v", (ModelCard("m"),), dialect="vllm"))
-    assert dispatch.unable() == {"v/1"}
+    assert dispatch.unable("m", dispatch.workers["a"]) == {"v/1"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(BFLOAT16, checkpoint="def"),
+        replace(BFLOAT16, dtype="float32"),
+        replace(BFLOAT16, weights="packed"),
+        replace(BFLOAT16, kv_dtype="float8_e4m3fn"),
+        replace(BFLOAT16, device="cuda"),
+        None,
+    ],
+)
+def test_streams_and_blocks_stay_with_workers_of_the_same_numerics(other: Numerics | None) -> None:
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    register(dispatch, "p", "prefill", numerics=other)
+    register(dispatch, "a", "decode", "engine of p")
+    register(dispatch, "b", "decode", "engine of p", numerics=other)
+    a, b, p = (dispatch.workers[name] for name in "abp")
+    assert dispatch.unable("m", a) == {"b/1", "p/1"} and dispatch.unable("m", b) == {"a/1"}
+    assert b.takes_from(p, "m") and not a.takes_from(p, "m")
+    assert dispatch.difference("m", b) == "", "one that agrees is ready: it was lost for another reason"
+    dispatch.drain("a", True)
+    why = dispatch.difference("m", a)
+    assert why.startswith("release") if other is None else why == BFLOAT16.differences(other) and why.count("(") == 1
+
+
+def test_a_drain_moves_only_streams_that_another_can_continue() -> None:
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    register(dispatch, "a", "both")
+    register(dispatch, "b", "both", numerics=replace(BFLOAT16, dtype="float32"))
+    ask = Ask("m", 400, True, 16)
+    begun, new = (dispatch.choose(ask, {"b/1"}) for _ in range(2))
+    with dispatch.opened(ask, begun) as one, dispatch.opened(ask, new) as two:
+        one.movable = two.movable = True
+        dispatch.came(one, 1)
+        dispatch.drain("a", True, move=True)
+        assert (one.lost, two.lost) == ("", "drained"), "what has not begun can begin anywhere"
+        register(dispatch, "c", "both")
+        dispatch.drain("a", True, move=True)
+        assert one.lost == "drained"

@@ -96,6 +96,21 @@ def test_the_map_knows_who_saw_most_and_last() -> None:
     assert seen.known(points("other")) == {}
 
 
+def test_a_prompt_that_continues_one_other_is_told_from_one_that_shares_its_beginning() -> None:
+    seen = PrefixMap(100)
+    system, first, second, third = (Point(bytes([i]), 1000 * i) for i in range(1, 5))
+    assert not seen.continues([system, first])
+    seen.saw([system, first], "a")
+    assert not seen.continues([system, Point(b"other", 1100)]), "only the system prompt is the same"
+    assert seen.continues([system, first, second])
+    seen.saw([system, first, second], "a")
+    assert seen.continues([system, first, second, third])
+    assert not seen.continues([system, first, Point(b"branch", 2500)]), "it was continued before"
+    assert seen.continues([system, first, second]), "sent again"
+    seen.saw([system, first, second], "a")
+    assert not seen.continues([system, first, second]), "sent by many"
+
+
 @given(st.lists(st.tuples(st.lists(st.sampled_from("abcdefghij"), min_size=1, max_size=4), st.sampled_from("xyz"))))
 def test_the_map_is_bounded(history: list[tuple[list[str], str]]) -> None:
     seen = PrefixMap(5)

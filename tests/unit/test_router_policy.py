@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emberline.core.breaker import Breaker
+from emberline.core.clock import ManualClock
+from emberline.core.config import RouterConfig
 from emberline.core.errors import EngineUnavailable, ModelNotFound, Overloaded
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.estimate import Estimate
 from emberline.router.policy import Decision, Rules, Why, affinity, choose
-from emberline.router.worker import Load, Worker
+from emberline.router.worker import RECENT_S, Load, Worker
 from emberline.server.exchange import Exchange
+from emberline.server.routing.dispatch import Dispatch
 from emberline.server.routing.trip import Break, Trip
 
 RULES = Rules(slack=1000.0, decode_weight=4.0)
@@ -112,6 +115,38 @@ def test_what_a_worker_knows_of_a_prompt_counts_as_work_saved() -> None:
         decision = decide(ask(4000), workers, {"a/1": 4000})
         assert (decision.worker.name, decision.why) == (expected, why)
         assert decision.load.prefill == (0.0 if expected == "a" else 1000.0)
+
+
+def test_a_home_is_worth_no_more_than_twice_what_it_saves() -> None:
+    """400 bytes are 100 tokens; the slack of 1,000 is not given for them."""
+    for behind, expected in ((199.0, "a"), (201.0, "b")):
+        assert decide(ask(400), [worker("a", 1, load=behind), worker("b")], {"a/1": 400}).worker.name == expected
+
+
+def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
+    """Of 1,000 tokens known at `a`: all while it was given as little as `b`, none once it was given 1,000 more."""
+    a, b = worker("a"), worker("b")
+    for tokens, expected in ((0.0, a), (990.0, a), (20.0, b)):
+        a.began(1, Load(tokens, 0.0), 0.0)
+        a.ended(1)
+        shared = choose(ask(4000), [a, b], {"a/1": 4000}, Estimate(), RULES, 0.0, shared=True)
+        assert shared.worker is expected
+        assert decide(ask(4000), [a, b], {"a/1": 4000}).worker is a, "the next turn of a conversation stays"
+    later = choose(ask(4000), [a, b], {"a/1": 4000}, Estimate(), RULES, RECENT_S, shared=True)
+    assert later.worker is a, "what was long ago counts less"
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(4.0, "prompt"), (1.0, "answer")])
+def test_tokens_to_be_generated_count_by_their_weight(weight: float, expected: str) -> None:
+    """100 tokens of an answer against 300 of a prompt, by the policy and by the router's settings."""
+    answer, prompt = worker("answer"), worker("prompt")
+    answer.began(1, Load(0.0, 100.0), 0.0)
+    prompt.began(1, Load(300.0, 0.0), 0.0)
+    rules = Rules(decode_weight=weight)
+    assert choose(ask(), [answer, prompt], {}, Estimate(), rules, 0.0).worker.name == expected
+    dispatch = Dispatch(RouterConfig(decode_weight=weight), ManualClock())
+    dispatch.workers = {"answer": answer, "prompt": prompt}
+    assert dispatch.choose(ask(), set()).worker.name == expected
 
 
 def test_without_a_home_the_least_work_wins_in_tokens_not_in_requests() -> None:

@@ -6,12 +6,13 @@ import json
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from emberline.cluster.card import Beat, Card, ModelCard
 from emberline.core.clock import ManualClock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import Superseded
+from emberline.core.errors import InvalidRequest, Superseded
 from emberline.router.ask import Ask
 from emberline.server.routing.dispatch import TICK, Dispatch
 from emberline.server.routing.leg import Leg
@@ -20,7 +21,7 @@ PATIENCE = RouterConfig().lost_after
 
 
 def card(incarnation: str) -> Card:
-    return Card("w", incarnation, f"http://w{incarnation}", (ModelCard("m", "layout", 10_000, 8, 10_000, 16),), "both")
+    return Card("w", incarnation, "http://w", (ModelCard("m", "layout", 10_000, 8, 10_000, 16),), "both")
 
 
 @dataclass
@@ -113,6 +114,33 @@ def test_nor_is_it_when_they_are_heard_before_the_next_tick(world: World) -> Non
     world.clock.advance(60.0)
     with pytest.raises(Superseded):
         world.dispatch.register(card("1"))  # the newer one is not lost
+
+
+def test_a_name_belongs_to_the_worker_that_has_it_and_lives(world: World) -> None:
+    other = msgspec.structs.replace(card("2"), url="http://elsewhere")
+    with pytest.raises(Superseded, match="is alive at http://w"):
+        world.dispatch.register(other)
+    assert world.dispatch.url(world.decision.worker) == "http://w"
+    world.pass_seconds(PATIENCE + 0.1)  # without a beat
+    world.dispatch.register(other)
+    with pytest.raises(Superseded):
+        world.dispatch.register(card("1"))
+    world.dispatch.leave("w", "2")
+    world.dispatch.register(card("3"))  # the other has said goodbye
+    world.decision = world.dispatch.choose(world.ask, set())
+    world.decision.worker.doubted = True  # it broke, and was not heard of since
+    world.dispatch.register(msgspec.structs.replace(card("4"), url="http://again"))
+
+
+@pytest.mark.parametrize(("host", "url"), [
+    ("127.0.0.1", "http://127.0.0.1:8000"), ("127.0.0.1", "http://localhost:8000"), ("localhost", "http://127.0.0.1:8000"),
+    ("0.0.0.0", "http://127.0.0.1:8000"), ("::", "http://127.0.0.1:8000/")])  # fmt: skip
+def test_a_router_is_not_its_own_worker(host: str, url: str) -> None:
+    dispatch = Dispatch(RouterConfig(host=host, port=8000), ManualClock())
+    with pytest.raises(InvalidRequest, match="which is this router"):
+        dispatch.register(msgspec.structs.replace(card("1"), url=url))
+    for elsewhere in ("http://127.0.0.1:8001", "http://192.0.2.1:8000"):
+        dispatch.register(msgspec.structs.replace(card("1"), url=elsewhere))
 
 
 def test_whoever_is_dead_is_lost_even_to_a_router_that_is_always_late(world: World) -> None:

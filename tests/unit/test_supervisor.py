@@ -8,7 +8,10 @@ import errno
 import io
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +21,13 @@ import pytest
 from emberline.cli import cluster
 from emberline.cluster import supervisor
 from emberline.cluster.supervisor import Child, Supervisor
+from emberline.core.errors import InvalidRequest
 
 SLEEPS = (sys.executable, "-c", "import time; time.sleep(60)")
 
 
 def child(name: str, log: Path, *program: str) -> Child:
-    return Child(name, [], log, os.environ, program, pause=0.01)
+    return Child(name, [], log, os.environ, program, immediate=0, pause=0.01)
 
 
 async def until(what: Callable[[], bool]) -> None:
@@ -68,6 +72,100 @@ def test_one_that_never_began_keeps_nobody_from_being_stopped(tmp_path: Path) ->
         assert one.process is not None and one.process.returncode is not None
 
     asyncio.run(main())
+
+
+def test_the_first_restarts_are_immediate_and_later_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    paused: list[float] = []
+    said: list[str] = []
+
+    async def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        them = Supervisor(lambda who, what: said.append(what))
+        one = Child("one", [], tmp_path / "log", os.environ, (sys.executable, "-c", ""))
+        real = asyncio.sleep
+        monkeypatch.setattr(asyncio, "sleep", pause)
+        await them.start(one)
+        async with asyncio.timeout(60):
+            while len(paused) < 3:
+                await real(0.01)
+        monkeypatch.undo()
+        assert one.restarts == supervisor.IMMEDIATE_RESTARTS + 2
+        await them.stop()
+
+    asyncio.run(main())
+    assert paused == [0.5, 1.0, 2.0] and sum("restarts now" in what for what in said) == supervisor.IMMEDIATE_RESTARTS
+
+
+SUPERVISING = """
+import asyncio, os, sys
+from pathlib import Path
+from emberline.cluster.supervisor import Child, Supervisor
+
+async def main():
+    them = Supervisor(lambda who, what: None)
+    for name in ("one", "two"):
+        child = Child(name, [], Path(sys.argv[1]) / name, os.environ, (sys.executable, "-c", sys.argv[2]))
+        await them.start(child)
+        print(child.process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+SUPERVISED = """
+import sys, time
+from emberline.core import lifeline
+from emberline.core.config import is_supervised
+
+assert is_supervised() and not is_supervised()
+if PORTABLE:
+    sys.platform = "darwin"
+lifeline.end_with_parent()
+print("runs", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_children_end_with_a_supervisor_that_is_killed(tmp_path: Path, portable: bool) -> None:
+    program = SUPERVISED.replace("PORTABLE", str(portable))
+    command = [sys.executable, "-c", SUPERVISING, str(tmp_path), program]
+    deadline = time.monotonic() + 60
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        try:
+            while any("runs" not in (tmp_path / name).read_text() for name in ("one", "two")):
+                assert time.monotonic() < deadline and parent.poll() is None
+                time.sleep(0.05)
+        finally:
+            parent.kill()
+    while any(map(runs, pids)):
+        assert time.monotonic() < deadline, "they are still there"
+        time.sleep(0.05)
+
+
+def runs(pid: int) -> bool:
+    """A zombie has ended, though the first process of a container may not reap it."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
+    return bool(found.strip()) and not found.startswith("Z")
+
+
+def test_a_taken_port_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    cluster.add_arguments(parser)
+    monkeypatch.setattr(supervisor, "children", lambda *_, **__: pytest.fail("processes are made"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidRequest, match=f"cannot listen on 127.0.0.1:{port}"):
+            asyncio.run(cluster._up(parser.parse_args(["up", "--port", str(port), "m"]), {"both": 1}, tmp_path))
 
 
 class Late:

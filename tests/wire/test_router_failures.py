@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -20,7 +21,9 @@ import openai
 import pytest
 from routers import SRC, Fakes, get, start_router, stop, until
 
+from emberline.cluster.supervisor import Supervisor, children
 from emberline.router.policy import affinity
+from emberline.server.listening import bind
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
@@ -436,3 +439,26 @@ def test_without_a_key_no_page_in_a_browser_can_register(fakes: Fakes) -> None:
     card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(f"{fakes.url}/cluster/register", card, {"origin": "http://evil.example"})
+
+
+def test_clients_that_connect_while_the_router_restarts_are_answered(tmp_path: Path) -> None:
+    """As under `cluster up`: the supervisor keeps the socket, and starts the router again at once."""
+
+    async def main() -> None:
+        with bind("127.0.0.1", 0) as listener:
+            host, port = listener.getsockname()[:2]
+            url, asked = f"http://{host}:{port}", ["--host", host, "--port", str(port)]
+            router, *_ = children(asked, {}, [], url=url, key="k", logs=tmp_path, listener=listener.fileno())
+            supervisor = Supervisor(lambda who, what: None)
+            await supervisor.start(router)
+            try:
+                await asyncio.to_thread(until, lambda: get(f"{url}/health/live"))
+                assert router.process is not None
+                router.process.kill()
+                await router.process.wait()
+                answer = await asyncio.to_thread(get, f"{url}/health/live")  # it is not refused
+                assert answer == {"status": "live"} and router.restarts == 1
+            finally:
+                await supervisor.stop()
+
+    asyncio.run(main())

@@ -18,6 +18,7 @@ import pytest
 from routers import SRC, Fakes, get, until
 
 from emberline.cluster.speech import Asked, Speech
+from emberline.router.policy import affinity
 
 LENGTH = 12
 WELL = b"".join(Speech(7, Asked(max_tokens=LENGTH, uneven=True)).writes(0, 0, False))
@@ -164,6 +165,26 @@ def test_nobody_can_go_on(plain: Fakes) -> None:
     assert b"worker_lost" in got and words(got[: got.index(b'{"error"') - 6]) == "".join(map(WORDS.text, range(3)))
     assert moves(plain)["broken", "given up"] == before + 1
     until(lambda: quiet(plain))
+
+
+def test_a_stream_is_not_continued_by_a_worker_of_another_dtype(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, "--migration-wait", "0")
+    try:
+        fakes.start("narrow")
+        fakes.start("wide", dtype="float32")
+        name = home(fakes)
+        other = "wide" if name == "narrow" else "narrow"
+        fakes.tell(name, "break", after=3)
+        got, _ = ask(fakes)
+        text, _, error = got.partition(b'data: {"error"')
+        assert words(text) == "".join(map(WORDS.text, range(3))) and fakes.tell(other)["resumed"] == 0
+        assert b"worker_lost" in error and b"dtype (" in error and b"kv_dtype (" in error
+        fakes.start("same", dtype="bfloat16" if name == "narrow" else "float32")
+        sessions = (f"session {i}" for i in range(1000))
+        got, _ = ask(fakes, next(s for s in sessions if max(fakes.workers, key=lambda w: affinity(s, w)) == name))
+        assert is_well(got) and fakes.tell(other)["resumed"] == 0 and fakes.tell("same")["resumed"] == 1
+    finally:
+        fakes.close()
 
 
 def test_it_waits_for_somebody_to_go_on(tmp_path: Path) -> None:
@@ -438,6 +459,8 @@ def test_a_drain_moves_streams(tmp_path: Path) -> None:
         thread.join(30)
         assert f"{first} is drained" in told.stdout and is_well(got[0])
         assert moves(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
+        other = "b" if first == "a" else "a"
+        assert fakes.tell(first)["prefilled"] == 1 and fakes.tell(other)["pulled"] == 1, "its blocks go along"
         until(lambda: quiet(fakes))
     finally:
         fakes.close()
@@ -451,12 +474,12 @@ def test_a_drain_that_can_move_nothing_waits(tmp_path: Path) -> None:
         (other,) = {"a", "b"} - {first}
         fakes.tell(other, "full", calls=RESUME)
         got: list[bytes] = []
-        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=60)[0]))
+        thread = threading.Thread(target=lambda: got.append(ask(fakes, "x", max_tokens=400)[0]))
         thread.start()
         until(lambda: fakes.tell(first)["generated"] > 20)
         get(f"{fakes.url}/cluster/drain", {"name": first, "move": True})
         thread.join(30)
-        whole = "".join(map(Speech(7, Asked(max_tokens=60)).text, range(60)))
+        whole = "".join(map(Speech(7, Asked(max_tokens=400)).text, range(400)))
         assert words(got[0]) == whole, "it went back to where it was"
         assert fakes.tell(first)["resumed"] == 1 and quiet(fakes)
     finally:

@@ -19,6 +19,7 @@ from emberline.chaos.place import Place
 from emberline.chaos.scene import Scene
 from emberline.chaos.sight import Sight, Stage
 from emberline.cluster.supervisor import Child, Supervisor
+from emberline.core.errors import EmberlineError
 
 EARLY = (Stage.QUEUED, Stage.PREFILL, Stage.TRANSFER)
 ALL = (*EARLY, Stage.FIRST, Stage.DECODE)
@@ -210,7 +211,7 @@ async def client_gone(v: Victims) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def twin(v: Victims) -> AsyncIterator[None]:
-    """A second process takes a worker's name, and dies; the first takes it back."""
+    """A second process with a worker's name is refused as long as the first lives, and dies."""
     place, scene = v.decode, v.scene
     supervisor = Supervisor(lambda who, what: scene.history.append(f"twin of {who} {what}"))
     arguments = scene.arguments(place, HERE, scene.network.free_port(), HERE, f"{HERE}:{scene.router.port}")
@@ -219,8 +220,10 @@ async def twin(v: Victims) -> AsyncIterator[None]:
     await supervisor.start(child)
     try:
         async with asyncio.timeout(60):
-            while await _incarnation(scene, place) in (before, None):
+            while "is alive at" not in child.log.read_text(errors="replace"):
                 await asyncio.sleep(0.1)
+        if await _incarnation(scene, place) != before:
+            raise EmberlineError(f"a second {place.name} has taken the name of the first, which lives")
         yield
     finally:
         assert child.process is not None

@@ -60,7 +60,8 @@ class Network:
         if self._links is None:
             return None
         number = len(self._links) + 1
-        holder = subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
+        command = ["unshare", "-n", "sh", "-c", "echo; exec cat"]  # which ends with us: we hold its stdin
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert holder.stdout is not None
         holder.stdout.readline()  # now it has a namespace
         link = Link(f"ember{number}", f"10.77.1.{number}", holder)

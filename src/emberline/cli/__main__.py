@@ -8,7 +8,9 @@ import sys
 from typing import NoReturn
 
 from emberline import __version__
+from emberline.core.config import is_supervised
 from emberline.core.errors import EmberlineError
+from emberline.core.lifeline import end_with_parent
 
 COMMANDS = {
     "serve": "serve a model over HTTP",
@@ -37,6 +39,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
+    if is_supervised():
+        end_with_parent()
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(prog="emberline", description="An open LLM inference stack.")
     parser.add_argument("--version", action="version", version=f"emberline {__version__}")

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from emberline.cli import service, tracing
 from emberline.core.config import DEFAULT_MODEL, KV_PORTS, Role, RouterConfig, cluster_key, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.freeport import free_port
+from emberline.core.gpus import Gpu, usable_gpus
 
 POLL = 0.5  # seconds
 OURS = ("--host", "--port", "--workers", "--prefill", "--decode", "--api-key", "--logs", "--router", "--role",
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument(
         "options",
         nargs=argparse.REMAINDER,
-        help="after --: of every worker, as for emberline serve (default: they share the cores of the CPU)",
+        help="after --: of every worker, as for emberline serve (default: on GPUs, or shares of the CPU's cores)",
     )
 
 
@@ -74,9 +76,11 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     import secrets
 
     from emberline.cluster.supervisor import Supervisor, children
+    from emberline.server.listening import bind
 
     port = args.port or free_port()
     url = f"http://[{args.host}]:{port}" if ":" in args.host else f"http://{args.host}:{port}"
+    listener = bind(args.host, port)  # a taken port is an error here, and not one of the router's restarts
     keys = [word for key in args.api_key for word in ("--api-key", key)]
     traced = _traced(args)
     router = ["--host", args.host, "--port", str(port), *keys, *_exposure(args), *traced]
@@ -84,8 +88,19 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
     key = cluster_key() or secrets.token_hex(16)
     kept = _keep(logs / "cluster.key", key)
     stored = ["--response-store", str(logs / "responses.sqlite")]  # shared, so that any worker finds a response
-    options = _worker(args, sum(workers.values()), [*keys, *traced, *stored])
-    made = children(router, workers, options, url=url, key=key, logs=logs, kv_port=args.kv_port)
+    gpus = usable_gpus() if _may_use_gpus(args) else []
+    options = _worker(args, sum(workers.values()), [*keys, *traced, *stored], gpus)
+    made = children(
+        router,
+        workers,
+        options,
+        url=url,
+        key=key,
+        logs=logs,
+        kv_port=args.kv_port,
+        listener=listener.fileno(),
+        gpus=[gpu.name for gpu in gpus],
+    )
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed ends us, and not them
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -99,6 +114,7 @@ async def _up(args: argparse.Namespace, workers: dict[Role, int], logs: Path) ->
         _say("cluster", "stops")
     finally:
         watching.cancel()
+        listener.close()
         await supervisor.stop()
 
 
@@ -125,16 +141,33 @@ def _traced(args: argparse.Namespace) -> list[str]:
     return [*given, "--trace-share", str(args.trace_share)]
 
 
-def _worker(args: argparse.Namespace, workers: int, own: list[str]) -> list[str]:
+def _may_use_gpus(args: argparse.Namespace) -> bool:
+    """Unless the options say on what workers run."""
+    words = [word.split("=")[0] for word in args.options]
+    return not {"--threads", "--device"} & {*words} or "--device=cuda" in args.options or "cuda" in args.options
+
+
+def _worker(args: argparse.Namespace, workers: int, own: list[str], gpus: Sequence[Gpu] = ()) -> list[str]:
     """`own`: what the options may not say. Its share of the machine, unless they say otherwise."""
     options = [word for word in args.options if word != "--"]
     for word in options:
         if word.split("=")[0] in OURS:
             raise InvalidRequest(f"{word} after the model would be every worker's", hint="put it before the model")
     shared = []
-    if not any(word.startswith(("--threads", "--device")) for word in options):
+    if gpus:
+        shared = _gpu_share(options, workers, gpus)
+    elif not any(word.startswith(("--threads", "--device")) for word in options):
         shared = ["--threads", str(max(1, core_count() // workers)), "--device", "cpu"]
     return [args.model, *own, *shared, *options]
+
+
+def _gpu_share(options: list[str], workers: int, gpus: Sequence[Gpu]) -> list[str]:
+    """Workers with a GPU of their own plan its memory themselves. Those that share one start at the same time and do
+    not see each other's: each gets half of its share for keys and values, which leaves the rest for weights."""
+    sharing = -(-workers // len(gpus))
+    if sharing == 1 or any(word.split("=")[0] == "--kv-memory" for word in options):
+        return []
+    return ["--kv-memory", str(min(gpu.free_bytes for gpu in gpus) // sharing // 2)]
 
 
 async def _watch(url: str, key: str) -> None:

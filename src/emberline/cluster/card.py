@@ -12,8 +12,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from emberline.cluster.address import is_unspecified
 from emberline.core.config import Role
 from emberline.core.events import TransferStats
+from emberline.core.numerics import Numerics
 
 Dialect = Literal["native", "vllm", "sglang"]
 
@@ -36,6 +38,8 @@ class Card(msgspec.Struct, frozen=True):
         parts = urlsplit(self.url)  # which raises ValueError itself, as its port does
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.port == 0:
             raise ValueError("url must be an http or https URL of a host")
+        if is_unspecified(parts.hostname):
+            raise ValueError(f"url is {self.url}: that address means all interfaces and reaches no worker")
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -47,6 +51,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     block_size: int = 0
     peer: dict[str, Any] | None = None  # its engine, as others' engines know it; None: it hands nothing on
     sampling: dict[str, float] = {}  # settings of a request that leaves them out
+    numerics: Numerics | None = None  # None: an embedder, another kind of server, or an earlier release
 
 
 class Beat(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from emberline.cluster.speech import Asked, Envelope, Speech
 from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TransferStats
+from emberline.core.numerics import Numerics
 from emberline.net.server import Server
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -51,6 +52,7 @@ class FakeWorker:
         max_running: int = 64,
         role: Role = "both",
         shy: bool = False,
+        dtype: str = "bfloat16",
     ) -> None:
         self.name, self.incarnation = name, uuid.uuid4().hex
         self.peer = {"name": name, "incarnation": uuid.uuid4().hex}
@@ -58,6 +60,7 @@ class FakeWorker:
         self.max_running = max_running
         self.role: Role = role
         self.shy = shy  # pairs with nobody
+        self.dtype = dtype  # that its card reports: what it says is the same whatever it is
         self.met: tuple[str, ...] = ()  # whose blocks it can take
         self.fault = Fault()
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
@@ -66,7 +69,8 @@ class FakeWorker:
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
     def card(self, url: str) -> Card:
-        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer)
+        numerics = Numerics("fake", self.dtype, "plain", self.dtype, "cpu")
+        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics)
         return Card(self.name, self.incarnation, url, (model,), self.role)
 
     def meet(self, peers: Peers) -> None:
@@ -238,8 +242,9 @@ def main() -> None:
     parser.add_argument("--max-running", type=int, default=64)
     parser.add_argument("--role", default="both", choices=["prefill", "decode", "both"])
     parser.add_argument("--shy", action="store_true", help="it can take blocks from nobody")
+    parser.add_argument("--dtype", default="bfloat16", help="that its card reports")
     args = parser.parse_args()
-    worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy)
+    worker = FakeWorker(args.name, args.pace, args.max_running, args.role, args.shy, args.dtype)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(worker, args.router, args.port))
 

@@ -19,6 +19,7 @@ log = logging.getLogger("emberline.worker")
 
 PATIENCE = 1.5  # seconds for an answer: one that is missed must not make us lost
 PAUSE = 1.0  # seconds between attempts to register
+AWAY_PAUSE = 0.25  # seconds between attempts to reach a router that is not there: it may be restarting
 SOON = 0.1  # seconds until a worker that is not ready says how it goes
 
 Peers = dict[str, list[dict[str, Any]]]  # as Welcome has them
@@ -72,7 +73,7 @@ class Registrar:
                     pause = await self._turn(session)
                 except (TimeoutError, aiohttp.ClientError, OSError, *NOT_JSON) as e:
                     self._say(f"{type(e).__name__}: {e}")
-                    pause = SOON if isinstance(e, TimeoutError) else PAUSE  # that long it has waited already
+                    pause = SOON if isinstance(e, TimeoutError) else AWAY_PAUSE  # that long it has waited already
 
     async def _turn(self, session: aiohttp.ClientSession) -> float:
         """A card or a beat. Seconds until the next."""
@@ -93,9 +94,9 @@ class Registrar:
             case 404 if beat is not None:
                 return PAUSE if self._leaving else 0.0  # the router was started again
             case 409:
-                self._say("a newer worker has this name; until that is lost, nothing is sent here")
+                self._say(f"this worker is not taken, and gets no requests: {_message(body)}")
                 return PAUSE
-        self._say(f"{status} {body[:200].decode(errors='replace')}")
+        self._say(f"this worker is not taken, and gets no requests: {status} {_message(body)}")
         return PAUSE
 
     def _say(self, complaint: str) -> None:
@@ -112,3 +113,11 @@ class Registrar:
         timeout = aiohttp.ClientTimeout(total=PATIENCE)
         async with session.post(self._router + path, data=body, headers=self._headers, timeout=timeout) as reply:
             return reply.status, await reply.read()
+
+
+def _message(body: bytes) -> str:
+    """The router's own words, or what came instead."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (*NOT_JSON, KeyError, TypeError):
+        return body[:200].decode(errors="replace")

@@ -1,10 +1,12 @@
-"""Supervisor: processes on this machine that belong together. What dies is started again, after a pause that doubles;
-when all are stopped, the first goes first; each by its pid."""
+"""Supervisor: processes on this machine that belong together. A process that ends is started again: at once the first
+times, then after a pause that doubles. When all are stopped, the first goes first; each by its pid. If the supervisor
+itself is killed, they end with it (core/lifeline.py)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import time
@@ -12,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from emberline.core.config import KV_PORTS, Role, environment
+from emberline.core.config import KV_PORTS, Role, environment, supervised_environment
 
 LONGEST_PAUSE = 30.0
-STEADY = 60.0  # seconds: who ran so long is started again at once
+FIRST_PAUSE = 0.5
+STEADY = 60.0  # seconds: a process that ran so long is restarted as if it had never ended before
+IMMEDIATE_RESTARTS = 3  # before there is a pause: clients that retry wait for a second in all
 GRACE = 20.0  # seconds to end in peace
 
 
@@ -26,9 +30,11 @@ class Child:
     log: Path
     environment: Mapping[str, str] = field(repr=False)
     program: Sequence[str] = (sys.executable, "-m", "emberline.cli")
+    inherited: tuple[int, ...] = ()  # file descriptors that it gets under the same numbers
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
-    pause: float = 0.5
+    immediate: int = IMMEDIATE_RESTARTS  # restarts without a pause that are left
+    pause: float = FIRST_PAUSE  # seconds before the restart after those
     keeper: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -36,6 +42,7 @@ class Supervisor:
     def __init__(self, say: Callable[[str, str], None]) -> None:
         self._say = say  # who, what
         self._children: list[Child] = []
+        self._lifeline: tuple[int, int] | None = None  # a pipe: all children read it, nothing writes to it
 
     async def start(self, child: Child) -> None:
         await self._spawn(child)
@@ -51,40 +58,52 @@ class Supervisor:
                     await child.keeper
         for some in (self._children[:1], self._children[1:]):
             await asyncio.gather(*map(self._end, some))
+        if self._lifeline is not None:
+            for end in self._lifeline:
+                os.close(end)
+            self._lifeline = None
 
     async def _keep(self, child: Child) -> None:
         while True:
             assert child.process is not None
             began = time.monotonic()
             status = await child.process.wait()
-            child.pause = 0.5 if time.monotonic() - began > STEADY else child.pause
-            self._say(child.name, f"{_ending(status)}; again in {child.pause:g} s, log {child.log}")
+            if time.monotonic() - began > STEADY:
+                child.immediate, child.pause = IMMEDIATE_RESTARTS, FIRST_PAUSE
+            when = "now" if child.immediate else f"in {child.pause:g} s"
+            self._say(child.name, f"{_ending(status)}; restarts {when}, log {child.log}")
             while not await self._respawned(child):
                 pass
             child.restarts += 1
 
     async def _respawned(self, child: Child) -> bool:
-        await asyncio.sleep(child.pause)
-        child.pause = min(2 * child.pause, LONGEST_PAUSE)
+        if child.immediate:
+            child.immediate -= 1
+        else:
+            await asyncio.sleep(child.pause)
+            child.pause = min(2 * child.pause, LONGEST_PAUSE)
         try:
             await self._spawn(child)
         except OSError as e:  # no memory, no descriptors, no room for a log: what may have ended it, and may pass
-            self._say(child.name, f"cannot be started: {e}; again in {child.pause:g} s")
+            self._say(child.name, f"cannot be started: {e}")
             return False
         return True
 
     async def _spawn(self, child: Child) -> None:
         child.log.parent.mkdir(parents=True, exist_ok=True)  # temporary folders are tidied while processes run
+        if self._lifeline is None:
+            self._lifeline = os.pipe()
         # A session of its own: Ctrl-C in the terminal is for us, and we say who goes when.
         with child.log.open("ab") as out:
             child.process = await asyncio.create_subprocess_exec(
                 *child.program,
                 *child.arguments,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=self._lifeline[0],
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                env=child.environment,
+                pass_fds=child.inherited,
+                env=supervised_environment(child.environment),
             )
         self._say(child.name, f"started, pid {child.process.pid}")
 
@@ -120,16 +139,23 @@ def children(
     key: str,
     logs: Path,
     kv_port: int = 0,
+    listener: int | None = None,
+    gpus: Sequence[str] = (),
 ) -> list[Child]:
     """The router first. All know the cluster's key from their environment, where only their user can read it.
-    `kv_port`: the first of the ports of KV transfers, of which each worker has its own; 0: any."""
+    `kv_port`: the first of the ports of KV transfers, of which each worker has its own; 0: any.
+    `listener`: a bound socket for the router. It stays open while the router is restarted, so that clients which
+    connect meanwhile wait for the new one and are not refused. `gpus`: names that workers take turns at."""
     secret = environment(key)
-    made = [Child("router", ["router", *router], logs / "router.log", secret)]
+    listens = () if listener is None else ("--listen-fd", str(listener))
+    made = [Child("router", ["router", *router, *listens], logs / "router.log", secret)]
+    made[0].inherited = () if listener is None else (listener,)
     for role, count in workers.items():
         for i in range(count):
             name = f"{'worker' if role == 'both' else role}-{i + 1}"
             own = ["--role", role, "--router", url, "--worker-name", name]
             if kv_port:
                 own += ["--kv-port", str(kv_port + (len(made) - 1) * KV_PORTS)]
-            made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", secret))
+            device = {"CUDA_VISIBLE_DEVICES": gpus[(len(made) - 1) % len(gpus)]} if gpus else {}
+            made.append(Child(name, ["worker", *worker, *own], logs / f"{name}.log", {**secret, **device}))
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast, get_args
@@ -15,6 +16,7 @@ from emberline.core.errors import InvalidRequest
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 MOST_QUEUED = 1000  # as a share of those that a worker runs at once
+SUPERVISED = "EMBERLINE_SUPERVISED"
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
 
 Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
@@ -38,6 +40,22 @@ def secret(name: str) -> str | None:
 def cluster_key() -> str | None:
     """Of a cluster whose key no option says: EMBERLINE_CLUSTER_KEY. Options are seen by everybody on the machine."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
+
+
+def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that ends when its stdin does, because that is held by its supervisor."""
+    return {**environment, SUPERVISED: "1"}
+
+
+def is_supervised() -> bool:
+    """Whether this process was started by a supervisor. Asked once: children of this process are not."""
+    return os.environ.pop(SUPERVISED, "") == "1"
+
+
+def visible_gpus() -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES names; None: all."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def environment(cluster_key: str) -> dict[str, str]:
@@ -294,7 +312,7 @@ class RouterConfig:
     split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
     ticket_timeout: float = 10.0  # seconds a prompt may wait there beyond what was expected
     queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
-    affinity_slack: float = 2048.0  # tokens of work by which a request's home may be behind the others
+    affinity_slack: float = 2048.0  # tokens of work, at most, by which a conversation's worker may be behind the others
     decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
     prefixes: int = 1 << 16  # beginnings of prompts remembered
     kv_events: bool = False  # follows what workers' caches hold, instead of inferring it
@@ -302,6 +320,8 @@ class RouterConfig:
     breaker_failures: int = 3  # in a row
     breaker_pause: float = 1.0  # seconds
     foreign: tuple[Foreign, ...] = ()
+    foreign_key: str | None = None  # API key of these servers; None: the client's is passed on
+    listen_fd: int | None = None  # a socket that the process inherited and that is bound; None: host and port
     trace: TraceConfig | None = None  # None, here and below: nothing is traced
 
     def __post_init__(self) -> None:

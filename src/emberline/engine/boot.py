@@ -14,12 +14,13 @@ import torch
 from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig, TransferConfig, core_count
 from emberline.core.errors import InvalidRequest
 from emberline.core.freememory import free_memory
+from emberline.core.numerics import Numerics
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import has_hopper
 from emberline.engine.runner import TorchRunner, plan_cache
 from emberline.kernels import ops
-from emberline.kv.cache import KVShape
+from emberline.kv.cache import KVCache, KVShape
 from emberline.kv.checksum import crc_of
 from emberline.kv.codec import codec_of
 from emberline.kv.confine import LOOPBACK, address_of
@@ -32,6 +33,7 @@ from emberline.kv.tiers.storeclient import StorePlace
 from emberline.kv.transfer.dock import STORE_PORT, Dock, Near, Ways, port_at
 from emberline.kv.transfer.region import Region
 from emberline.models.config import ModelConfig
+from emberline.models.decoder import Decoder
 from emberline.models.loader import DTYPES, load
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class Loaded:
     seconds: dict[str, float]
     device: str
     kv_dtype: str
+    numerics: Numerics
 
 
 def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
@@ -133,6 +136,7 @@ def loaded_on_gpu(made: Booted) -> Loaded:
         seconds=dict(made.seconds),
         device="cuda",
         kv_dtype=_name(made.runner.cache.shape.dtype),
+        numerics=_numerics(made.runner.model, made.runner.cache, made.weights, "cuda"),
     )
 
 
@@ -186,7 +190,13 @@ def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
         seconds={"kernels": kernels - began, "weights": loaded - kernels, "cache": planned - loaded},
         device="cpu",
         kv_dtype=_name(cache.shape.dtype),
+        numerics=_numerics(model, cache, "plain", "cpu"),
     )
+
+
+def _numerics(model: Decoder, cache: KVCache, weights: str, device: str) -> Numerics:
+    dtype, kv_dtype = (str(each).removeprefix("torch.") for each in (model.dtype, cache.shape.dtype))
+    return Numerics(model.fingerprint.partition("-")[0], dtype, weights, kv_dtype, device)
 
 
 def _check_block_size(config: EngineConfig) -> None:

@@ -11,6 +11,7 @@ from emberline.core import errors
 from emberline.core.config import EngineConfig, FleetConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, Stats, Turns
+from emberline.core.numerics import Numerics
 from emberline.core.request import Submission
 
 
@@ -57,6 +58,7 @@ class Facts(msgspec.Struct):
     device: str = "cpu"  # or cuda
     kv_dtype: str = ""  # of keys and values, as torch names it
     prefix_cache: bool = True
+    numerics: Numerics | None = None
 
 
 class Ready(msgspec.Struct, tag=True):

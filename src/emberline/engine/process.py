@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
 BETWEEN_PREPARATIONS = 0.04  # seconds without messages before each, once requests have come
 PROGRESS_REPORT_S = 1.0  # seconds between reports of progress within a step
+LAST_STEP_S = 10.0  # seconds for the step under way once the client is gone
 GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
 
 
@@ -130,6 +131,7 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
         kv_dtype=loaded.kv_dtype,
         prefix_cache=loaded.engine.config.prefix_cache,
         peer=dataclasses.asdict(dock.sender.peer) if dock is not None else None,
+        numerics=loaded.numerics,
     )
 
 
@@ -147,8 +149,9 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], boot
             for message in frames.feed(data):
                 inbox.put(message)
     inbox.put(None)
-    if not booted.is_set():  # nobody waits for what is being loaded, and another may need the memory
-        os._exit(1)
+    if booted.is_set():
+        time.sleep(LAST_STEP_S)  # a step that hangs must not outlive its client; this thread is a daemon
+    os._exit(1)  # nothing waits for what is being loaded or computed, and another process may need the memory
 
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:

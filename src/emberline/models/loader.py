@@ -41,9 +41,10 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
             f"max_context is {context}; this model allows 1 to {config.longest_context}", param="max_context"
         )
     weights = Weights(checkpoint, DTYPES[dtype])
-    decoder = Decoder.load(config, weights, context, fingerprint(checkpoint, config, dtype, context))
+    decoder = Decoder.load(config, weights, context, "")
     weights.finish(IGNORABLE)
-    return decoder
+    used = str(decoder.dtype).removeprefix("torch.")  # not as asked: auto and its outcome are the same numbers
+    return replace(decoder, fingerprint=fingerprint(checkpoint, config, used, context))
 
 
 def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:

@@ -1,11 +1,14 @@
 """choose: which worker gets a request. Pure: no clock, no I/O, the same answer for the same question.
 
 A request costs a worker the tokens it must compute there: less where the beginning of its prompt was seen. Wanted is
-the worker with the least work in front of it, this request included. The request's home, where its session or the
-longest part of its prompt belongs, is given `slack` tokens for free: so far affinity holds, then it yields to load. No
-request is made to queue while another worker could run it at once, nor sent where the cache has no room for it while
-another has. A suspect, under which several workers broke, may only have been there: it is tried again, but where no
-other suspect is, and never where it could break the last worker.
+the worker with the least work in front of it, this request included: so affinity is worth the tokens that the cache
+saves, against queued work in the same unit. Where the prompt continues a conversation, its tokens count twice at its
+home, for what they save and for the cache that a copy elsewhere would take, but at most `slack` more: so far affinity
+holds, then it yields to load. The home of a session has `slack` whatever is known of its prompt. A beginning that many
+prompts share is no reason to send them all to one worker: it counts less by as much work as that worker was given more
+than others lately, so that soon all have it cached. No request is made to queue while another worker could run it at
+once, nor sent where the cache has no room for it while another has. A suspect, under which several workers broke, may
+only have been there: it is tried again, but where no other suspect is, and never where it could break the last worker.
 """
 
 from __future__ import annotations
@@ -62,10 +65,11 @@ def choose(
     without: Collection[str] = (),
     urgent: bool = False,
     suspect: bool = False,
+    shared: bool = False,
 ) -> Decision:
-    """`known`: bytes of the prompt by worker, most first. `without`: workers that were tried already. `urgent`: its
-    client has part of the reply, so it does not matter how full they are. `suspect`: see above. Raises what the client
-    is to be told if there is none."""
+    """`known`: bytes of the prompt by worker, most first; `shared`: by many prompts, so far as is known. `without`:
+    workers that were tried already. `urgent`: its client has part of the reply, so it does not matter how full they
+    are. `suspect`: see above. Raises what the client is to be told if there is none."""
     there = [worker for worker in workers if worker.takes(ask.model, now) and worker.answers]
     if not there:
         raise _nobody(ask, workers)
@@ -81,10 +85,17 @@ def choose(
     home, why = _home(ask, workers, known, answering(there))
     rank = _ranks(ask, places)
 
+    recent = {w.id: w.recent(now, rules.decode_weight) for w in places} if shared else {}
+    least = min(recent.values(), default=0.0)
+
     def cost(worker: Worker) -> tuple[float, float]:
-        mine = estimate.prompt(max(ask.size - known.get(worker.id, 0), 0))
-        work = worker.prefill + rules.decode_weight * worker.decode + mine
-        return work - (rules.slack if worker is home else 0.0), rank[worker.id]
+        saved = estimate.prompt(min(known.get(worker.id, 0), ask.size))
+        bonus = 0.0
+        if worker is home:
+            bonus = rules.slack if ask.session else 0.0 if shared else min(rules.slack, saved)
+        saved = max(saved - (recent[worker.id] - least), 0.0) if shared else saved
+        work = worker.prefill + rules.decode_weight * worker.decode + estimate.prompt(ask.size)
+        return work - saved - bonus, rank[worker.id]
 
     best = min(places, key=cost)
     seen = min(known.get(best.id, 0), ask.size)

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from emberline.core.breaker import Breaker
+from emberline.core.numerics import Numerics
 from emberline.router.pace import Pace
 
 DURATION_WEIGHT = 0.1
+RECENT_S = 300.0  # seconds after which work that a worker was given counts a third in `recent`
 
 
 @dataclass(slots=True)
@@ -35,6 +37,7 @@ class Worker:
     role: str = "both"  # or prefill: computes prompts for others; or decode
     peers: Mapping[str, str] = field(default_factory=dict)  # its engines, by model, as others know them
     paired: frozenset[str] = frozenset()  # others' engines that it can take blocks from
+    numerics: Mapping[str, Numerics | None] = field(default_factory=dict)  # by model
     loads: dict[int, Load] = field(default_factory=dict)
     prefill: float = 0.0  # sums of these
     decode: float = 0.0
@@ -43,6 +46,9 @@ class Worker:
     kv_used: float = 0.0  # of these, by its last report
     seconds: float = 0.0  # a request takes, about
     pace: Pace = field(default_factory=Pace)
+    _recent_prefill: float = 0.0  # tokens that it was given lately, as of `_recent_at`
+    _recent_decode: float = 0.0
+    _recent_at: float = 0.0
     _unreported: float = 0.0  # tokens of prompts that are done and not in a report yet
 
     def __post_init__(self) -> None:
@@ -66,7 +72,7 @@ class Worker:
         return not self.doubted and not any(load.suspect for load in self.loads.values())
 
     def takes_from(self, other: Worker, model: str) -> bool:
-        return other.peers.get(model) in self.paired
+        return other.peers.get(model) in self.paired and self.numerics.get(model) == other.numerics.get(model)
 
     @property
     def room(self) -> float:
@@ -76,11 +82,24 @@ class Worker:
     def began(self, key: int, load: Load, now: float) -> None:
         assert key not in self.loads
         self.breaker.began(now)
+        self._forget_recent(now)
+        self._recent_prefill += load.prefill
+        self._recent_decode += load.decode
         self.loads[key] = load
         load.coming = load.prefill
         self.prefill += load.prefill
         self.decode += load.decode
         self.coming += load.coming
+
+    def recent(self, now: float, decode_weight: float) -> float:
+        """Work that it was given in the last minutes, done or not, in tokens of a prompt; older work counts less."""
+        self._forget_recent(now)
+        return self._recent_prefill + decode_weight * self._recent_decode
+
+    def _forget_recent(self, now: float) -> None:
+        kept = math.exp(min(self._recent_at - now, 0.0) / RECENT_S)
+        self._recent_prefill, self._recent_decode = kept * self._recent_prefill, kept * self._recent_decode
+        self._recent_at = now
 
     def relieved(self, key: int) -> None:
         """Another computes its prompt."""

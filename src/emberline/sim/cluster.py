@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -45,12 +46,17 @@ class Seen:
     first: list[float] = field(default_factory=list)  # seconds to the first token
     between: list[float] = field(default_factory=list)  # seconds between tokens
     balance: list[float] = field(default_factory=list)  # most over mean tokens in flight
+    conversations: Counter[str] = field(default_factory=Counter)  # that began at each worker
     requests: int = 0
     seconds: float = 0.0
 
     @property
     def cached_share(self) -> float:
         return self.cached_tokens / self.prompt_tokens
+
+    def spread(self, workers: int) -> float:
+        """Conversations of the worker that has most, over the mean of all."""
+        return max(self.conversations.values()) * workers / sum(self.conversations.values())
 
     @property
     def oracle_share(self) -> float:
@@ -136,6 +142,8 @@ class SimCluster:
         body, tokens, reply = session.ask()
         ask = Ask.read(body, session.name if self._header else "")
         decision = self._chooser(self.dispatch, ask)
+        if session.name not in self._live:
+            self.seen.conversations[decision.worker.name] += 1
         account = ExitStack()
         leg = account.enter_context(self.dispatch.opened(ask, decision))
         name, now = f"{session.name}/{session.turns}", self.clock.time

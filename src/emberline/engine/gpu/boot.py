@@ -61,6 +61,7 @@ class Booted:
     runner: GPURunner
     plan: MemoryPlan
     seconds: Mapping[str, float]
+    weights: str = "plain"  # as they are kept: plain, packed or both
 
 
 class Plainly:
@@ -112,7 +113,9 @@ def boot_gpu(
         taken = f"with weights {settings.weights} they take {weights.taken_bytes} bytes"
         raise ModelError(f"{taken}; {plan.weights} were planned for", hint="serve it with --weights plain")
     # It reads a little of every tensor: not while the disk is busy.
-    runner.model = replace(model, fingerprint=identity(), weight_bytes=weights.taken_bytes)
+    kept = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
+    named = identity() if kept == "plain" else f"{identity()}-{kept}"  # other kernels make their keys and values
+    runner.model = replace(model, fingerprint=named, weight_bytes=weights.taken_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
         block_size=settings.block_size,
@@ -136,7 +139,7 @@ def boot_gpu(
             pass
     seconds["capture"] = time.perf_counter() - begun
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
-    return Booted(engine, runner, plan, seconds)
+    return Booted(engine, runner, plan, seconds, kept)
 
 
 def boot_from(
@@ -156,7 +159,8 @@ def boot_from(
     memory.refuse_experts(config)
     context = memory.context(config, settings)
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    packed = memory.packs(checkpoint, settings, memory.weight_dtype(checkpoint, name))
+    used = memory.weight_dtype(checkpoint, name)
+    packed = memory.packs(checkpoint, settings, used)
     opened = time.perf_counter()
     with ThreadPoolExecutor(1, "codec") as other:
         codec = other.submit(_start_codec, checkpoint)
@@ -165,7 +169,7 @@ def boot_from(
     codec.result()
     there = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch, reader, packed=packed)
-    identity = partial(fingerprint, checkpoint, config, str(dtype), context)
+    identity = partial(fingerprint, checkpoint, config, used, context)
     grammars = None if compiler is None else partial(compiler, directory, config)
     booted = boot_gpu(
         config,

@@ -12,20 +12,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from emberline.cluster.address import leads_to
 from emberline.cluster.card import Beat, Card
 from emberline.cluster.membership import Health, Member, Membership, Patience
 from emberline.core.breaker import Breaker
 from emberline.core.clock import Clock
 from emberline.core.config import RouterConfig
-from emberline.core.errors import EngineUnavailable, NotFound, Superseded
+from emberline.core.errors import EngineUnavailable, InvalidRequest, NotFound, Superseded
+from emberline.core.numerics import Numerics, describe_difference
 from emberline.router.ask import Ask
 from emberline.router.chains import Link
 from emberline.router.estimate import Estimate
 from emberline.router.kvindex import KVIndex
-from emberline.router.policy import Decision, Rules, choose
+from emberline.router.policy import Decision, Rules, Why, choose
 from emberline.router.prefixmap import PrefixMap
 from emberline.router.split import split
-from emberline.router.worker import Worker
+from emberline.router.worker import Load, Worker
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.router_metrics import GONE, RouterMetrics
 
@@ -56,11 +58,21 @@ class Dispatch:
 
     def register(self, card: Card) -> None:
         now = self._ran()
+        if leads_to(card.url, self._config.host, self._config.port):
+            raise InvalidRequest(
+                f"worker {card.name!r} registers {card.url}, which is this router", hint="give it another --port"
+            )
         old = self.membership.get(card.name)
+        if old is not None and self._is_taken(old, card, now):
+            raise Superseded(
+                f"another worker named {card.name!r} is alive at {old.card.url}",
+                hint="give this one another --worker-name",
+            )
         if not self.membership.register(card, now):
             raise Superseded(f"{card.name!r} belongs to a newer process", hint="give this worker another --worker-name")
         if old is not None and old.card.incarnation == card.incarnation:
             self.workers[card.name].peers = _peers(card)  # its engine may be another
+            self.workers[card.name].numerics = _numerics(card)
             return
         if old is not None:
             log.info("worker %s: replaced by another process", card.name)
@@ -78,9 +90,29 @@ class Dispatch:
             role=card.role,
             peers=_peers(card),
             kv_tokens=_kv_tokens(card),
+            numerics=_numerics(card),
         )
         self._retired.pop(self.workers[card.name].id, None)  # it may have come back
         log.info("worker %s at %s: %s", card.name, card.url, ", ".join(model.name for model in card.models))
+        self._warn_of_other_numerics(self.workers[card.name])
+
+    def _is_taken(self, old: Member, card: Card, now: float) -> bool:
+        """Whether the name belongs to another process that lives: one that is not at the same address, where only one
+        can listen, beats, has not said goodbye, and did not break since it was last heard of."""
+        if old.card.incarnation == card.incarnation or old.card.url == card.url or old.left:
+            return False
+        return self.membership.health(old, now) is not Health.LOST and not self.workers[card.name].doubted
+
+    def _warn_of_other_numerics(self, worker: Worker) -> None:
+        """Log once per registration and model that streams and blocks do not move between this worker and others."""
+        for model in worker.models:
+            for other in self.workers.values():
+                if other is worker or model not in other.models or "native" not in (worker.dialect, other.dialect):
+                    continue
+                if why := describe_difference(worker.numerics.get(model), other.numerics.get(model)):
+                    told = "worker %s computes %s otherwise than %s: streams and KV blocks do not move between them: %s"
+                    log.warning(told, worker.name, model, other.name, why)
+                    break
 
     def beat(self, beat: Beat) -> None:
         if self.membership.replaced(beat.incarnation):
@@ -93,7 +125,7 @@ class Dispatch:
         self._look(worker)
 
     def peers(self, name: str) -> dict[str, list[dict[str, Any]]]:
-        """Who computes prompts for this worker, by model: it is to be ready for their blocks."""
+        """Engines whose blocks this worker may be asked to take, by model: of workers that prefill or drain."""
         member = self.membership.get(name)
         assert member is not None
         found: dict[str, list[dict[str, Any]]] = {}
@@ -112,7 +144,8 @@ class Dispatch:
         now = self._clock.now()
         for member in self.membership:
             card, lost = member.card, self.membership.health(member, now) is Health.LOST
-            if card.role == "prefill" and card.dialect == to.dialect and card.name != to.name and not lost:
+            publishes = card.role == "prefill" or member.draining  # whose streams go on elsewhere, with their blocks
+            if publishes and card.dialect == to.dialect and card.name != to.name and not lost:
                 yield member
 
     def leave(self, name: str, incarnation: str) -> None:
@@ -130,11 +163,37 @@ class Dispatch:
         self._look(self.workers[name])
         if on and move:
             for leg in list(self._open.get(self.workers[name].id, {}).values()):
-                if leg.movable and self._takes(leg.ask.model):
+                if leg.movable and self._takes_over(leg):
                     leg.cut("drained")
 
-    def _takes(self, model: str) -> bool:
-        return any(worker.takes(model, self._clock.now()) for worker in self.workers.values())
+    def is_ready_to_move(self, name: str) -> bool:
+        """Whether all workers that could continue this one's streams can take its blocks, or never will."""
+        if (worker := self.workers.get(name)) is None:
+            return True
+        models = {leg.ask.model for leg in self._open.get(worker.id, {}).values() if leg.movable}
+        return all(
+            other.takes_from(worker, model)
+            for model in models & worker.peers.keys()
+            for other in self.workers.values()
+            if other.ready and other.role != "prefill" and other.peers.get(model) and self._agree(worker, other, model)
+        )
+
+    def _agree(self, one: Worker, other: Worker, model: str) -> bool:
+        return one.dialect == other.dialect == "native" and one.numerics.get(model) == other.numerics.get(model)
+
+    def handover(self, ask: Ask, answering: Decision, origin: Worker) -> Decision | None:
+        """The worker that a stream leaves, as the source of its prompt's blocks, which it has; None: not worth it."""
+        worth = ask.single and answering.load.prefill >= self._rules.split_tokens
+        there = self.workers.get(origin.name) is origin and answering.worker.takes_from(origin, ask.model)
+        if not worth or not there:
+            return None
+        return Decision(origin, Load(0.0, 0.0), Why.SPLIT, self.estimates[ask.model].prompt(ask.size))
+
+    def _takes_over(self, leg: Leg) -> bool:
+        """Whether any worker could continue this stream, or begin it if its client has nothing yet."""
+        model, now = leg.ask.model, self._clock.now()
+        unable = self.unable(model, leg.decision.worker) if leg.first is not None else ()
+        return any(worker.takes(model, now) and worker.id not in unable for worker in self.workers.values())
 
     def health(self, worker: Worker) -> Health:
         member = self.membership.get(worker.name)
@@ -215,11 +274,20 @@ class Dispatch:
 
     def choose(self, ask: Ask, without: set[str], *, urgent: bool = False, suspect: bool = False) -> Decision:
         workers, now = list(self.workers.values()), self._clock.now()
-        return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect)
+        shared = not self.prefixes.continues(ask.points)
+        return choose(ask, workers, *self._known(ask), self._rules, now, without, urgent, suspect, shared)
 
-    def unable(self) -> set[str]:
-        """Who cannot go on with what another has begun: servers of other kinds."""
-        return {worker.id for worker in self.workers.values() if worker.dialect != "native"}
+    def unable(self, model: str, begun_by: Worker) -> set[str]:
+        """Workers that cannot continue this worker's stream: other kinds of servers, and those of other numerics."""
+        wanted = begun_by.numerics.get(model)
+        return {w.id for w in self.workers.values() if w.dialect != "native" or w.numerics.get(model) != wanted}
+
+    def difference(self, model: str, begun_by: Worker) -> str:
+        """How the other workers of this model that are ready differ from it; "" if one of them agrees, or none is."""
+        now, others = self._clock.now(), (w for w in self.workers.values() if w.id != begun_by.id)
+        ready = [w for w in others if w.takes(model, now) and w.dialect == "native"]
+        found = [describe_difference(begun_by.numerics.get(model), other.numerics.get(model)) for other in ready]
+        return found[0] if found and all(found) else ""
 
     def again(self, decision: Decision) -> Decision | None:
         """Back to who was to be left, if it is still there."""
@@ -320,6 +388,10 @@ def _kv_tokens(card: Card) -> int:
     """Several models have a cache each, of which it reports only what all use together: nothing is known then."""
     caches = [model.kv_tokens for model in card.models if model.max_running]
     return caches[0] if len(caches) == 1 else 0
+
+
+def _numerics(card: Card) -> dict[str, Numerics | None]:
+    return {model.name: model.numerics for model in card.models}
 
 
 def _peers(card: Card) -> dict[str, str]:

@@ -47,6 +47,7 @@ WHOLE = 1 << 20  # bytes of a plain reply that are taken in before any is passed
 EXTENSION_S = 1.0  # seconds until the deadline of the next token is put off again: timers take time, too
 PAUSE = 0.1  # seconds until workers are looked for again, at first
 MOST_WAITING = 1024  # for workers, at once
+HANDOVER_S = 2.0  # seconds for a worker that drains to offer blocks that it has
 LAST_WORDS = 5.0  # seconds to tell a client that its stream broke
 HOP = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te",
                  "trailer", "transfer-encoding", "upgrade", "host", "content-length", "accept-encoding",
@@ -93,7 +94,8 @@ class Relay:
         config, deadline = self._config, self._now() + self._config.request_timeout
         ours = (secrets.randbits(64), int(WallClock.now()), config.cluster_key)
         accused = self._suspects.knows(ask.digest, self._now())
-        return Trip(x, ask, call, *ours, deadline, config.attempts, config.migrations, x.path in GENERATING, accused)
+        tries, generates = (config.attempts, config.migrations), x.path in GENERATING
+        return Trip(x, ask, call, *ours, deadline, *tries, generates, accused, config.foreign_key)
 
     def _extend(self, trip: Trip, *, anew: bool = False) -> None:
         """The next part of the reply has `token_timeout` from now, within the deadline of the whole."""
@@ -124,7 +126,9 @@ class Relay:
         """Who is tried next; None if there is nobody, or it was tried often enough."""
         try:
             if trip.goes_on:
-                without = trip.tried | self._dispatch.unable() if trip.started else trip.tried
+                without = trip.tried
+                if trip.author is not None:
+                    without = without | self._dispatch.unable(trip.ask.model, trip.author)
                 decision = self._dispatch.choose(trip.ask, without, urgent=trip.started, suspect=trip.suspect)
                 trip.tries += 1
                 if trip.setback is None:
@@ -191,7 +195,12 @@ class Relay:
         if not trip.generates or not (trip.may_split or must) or (trip.started and to.dialect != "native"):
             return None
         trip.may_split = False
-        decision = self._dispatch.split(trip.ask, leg.decision, must=must)
+        patience = self._config.ticket_timeout
+        decision = self._dispatch.handover(trip.ask, leg.decision, trip.origin.worker) if trip.origin else None
+        if decision is not None:
+            patience = HANDOVER_S
+        else:
+            decision = self._dispatch.split(trip.ask, leg.decision, must=must)
         if decision is None:
             return Setback("no prefill") if must else None
         await trip.close()
@@ -202,7 +211,7 @@ class Relay:
         trip.trace(prefill.leg, "prefill")
         if must:
             prefill.needed_by(leg)
-        refusal = await prefill.begun(decision.wait + self._config.ticket_timeout)
+        refusal = await prefill.begun(decision.wait + patience)
         if refusal is not None and not trip.started:
             leg.outcome = "refused"
             await trip.x.reply(refusal.status, refusal.body, *_head(refusal.headers))
@@ -283,7 +292,7 @@ class Relay:
             trip.prefill.leave()
         if trip.track.link is not None:
             self._dispatch.told(leg, trip.track.link)
-        trip.progressed()
+        trip.progressed(leg.decision.worker)
         leg.movable = trip.may_move and trip.track.movable
 
     async def _begin(self, trip: Trip, reply: Reply, leg: Leg) -> None:
@@ -303,13 +312,20 @@ class Relay:
         if trip.started:
             if trip.moving and not trip.track.ended:
                 self._metrics.migrations[trip.moving, "given up"] += 1
-            await self._broke(trip, _harm(trip) if trip.guilty else WorkerLost(trip.lost))
+            await self._broke(trip, _harm(trip) if trip.guilty else self._lost(trip))
         elif trip.guilty:
             raise _harm(trip)
         elif setback.status:
             await x.reply(setback.status, setback.body, *_head(setback.headers or {}))
         else:
             raise _nobody(trip, setback)
+
+    def _lost(self, trip: Trip) -> WorkerLost:
+        differs = self._dispatch.difference(trip.ask.model, trip.author) if trip.author is not None else ""
+        if not differs:
+            return WorkerLost(trip.lost)
+        why = f"{trip.lost}; the workers that are ready compute {trip.ask.model!r} otherwise: {differs}"
+        return WorkerLost(why, hint="send the request again, or give all workers of a model the same settings")
 
     async def _broke(self, trip: Trip, error: EmberlineError) -> None:
         """Between two events of a stream the error can be one more; all else is cut off, so that nobody takes it for

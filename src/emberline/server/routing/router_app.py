@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import TypeVar
@@ -34,6 +35,7 @@ log = logging.getLogger("emberline.router")
 PROXIED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
            "/v1/embeddings", "/tokenize", "/detokenize")  # fmt: skip
 SESSION = "x-session-affinity"
+PAIRING_S = 1.0  # seconds for workers to connect to one that drains, besides two beats
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
 
@@ -164,8 +166,18 @@ class RouterApp:
 
     async def _drain(self, x: Exchange) -> None:
         draining = await self._read(x, Draining)
-        self.dispatch.drain(draining.name, draining.on, draining.move)
+        self.dispatch.drain(draining.name, draining.on)
+        if draining.on and draining.move:
+            await self._paired_with(draining.name)
+            self.dispatch.drain(draining.name, on=True, move=True)
         await x.json({})
+
+    async def _paired_with(self, name: str) -> None:
+        """Return when others can take this worker's blocks; its streams go on here meanwhile."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.beat_seconds * 2 + PAIRING_S):
+                while not self.dispatch.is_ready_to_move(name):
+                    await asyncio.sleep(TICK)
 
     async def _read(self, x: Exchange, kind: type[Struct]) -> Struct:
         try:

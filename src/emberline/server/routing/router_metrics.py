@@ -104,6 +104,7 @@ def _row(
         "incarnation": member.card.incarnation,
         "role": member.card.role,
         "models": sorted(worker.models),
+        "numerics": worker.numerics,
         "health": health.value,
         "breaker": worker.breaker.state,
         "open": worker.open,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from dataclasses import replace
 
 from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig
@@ -21,7 +23,8 @@ log = logging.getLogger("emberline.router")
 
 async def route(config: RouterConfig) -> None:
     """Runs until told to stop by a signal."""
-    listener = bind(config.host, config.port)
+    inherited = config.listen_fd is not None
+    listener = socket.socket(fileno=config.listen_fd) if inherited else bind(config.host, config.port)
     port = listener.getsockname()[1]
     check_exposed(listener, authenticated=bool(config.api_keys), is_open=config.open, hint="give --api-key KEY")
     policy = CrossSitePolicy.of(
@@ -30,9 +33,10 @@ async def route(config: RouterConfig) -> None:
         loopback=not is_exposed(listener),
         authenticated=bool(config.api_keys),
     )
+    config = replace(config, port=port)
     async with Upstream() as upstream, tracing(config.trace, "emberline-router") as spans:
         app = RouterApp(config, upstream, SystemClock(), load_pages("router.html"), spans)
-        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds)
+        sponsor = Sponsor(app.dispatch, upstream, config.foreign, config.beat_seconds, config.foreign_key)
         work = [app.tick(), sponsor.run()]
         if (index := app.dispatch.kv) is not None:
             work.append(Following(app.dispatch, index, upstream, config.cluster_key).run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ from emberline.router.call import Call
 from emberline.router.upstream import Broken, Unreached, Upstream
 from emberline.server.routing.dispatch import Dispatch
 
+log = logging.getLogger("emberline.router")
+
 PATIENCE = 2.0  # seconds for an answer
 RUNNING = 256  # requests at once: they do not tell
 
@@ -34,7 +36,16 @@ class _Models(msgspec.Struct):
 
 
 class Sponsor:
-    def __init__(self, dispatch: Dispatch, upstream: Upstream, servers: Sequence[Foreign], period: float) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        upstream: Upstream,
+        servers: Sequence[Foreign],
+        period: float,
+        key: str | None = None,
+    ) -> None:
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._complaints: dict[Foreign, str] = {}  # what was last logged of each
         self._dispatch = dispatch
         self._upstream = upstream
         self._period = period
@@ -50,28 +61,50 @@ class Sponsor:
 
     async def _attend(self, server: Foreign) -> None:
         while True:
-            began, well = time.monotonic(), False
-            with contextlib.suppress(TimeoutError, Unreached, Broken, EmberlineError, *NOT_JSON, ValueError):
+            began = time.monotonic()
+            try:
                 async with asyncio.timeout(PATIENCE):
-                    well = await self._look(server)
-            (self._away.discard if well else self._away.add)(server)
+                    complaint = await self._look(server)
+            except TimeoutError:
+                complaint = f"no answer within {PATIENCE:g} s"
+            except (Unreached, Broken, EmberlineError, *NOT_JSON, ValueError) as e:
+                complaint = f"{type(e).__name__}: {e}"
+            (self._away.add if complaint else self._away.discard)(server)
+            self._log(server, complaint)
             await asyncio.sleep(max(0.0, began + self._period - time.monotonic()))  # one slow answer is no silence
 
-    async def _look(self, server: Foreign) -> bool:
-        """Whether it is well."""
+    def _log(self, server: Foreign, complaint: str) -> None:
+        """Once for each change."""
+        if self._complaints.get(server, "") == complaint:
+            return
+        self._complaints[server] = complaint
+        if complaint:
+            log.warning("%s server %s is not used: %s", server.dialect, server.url, complaint)
+        else:
+            log.info("%s server %s is used again", server.dialect, server.url)
+
+    async def _look(self, server: Foreign) -> str:
+        """Register it or beat for it. Returns why it cannot be used; "" if it can."""
         status, _ = await self._get(server, "/health")
+        if status in (404, 405):  # not every server has one
+            status, _ = await self._get(server, "/v1/models")
+        if status in (401, 403):
+            return f"it answers {status} (hint: name the variable that holds its key with --foreign-key-env)"
         if status != 200:
-            return False
+            return f"its health check answers {status}"
         card = self._cards.get(server)
         forgotten = card is None or self._dispatch.membership.get(card.name) is None
         if card is None or forgotten or server in self._away:
-            _, body = await self._get(server, "/v1/models")
+            status, body = await self._get(server, "/v1/models")
+            if status != 200:
+                key = " (hint: name the variable that holds its key with --foreign-key-env)" if status == 401 else ""
+                return f"/v1/models answers {status}{key}"
             found = _card(server, msgspec.json.decode(body, type=_Models))
             if card is None or forgotten or _offers(found) != _offers(card):
                 card = self._cards[server] = found
                 self._dispatch.register(card)
         self._dispatch.beat(Beat(card.name, card.incarnation, paired=self._paired(card)))
-        return True
+        return ""
 
     def _paired(self, card: Card) -> tuple[str, ...]:
         """They find each other by themselves: all of a kind are paired."""
@@ -79,7 +112,7 @@ class Sponsor:
         return tuple(other.incarnation for other in others if card.role != "prefill")
 
     async def _get(self, server: Foreign, path: str) -> tuple[int, bytes]:
-        reply = await self._upstream.request(server.url, Call("GET", path, {}, b""))
+        reply = await self._upstream.request(server.url, Call("GET", path, self._headers, b""))
         try:
             return reply.status, await reply.whole()
         finally:

@@ -70,6 +70,7 @@ class Trip:
     migrations: int  # times that it may go on elsewhere
     generates: bool
     accused: bool  # it was given up before because workers broke under it
+    foreign_key: str | None = None  # of servers of other kinds
     track: Track = field(default_factory=Track)
     prefill: Prefill | None = None
     may_split: bool = True  # its prompt may be computed elsewhere for who is asked next
@@ -83,6 +84,7 @@ class Trip:
     moves: int = 0
     tries: int = 0
     legs: int = 0  # workers that were to answer so far
+    author: Worker | None = None  # the worker that computed what its client has of the stream
     origin: Decision | None = None  # where it was before somebody wished it away
     limit: asyncio.Timeout | None = None  # of the next part of the reply
     extended: float = 0.0  # when that was last put off
@@ -145,8 +147,9 @@ class Trip:
         self.tried = {each.worker.id for each in self.breaks if each.worker.doubted}
         self.tries = 0 if self.started else self.attempts - 1
 
-    def progressed(self) -> None:
+    def progressed(self, worker: Worker) -> None:
         """A worker has said something: what was before is forgotten, but not who broke."""
+        self.author = worker
         self.tries, self.moving, self.origin = 0, "", None
         self.tried = {each.worker.id for each in self.breaks}
 
@@ -183,9 +186,9 @@ class Trip:
     def speak(self, to: Worker) -> Dialect:
         match to.dialect:
             case "vllm":
-                return VLLM(self.asked)
+                return VLLM(self._asked_of(to))
             case "sglang":
-                return SGLang(self.asked, secrets.randbits(63))
+                return SGLang(self._asked_of(to), secrets.randbits(63))
         return Native(self.asked, self.seed, self.key, self.created)
 
     def call(self, to: Worker, now: float) -> Call | None:
@@ -196,10 +199,16 @@ class Trip:
             handoff = replace(self.track.handoff(), source=ticket)
             return self.speak(to).resume(handoff, left, *self.track.named())
         if not self.generates:
-            return self.asked
+            return self._asked_of(to)
         if self.prefill is None or ticket is None:
             return self.speak(to).plain(self.ask.stream)
         return self.prefill.dialect.answer(ticket, left)
+
+    def _asked_of(self, to: Worker) -> Call:
+        """The client's call; servers of other kinds may have a key of their own."""
+        if to.dialect == "native" or self.foreign_key is None:
+            return self.asked
+        return self.asked.with_headers({"authorization": f"Bearer {self.foreign_key}"})
 
     def _ticket(self, to: Worker) -> Ticket | None:
         """With which it finds blocks of the prompt elsewhere."""

@@ -50,6 +50,7 @@ class Presence:
             block_size=facts.block_size,
             peer=facts.peer,
             sampling=dict(served.sampling),
+            numerics=facts.numerics,
         )
 
     def beat(self) -> Beat:

@@ -36,6 +36,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     port = listener.getsockname()[1]
     config = _guarded(config, listener)
     if config.worker is not None:
+        config = replace(config, worker=reachable(config.worker, config.host, port))
+        assert config.worker is not None
         check_place(config.worker, config.host, port)
     directories = {name: resolve(source) for name, source in config.models.items()}
     if config.worker is not None:
@@ -130,12 +132,29 @@ def check_place(worker: WorkerConfig, host: str, port: int) -> None:
         raise InvalidRequest(f"no router would take this worker: {error}", param="worker") from error
 
 
+def reachable(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
+    """With the URL of this machine's address towards the router, if the worker listens on all interfaces."""
+    from emberline.cluster.address import is_unspecified, outgoing_address
+
+    if worker.url or not is_unspecified(host):
+        return worker
+    try:
+        found = outgoing_address(worker.router)
+    except (OSError, ValueError) as e:
+        what = f"cannot find this machine's address towards the router {worker.router}: {e}"
+        raise InvalidRequest(what, param="worker_url", hint="give --worker-url http://HOST:PORT") from e
+    return replace(worker, url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
+
+
 def _url(worker: WorkerConfig, host: str, port: int) -> str:
     return worker.url or f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _name(worker: WorkerConfig | None, port: int) -> str:
-    return worker.name if worker is not None and worker.name else f"{socket.gethostname()}:{port}"
+    """By default the address under which it is reached: hostnames may be equal, as those of cloned machines are."""
+    if worker is None:
+        return f"{socket.gethostname()}:{port}"
+    return worker.name or (urlsplit(worker.url).netloc if worker.url else f"{socket.gethostname()}:{port}")
 
 
 def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:

@@ -1,0 +1,100 @@
+"""Servers of other kinds: how they are found, with which key, and what is logged of those that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from emberline.core.clock import SystemClock
+from emberline.core.config import Foreign, RouterConfig
+from emberline.net.errors import Unreached
+from emberline.router.ask import Ask
+from emberline.router.call import Call
+from emberline.router.upstream import Reply, Upstream
+from emberline.server.routing.dispatch import Dispatch
+from emberline.server.routing.sponsor import Sponsor
+from emberline.server.routing.trip import Trip
+
+MODELS = b'{"data": [{"id": "m", "max_model_len": 512}]}'
+SERVER = Foreign("http://v:8000", "vllm")
+
+
+@dataclass
+class Server:
+    """One that has a key, or no /health, or is away."""
+
+    key: str | None = None
+    health: int = 200
+    away: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def request(self, at: str, call: Call) -> Reply:
+        self.asked.append(call.path)
+        if self.away:
+            raise Unreached("refused")
+        wrong = self.key is not None and call.headers.get("authorization") != f"Bearer {self.key}"
+        status = 401 if wrong and call.path != "/health" else self.health if call.path == "/health" else 200
+
+        async def whole() -> bytes:
+            return MODELS
+
+        return cast("Reply", SimpleNamespace(status=status, whole=whole, close=lambda: None))
+
+
+def looked_for(server: Server, key: str | None = None, rounds: int = 2) -> Dispatch:
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    sponsor = Sponsor(dispatch, cast("Upstream", server), [SERVER], 0.01, key)
+
+    async def main() -> None:
+        looking = asyncio.create_task(sponsor.run())
+        async with asyncio.timeout(20):
+            while len(server.asked) < 3 * rounds:
+                await asyncio.sleep(0.01)
+        looking.cancel()
+
+    asyncio.run(main())
+    return dispatch
+
+
+@pytest.mark.parametrize("health", [200, 404, 405])
+def test_a_server_without_a_health_check_is_found_by_its_models(health: int) -> None:
+    assert set(looked_for(Server(health=health)).workers) == {"vllm v:8000"}
+
+
+def test_a_server_with_a_key() -> None:
+    assert set(looked_for(Server(key="secret"), "secret").workers) == {"vllm v:8000"}
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        (Server(key="secret"), "/v1/models answers 401 (hint: name the variable"),
+        (Server(key="secret", health=404), "it answers 401 (hint: name the variable"),
+        (Server(health=503), "its health check answers 503"),
+        (Server(away=True), "Unreached: refused"),
+    ],
+)
+def test_why_a_server_is_not_used_is_logged_once(server: Server, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "emberline.router")
+    assert not looked_for(server).workers
+    assert [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()] == [
+        message for message in caplog.messages if message.startswith(f"vllm server http://v:8000 is not used: {why}")
+    ]
+    assert len(caplog.messages) == 1
+
+
+def test_requests_to_it_carry_its_key_and_not_the_clients() -> None:
+    dispatch = looked_for(Server(key="secret"), "secret")
+    (worker,) = dispatch.workers.values()
+    call = Call("POST", "/v1/chat/completions", {"authorization": "Bearer client"}, b"{}")
+    for generates in (True, False):
+        for key, expected in (("secret", "Bearer secret"), (None, "Bearer client")):
+            exchange: Any = SimpleNamespace(status=None)
+            trip = Trip(exchange, Ask("m", 0, False, None), call, 1, 2, None, 9.0, 3, 3, generates, False, key)
+            sent = trip.call(worker, 0.0)
+            assert sent is not None and sent.headers["authorization"] == expected
