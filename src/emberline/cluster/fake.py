@@ -70,7 +70,7 @@ class FakeWorker:
 
     def card(self, url: str) -> Card:
         numerics = Numerics("fake", self.dtype, "plain", self.dtype, "cpu")
-        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics)
+        model = ModelCard("fake", "fake", 8192, self.max_running, 65536, 16, self.peer, numerics=numerics)
         return Card(self.name, self.incarnation, url, (model,), self.role)
 
     def meet(self, peers: Peers) -> None:

@@ -20,7 +20,7 @@ from emberline.core.params import Grammar
 from emberline.core.plan import Admission, Sampled, TokenLogprob, Work
 from emberline.engine.grammar_thread import GrammarThread
 from emberline.engine.penalties import PenaltyCounts
-from emberline.engine.token_rules import Masker, masker_of
+from emberline.engine.token_rules import Masker, fill_masks, masker_of
 from emberline.kernels import ops
 
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
@@ -106,7 +106,7 @@ class RowMaker:
 
     def __call__(self, admission: Admission) -> Row:
         params = admission.params
-        return Row(admission, self._eos, masker_of(params, self._vocab, self._matcher(params.grammar)))
+        return Row(admission, self._eos, masker_of(params, self._matcher(params.grammar)))
 
     def prepare(self, grammar: Grammar) -> Future[Matcher]:
         """Compiles it beside the caller. It is there for rows as long as somebody keeps the future."""
@@ -195,8 +195,6 @@ class Sampler:
                 edits.apply(logits[i].numpy())
         masked = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
         if masked:
-            from emberline.engine.grammar import fill_masks
-
             mask = np.full((len(masked), -(-self._vocab // 32)), -1, np.int32)
             fill_masks([matcher for _, matcher in masked], mask)
             ops.apply_bitmask(logits, torch.from_numpy(mask), torch.tensor([i for i, _ in masked]))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from emberline.core.params import SamplingParams
+
+if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
+    from emberline.engine.grammar import Matcher
 
 Mask = np.ndarray  # int32: one bit for each id of the vocabulary
 
@@ -26,14 +30,11 @@ class Masker(Protocol):
 
 
 class TokenRules:
-    def __init__(self, params: SamplingParams, vocab: int, grammar: Masker | None) -> None:
+    def __init__(self, params: SamplingParams, grammar: Masker | None) -> None:
         self._grammar = grammar
-        self._allowed: Mask | None = None
-        if params.allowed_token_ids:
-            bits = np.zeros(-(-vocab // 32) * 32, bool)
-            bits[[token for token in params.allowed_token_ids if token < vocab]] = True
-            self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
-        self._bad = [word for word in params.bad_words if word[-1] < vocab]
+        self._allowed_ids = params.allowed_token_ids
+        self._allowed: Mask | None = None  # as a mask, made when the first one shows the vocabulary's size
+        self._bad = params.bad_words
         self._longest = max(map(len, self._bad), default=1)
         self._tail: list[int] = []  # the newest output tokens, as many as a bad word may have before its last
         self._stuck = False
@@ -43,9 +44,15 @@ class TokenRules:
             self._grammar.fill(mask)
         else:
             mask[:] = -1
-        if self._allowed is not None:
+        if self._allowed_ids:
+            if self._allowed is None:
+                bits = np.zeros(32 * len(mask), bool)
+                bits[[token for token in self._allowed_ids if token < len(bits)]] = True
+                self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
             mask &= self._allowed
         for word in self._bad:
+            if word[-1] >= 32 * len(mask):
+                continue
             if len(word) == 1 or tuple(self._tail[1 - len(word) :]) == word[:-1]:
                 mask.view(np.uint32)[word[-1] // 32] &= np.uint32(0xFFFFFFFF ^ (1 << word[-1] % 32))
         self._stuck = not mask.any()
@@ -68,6 +75,17 @@ class TokenRules:
         return self._grammar.error if self._grammar is not None else None
 
 
-def masker_of(params: SamplingParams, vocab: int, grammar: Masker | None) -> Masker | None:
+def masker_of(params: SamplingParams, grammar: Masker | None) -> Masker | None:
     ruled = params.bad_words or params.allowed_token_ids
-    return TokenRules(params, vocab, grammar) if ruled else grammar
+    return TokenRules(params, grammar) if ruled else grammar
+
+
+def fill_masks(maskers: Sequence[Masker], masks: Mask) -> None:
+    """Write the mask of each masker to the row of `masks` at its place; those of grammars alone in parallel."""
+    if any(isinstance(masker, TokenRules) for masker in maskers):
+        for masker, mask in zip(maskers, masks, strict=True):
+            masker.fill(mask)
+        return
+    from emberline.engine import grammar
+
+    grammar.fill_masks(cast("Sequence[Matcher]", maskers), masks)

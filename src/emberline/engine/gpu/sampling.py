@@ -15,6 +15,7 @@ from emberline.engine.gpu.device import Lane, Mark
 from emberline.engine.gpu.penalties import DevicePenalties, PenalisedRows, prepare_rows
 from emberline.engine.gpu.rows import Place, Rows
 from emberline.engine.gpu.staging import Sheet
+from emberline.engine.token_rules import fill_masks
 from emberline.kernels import ops
 
 
@@ -190,8 +191,6 @@ def _mask(places: Sequence[Place], special: Sequence[int], vocab: int, sheet: Sh
     masked = [(i, m) for i in special if (m := places[i].row.matcher) is not None and not (m.done or m.error)]
     if not masked:  # also of a request that ends with the token before: what is sampled for it is dropped
         return None
-    from emberline.engine.grammar import fill_masks  # needs llguidance, as these rows do
-
     bits = np.full((len(masked), mask_words(vocab)), -1, np.int32)
     fill_masks([matcher for _, matcher in masked], bits)
     return sheet.put(bits), sheet.put(np.array([i for i, _ in masked], np.int64))

@@ -38,7 +38,8 @@ def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
         if name not in NAMES or value is None:
             continue
         try:
-            SamplingParams(**{NAMES[name]: _number(name, value)})
+            given: dict[str, Any] = {NAMES[name]: _number(name, value)}
+            SamplingParams(**given)
         except (InvalidRequest, TypeError, ValueError):
             log.warning("%s of %s is not usable as a default: %s=%.100r", FILE, directory.name, name, value)
         else:
