@@ -34,11 +34,14 @@ NAME = "model"
 
 
 @contextmanager
-def running_server(command: list[str], port: int, log: Path) -> Iterator[float]:
-    """Run a server until the block ends and yield the seconds from its start until it lists its model."""
+def running_server(command: list[str], port: int, log: Path, packages: Path | None = None) -> Iterator[float]:
+    """Run a server until the block ends and yield the seconds from its start until it lists its model.
+
+    `packages`: a directory whose packages it finds before all others."""
+    environment = os.environ if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
     began = time.perf_counter()
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, env=environment)
     try:
         while not _lists_models(port):
             if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
@@ -95,10 +98,13 @@ class Measurement:
                 self.ready.append(ready)
                 self.measure_at(port, streams)
 
-    def one_start(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
+    def one_start(
+        self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None
+    ) -> None:
         """Start a server once, for one that takes long to start: only its first pass of all is a cold one."""
         port = free_port()
-        with running_server(make(port), port, logs / f"all{self._suffix.replace('/', '-')}.log") as ready:
+        log = logs / f"all{self._suffix.replace('/', '-')}.log"
+        with running_server(make(port), port, log, packages) as ready:
             self.ready.append(ready)
             for streams in only:
                 self.measure_at(port, streams)
@@ -147,12 +153,20 @@ class Measurement:
         return done
 
 
-def measure(report: Report, model: str, who: str, clients: ClientProcesses, logs: Path, only: list[int]) -> None:
+def measure(
+    report: Report,
+    model: str,
+    who: str,
+    clients: ClientProcesses,
+    logs: Path,
+    only: list[int],
+    packages: Path | None = None,
+) -> None:
     measurement = Measurement(report, clients, "" if who == "emberline" else f"/{who}")
     if who == "emberline":
         measurement.fresh_starts(partial(emberline_command, model), logs, only)
     else:
-        measurement.one_start(partial(vllm_command, model), logs, only)
+        measurement.one_start(partial(vllm_command, model), logs, only, packages)
     measurement.add("http_ready_s", measurement.ready[-1], "s")
     measurement.add("http_ready_first_start_s", measurement.ready[0], "s")
 
@@ -162,6 +176,7 @@ def main() -> None:
     reports.add_arguments(parser)
     parser.add_argument("model", help="a checkpoint directory")
     parser.add_argument("--peers", default="", help="vllm: measured too, where it is installed")
+    parser.add_argument("--peer-packages", type=Path, metavar="DIR", help="where the peer's packages lie, if not here")
     parser.add_argument("--streams", default="1,16,64,256", help="concurrent streams to measure")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
@@ -172,9 +187,9 @@ def main() -> None:
         logs = args.logs or Path(directory)
         measure(report, args.model, "emberline", clients, logs, only)
         for who in filter(None, args.peers.split(",")):
-            if importlib.util.find_spec(who) is None:
-                raise SystemExit(f"{who} is not installed (hint: leave --peers out)")
-            measure(report, args.model, who, clients, logs, only)
+            if args.peer_packages is None and importlib.util.find_spec(who) is None:
+                raise SystemExit(f"{who} is not installed (hint: name its packages with --peer-packages)")
+            measure(report, args.model, who, clients, logs, only, args.peer_packages)
     clients.close()
     report.emit(args.json, args.commit)
 
