@@ -14,6 +14,9 @@ from emberline.api.fields import IGNORED
 from emberline.api.openai import chat, completions
 from emberline.api.responses import request as responses
 from emberline.core.errors import InvalidRequest
+from emberline.gateway.cache.entry import KEPT
+from emberline.gateway.layers.attempt import _NOT_OURS
+from emberline.server.routing.relay import _head
 
 USER = {"role": "user", "content": "hi"}
 LEAST: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -247,3 +250,8 @@ def test_a_prompt_too_long_is_refused_in_the_words_that_clients_look_for() -> No
     refused = House(written).post("/v1/completions", {"prompt": "x" * 5000})
     assert refused.status == 400 and refused.json["error"]["code"] == "context_length_exceeded"
     assert "this model's maximum context length is 4000 tokens" in refused.json["error"]["message"]
+
+
+def test_routers_and_gateways_pass_the_header_on() -> None:
+    assert _head({IGNORED: "store", "connection": "close"})[1] == {IGNORED: "store"}
+    assert IGNORED not in _NOT_OURS and IGNORED in KEPT

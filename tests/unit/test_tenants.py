@@ -12,6 +12,7 @@ from emberline.core.handoff import Handoff
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.native import Native
+from emberline.server.worker.engine_app import EngineApp
 from emberline.server.worker.journey import TENANT
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -19,8 +20,8 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 
 def house(*keys: str) -> House:
     made = House(lambda before, index: before + "abc")
-    made.app._config = replace(made.app._config, api_keys=keys)
-    made.app._site.api_keys = keys
+    config = replace(made.app._config, api_keys=keys)
+    made.app = EngineApp(config, made.app.engine, made.catalog, None, {})
     return made
 
 

@@ -77,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat-template", help="a Jinja file instead of the model's own")
     service.add_setting(parser, server, "tool_style", "auto, hermes, llama3, mistral, mistral-args")
+    _add_api(parser, server)
+    _add_worker_arguments(parser)
+    tracing.add_arguments(parser)
+
+
+def _add_api(parser: argparse.ArgumentParser, server: ServerConfig) -> None:
     service.add_setting(
         parser,
         server,
@@ -95,8 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=server.response_store_size,
         help="bytes of stored responses, of which the oldest are deleted first (default: 256M)",
     )
-    _add_worker_arguments(parser)
-    tracing.add_arguments(parser)
 
 
 def _add_tiers(parser: argparse.ArgumentParser, engine: EngineConfig) -> None:

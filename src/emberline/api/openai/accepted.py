@@ -30,6 +30,7 @@ class AcceptedFields(Wire, kw_only=True):
     detokenize: On = None
     spaces_between_special_tokens: Annotated[Any, only(True, False)] = None  # no tokenizer here writes any
     return_tokens_as_token_ids: Off = None
+    truncation_side: Annotated[Any, only("left")] = None  # which end of a prompt is cut by truncate_prompt_tokens
     logits_processors: Empty = None
     kv_transfer_params: Empty = None
     vllm_xargs: Empty = None

@@ -38,12 +38,12 @@ def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
         if name not in NAMES or value is None:
             continue
         try:
-            given: dict[str, Any] = {NAMES[name]: _number(name, value)}
-            SamplingParams(**given)
+            setting: dict[str, Any] = {NAMES[name]: _number(name, value)}
+            SamplingParams(**setting)
         except (InvalidRequest, TypeError, ValueError):
             log.warning("%s of %s is not usable as a default: %s=%.100r", FILE, directory.name, name, value)
         else:
-            found[NAMES[name]] = _number(name, value)
+            found |= setting
     return found
 
 
