@@ -124,9 +124,9 @@ def test_a_home_is_worth_no_more_than_twice_what_it_saves() -> None:
 
 
 def test_a_beginning_that_many_share_counts_less_where_more_work_went() -> None:
-    """Of 1,000 tokens known at `a`: all while it was given as little as `b`, none once it was given 1,000 more."""
+    """Of 1,000 tokens known at `a`: all while it was given as little as `b`, none once it was given 4,000 more."""
     a, b = worker("a"), worker("b")
-    for tokens, expected in ((0.0, a), (990.0, a), (20.0, b)):
+    for tokens, expected in ((0.0, a), (3990.0, a), (20.0, b)):
         a.began(1, Load(tokens, 0.0), 0.0)
         a.ended(1)
         shared = choose(ask(4000), [a, b], {"a/1": 4000}, Estimate(), RULES, 0.0, shared=True)

@@ -5,10 +5,11 @@ the worker with the least work in front of it, this request included: so affinit
 saves, against queued work in the same unit. Where the prompt continues a conversation, its tokens count twice at its
 home, for what they save and for the cache that a copy elsewhere would take, but at most `slack` more: so far affinity
 holds, then it yields to load. The home of a session has `slack` whatever is known of its prompt. A beginning that many
-prompts share is no reason to send them all to one worker: it counts less by as much work as that worker was given more
-than others lately, so that soon all have it cached. No request is made to queue while another worker could run it at
-once, nor sent where the cache has no room for it while another has. A suspect, under which several workers broke, may
-only have been there: it is tried again, but where no other suspect is, and never where it could break the last worker.
+prompts share is no reason to send them all to one worker: it counts less by a quarter of the work that this worker was
+given more than others lately, so that soon all have it cached. No request is made to queue while another worker could
+run it at once, nor sent where the cache has no room for it while another has. A suspect, under which several workers
+broke, may only have been there: it is tried again, but where no other suspect is, and never where it could break the
+last worker.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from emberline.router.estimate import Estimate
 from emberline.router.worker import Load, Worker
 
 LONGEST_WAIT = 30
+RECENT_WEIGHT = 0.25  # of work given lately, against cached tokens: it is done, but its conversations come back
 AGAIN = "retry when they are back; if they break again, it is the request"
 
 
@@ -85,6 +87,7 @@ def choose(
     home, why = _home(ask, workers, known, answering(there))
     rank = _ranks(ask, places)
 
+    shared = shared and not ask.session  # sessions are spread by their names
     recent = {w.id: w.recent(now, rules.decode_weight) for w in places} if shared else {}
     least = min(recent.values(), default=0.0)
 
@@ -93,7 +96,8 @@ def choose(
         bonus = 0.0
         if worker is home:
             bonus = rules.slack if ask.session else 0.0 if shared else min(rules.slack, saved)
-        saved = max(saved - (recent[worker.id] - least), 0.0) if shared else saved
+        if shared:
+            saved = max(saved - RECENT_WEIGHT * (recent[worker.id] - least), 0.0)
         work = worker.prefill + rules.decode_weight * worker.decode + estimate.prompt(ask.size)
         return work - saved - bonus, rank[worker.id]
 
