@@ -257,6 +257,39 @@ def test_universal_steps(gateway: Gateways) -> None:
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
+def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+
+    def step(model: str, **more: Any) -> dict[str, Any]:
+        query = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **more}
+        headers = {"Authorization": "Bearer of-the-step"}
+        return {"provider": "compat", "endpoint": "chat/completions", "headers": headers, "query": query}
+
+    # Alone, and to a provider that speaks another protocol: asked in its own, answered in OpenAI's.
+    status, headers, body = gateway.post("/v1/default/default", [step("ant/b")])
+    assert status == 200 and json.loads(body)["object"] == "chat.completion" and headers["cf-aig-provider"] == "ant"
+    assert fake.asked[-1].path.endswith("/v1/messages") and json.loads(fake.asked[-1].body)["model"] == "b"
+    assert "of-the-step" in str(fake.asked[-1].headers)
+    assert gateway.record(headers["cf-aig-log-id"]).path == "chat/completions"
+    payload = gateway.payload(headers["cf-aig-log-id"])
+    assert payload is not None and json.loads(payload.request) == step("ant/b")["query"]
+
+    # As the second of two, streamed.
+    fake.script = ["500", "500"]
+    status, headers, body = gateway.post(
+        "/v1/default/default", [step("oai/a", stream=True), step("ant/b", stream=True)]
+    )
+    assert status == 200 and headers["cf-aig-step"] == "1" and body.rstrip().endswith(b"data: [DONE]")
+    assert json.loads(fake.asked[-1].body)["model"] == "b"
+
+    for bad in (step("gpt-4"), step(""), {**step("oai/a"), "endpoint": "audio/speech"}):
+        assert gateway.post("/v1/default/default", [bad])[0] == 400
+    status, _, body = gateway.post("/v1/default/default", [step("dynamic/x"), step("oai/a")])
+    assert status == 400 and b"only step" in body
+    status, _, body = gateway.post("/v1/default/default", [step("dynamic/not-there")])
+    assert status == 404 and b"no route" in body  # it was looked for
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

@@ -14,6 +14,7 @@ from emberline.gateway.call import Dialect
 Kind = Literal["plain", "native", "compat", "universal"]
 DEFAULT = "default"
 MAX_DECODINGS = 4  # of percent-encoding within percent-encoding
+COUNT_TOKENS = "messages/count_tokens"
 SLASHED = "aws-bedrock"  # the provider whose model names, ARNs, have slashes that its clients encode
 
 # Where each dialect lives under /v1 (and under /ai/v1 and /compat). The model says which provider is meant.
@@ -23,7 +24,7 @@ PLAIN: dict[str, Dialect] = {
     "embeddings": "openai-embeddings",
     "messages": "anthropic",
     "completions": "raw",
-    "messages/count_tokens": "raw",
+    COUNT_TOKENS: "raw",
 }
 
 
