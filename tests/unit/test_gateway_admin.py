@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -579,7 +580,7 @@ def test_cloudflares_gateways(world: World) -> None:
     wish = {
         "id": "cf",
         "cache_ttl": 300,
-        "cache_invalidate_on_update": False,
+        "cache_invalidate_on_update": True,
         "collect_logs": True,
         "rate_limiting_interval": 60,
         "rate_limiting_limit": 50,
@@ -617,11 +618,55 @@ def test_cloudflares_logs(world: World) -> None:
             break
         page += 1
     assert seen == [1, 3, 5, 7, 9] and page == 3
-    world.refused(400, "GET", logs, query="order_by=cost")
+    world.refused(400, "GET", logs, query="order_by=colour")
+    world.refused(400, "GET", logs, query="order_by_direction=up")
     world.refused(400, "GET", logs, query="page=1001&per_page=10")
     assert world.ok("GET", f"{logs}/{ids[1]}/request")["result"] == {"messages": []}
     assert world.ok("PATCH", f"{logs}/{ids[1]}", {"feedback": 1})["result"]["feedback"] == 1
     assert world("GET", f"{CF}/gateways/side/logs/{ids[1]}")[0] == 404
+
+
+def test_cloudflares_logs_are_sorted_searched_and_filtered(world: World) -> None:
+    ids = fill(world)
+    logs = f"{CF}/gateways/main/logs"
+
+    def found(query: str) -> list[int]:
+        return [ids.index(each["id"]) for each in world.ok("GET", logs, query=query)["result"]]
+
+    assert found("order_by_direction=asc") == found("direction=asc") == [9, 7, 5, 3, 1]
+    assert found("order_by=cost&order_by_direction=desc&per_page=2&page=2") == [5, 3]
+    assert found("order_by=model&order_by_direction=asc") == [9, 3, 7, 1, 5]
+    assert found("search=M1") == [1, 7] and found("search=%25") == found("search=m_") == []
+    assert found("min_total_tokens=55&max_total_tokens=77") == [5, 7]
+
+    def filtered(*filters: tuple[str, str, Any]) -> list[int]:
+        """As the SDK writes them: parts with dots, repeated."""
+        pairs = []
+        for key, operator, values in filters:
+            pairs += [("filters.key", key), ("filters.operator", operator)]
+            pairs += [("filters.value", str(value)) for value in values]
+        return found(urlencode(pairs))
+
+    assert filtered(("model", "eq", ["m0", "m2"])) == [3, 5, 9]
+    assert filtered(("model", "neq", ["m0", "m2"])) == [1, 7]
+    assert filtered(("model", "contains", ["M1", "2"])) == [1, 5, 7]
+    assert filtered(("tokens", "gt", [33]), ("duration", "lt", [90])) == [5, 7]
+    assert filtered(("cost", "neq", [0.0003]), ("id", "neq", [ids[1]])) == [5, 7, 9]
+    assert filtered(("success", "neq", ["false"]), ("cached", "eq", ["false"])) == [1, 3, 5, 7, 9]
+    assert filtered(("feedback", "neq", [1])) == [1, 3, 5, 7, 9]  # those without any too
+    for wrong in (
+        "filters.key=model&filters.operator=eq",
+        "filters.key=model&filters.operator=near&filters.value=1",
+        "filters.key=cost&filters.operator=contains&filters.value=1",
+        "filters.key=success&filters.operator=eq&filters.value=maybe",
+        "filters.key=user_agent&filters.operator=eq&filters.value=1",
+        "filters.key=id&filters.operator=neq&filters.value=1",
+        "meta_info=true",
+    ):
+        assert world.refused(400, "GET", logs, query=wrong)["code"] == 7001, wrong
+    # The two oldest.
+    world.ok("DELETE", logs, query="order_by=created_at&order_by_direction=asc&limit=2")
+    assert found("") == [1, 3, 5]
 
 
 def test_cloudflares_custom_providers(world: World) -> None:

@@ -22,7 +22,7 @@ from emberline.gateway.admin.cloudflare import CloudflareDesk, envelope, error_e
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.keys import KeyDesk, ProviderKeyDesk
-from emberline.gateway.admin.logquery import unknown
+from emberline.gateway.admin.logquery import gathered, unknown
 from emberline.gateway.admin.logs import LogDesk
 from emberline.gateway.admin.openapi import document
 from emberline.gateway.admin.routes import RouteDesk
@@ -126,6 +126,7 @@ def _read(query: str) -> dict[str, str]:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS, errors="strict")
     except ValueError as e:
         raise InvalidRequest(f"the query cannot be read: {e}") from e
+    pairs = gathered(pairs)
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InvalidRequest("a parameter is given twice", hint="put several values in one, with commas between")

@@ -18,7 +18,7 @@ from emberline.gateway.admin.ask import Ask, converted, named
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.gateways import CustomProviders, Gateways
-from emberline.gateway.admin.logs import LogDesk, view
+from emberline.gateway.admin.logs import ORDER, LogDesk, view
 from emberline.gateway.admin.shapes import CustomProvider, FeedbackWish, Strict
 from emberline.gateway.admin.shelf import Stored
 from emberline.gateway.settings import Backoff, Logging, Retries, Settings
@@ -28,7 +28,6 @@ PAGES = ("page", "per_page")
 DEEPEST = 10_000  # records that can be reached by numbered pages; beyond, and better, by cursor
 RATE_LIMIT = "rate_limiting"  # the name of the rule that stands for its three fields
 _CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}
-_NUMBERED = {"order_by": "created_at", "order_by_direction": "desc", "direction": "desc"}
 
 
 class Paged(msgspec.Struct, frozen=True):
@@ -41,7 +40,7 @@ class Paged(msgspec.Struct, frozen=True):
 class GatewayWish(Strict, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
     cache_ttl: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    cache_invalidate_on_update: Literal[False] | None = None
+    cache_invalidate_on_update: bool | None = None
     collect_logs: bool | None = None
     rate_limiting_interval: Annotated[int, msgspec.Meta(ge=0)] | None = None
     rate_limiting_limit: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -55,12 +54,15 @@ class GatewayWish(Strict, frozen=True, kw_only=True):
     logpush_public_key: None = None
     log_management: None = None
     log_management_strategy: None = None
+    store_id: None = None
+    workers_ai_billing_mode: Literal["postpaid"] | None = None  # the provider bills, not the gateway
 
     def over(self, old: Settings) -> Settings:
         rates, retries = self._rates(old), old.retries
         return msgspec.structs.replace(
             old,
             cache_ttl=_or(self.cache_ttl, old.cache_ttl),
+            cache_invalidate_on_update=_or(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
             authentication=_or(self.authentication, old.authentication),
             zdr=_or(self.zdr, old.zdr),
             logs=msgspec.structs.replace(old.logs, collect=_or(self.collect_logs, old.logs.collect)),
@@ -96,7 +98,8 @@ class CloudflareDesk:
         gateways, logs = f"{ROOT}/gateways", f"{ROOT}/gateways/{{gateway}}/logs"
         custom = f"{ROOT}/custom-providers"
         listed = (*PAGES, "search", "enable", "beta")
-        paged = (*PAGES, *_NUMBERED, *logquery.QUERY, "before")
+        paged = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info")
+        erased = (*logquery.QUERY, *ORDER, "limit")
         found = [
             Endpoint("GET", gateways, "Gateways", self.gateways, query=(*PAGES, "search")),
             Endpoint("POST", gateways, "Make a gateway", self.create_gateway, GatewayWish),
@@ -104,7 +107,7 @@ class CloudflareDesk:
             Endpoint("PUT", f"{gateways}/{{gateway}}", "Change a gateway", self.change_gateway, GatewayWish),
             Endpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
             Endpoint("GET", logs, "A gateway's log", self.logs, query=paged),
-            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=logquery.QUERY),
+            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=erased),
             Endpoint("GET", f"{logs}/{{id}}", "One record", self._logs.get),
             Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self._logs.patch, FeedbackWish),
             Endpoint("GET", f"{logs}/{{id}}/request", "What was asked", self._logs.request),
@@ -151,15 +154,14 @@ class CloudflareDesk:
     # Logs
 
     async def logs(self, ask: Ask) -> Paged:
-        for name, only in _NUMBERED.items():
-            if ask.query.get(name, only) != only:
-                raise InvalidRequest(f"{name} can only be {only}", param=name)
+        if ask.flag("meta_info"):
+            raise InvalidRequest("meta_info is not counted here", param="meta_info", hint="leave it out; see rollups")
         page, per_page = _page(ask, 20)
         if page * per_page > DEEPEST:
             raise InvalidRequest(
                 "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
             )
-        found = await self._logs.page(ask, named(ask.parts["gateway"], "gateway"), page * per_page)
+        found = await self._logs.ordered(ask, named(ask.parts["gateway"], "gateway"), page * per_page)
         shown = found.records[(page - 1) * per_page :]
         info = {
             "count": len(shown),
@@ -203,7 +205,7 @@ def gateway_view(stored: Stored) -> dict[str, Any]:
         "modified_at": _iso(stored.updated),
         "authentication": settings.authentication,
         "cache_ttl": settings.cache_ttl,
-        "cache_invalidate_on_update": False,
+        "cache_invalidate_on_update": settings.cache_invalidate_on_update,
         "collect_logs": settings.logs.collect,
         "rate_limiting_interval": rate.get("per", 0),
         "rate_limiting_limit": rate.get("limit", 0),
