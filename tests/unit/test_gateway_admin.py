@@ -680,6 +680,74 @@ def test_cloudflares_custom_providers(world: World) -> None:
     world.ok("DELETE", f"{CF}/custom-providers/ours")
 
 
+def test_cloudflares_routes(world: World) -> None:
+    world.ok("POST", f"{A}/gateways/main", {})
+    world.ok("POST", f"{A}/gateways/side", {})
+    routes = f"{CF}/gateways/main/routes"
+    limit = {"limitType": "count", "key": "metadata.user", "limit": 100, "window": 60}
+    elements = [
+        {"id": "s", "type": "start", "outputs": {"next": {"elementId": "c"}}},
+        {
+            "id": "c",
+            "type": "conditional",
+            "properties": {"conditions": {"metadata.plan": {"$eq": "free"}}},
+            "outputs": {"true": {"elementId": "r"}, "false": {"elementId": "m"}},
+        },
+        {
+            "id": "r",
+            "type": "rate",
+            "properties": limit,
+            "outputs": {"success": {"elementId": "m"}, "fallback": {"elementId": "e"}},
+        },
+        {
+            "id": "m",
+            "type": "model",
+            "properties": {"provider": "openai", "model": "gpt-4o", "retries": 1, "timeout": 1000},
+            "outputs": {"success": {"elementId": "e"}, "fallback": {"elementId": "e"}},
+        },
+        {"id": "e", "type": "end", "outputs": {}},
+    ]
+    made = world.ok("POST", routes, {"name": "support", "elements": elements})["result"]
+    assert (made["id"], made["name"], made["gateway_id"]) == ("support", "support", "main")
+    assert made["version"]["version_id"] == made["deployment"]["version_id"] == "1"
+    assert made["version"]["active"] == "true" and msgspec.json.decode(made["version"]["data"]) == made["elements"]
+    given = {each["id"]: each for each in made["elements"]}
+    assert given["e"] == elements[4] and given["c"] == elements[1] and given["r"]["type"] == "rate"
+    assert given["r"]["properties"] == {**limit, "technique": "fixed"}
+    stored = world.ok("GET", f"{A}/routes/support/versions/1")
+    assert stored["gateways"] == ["main"] and stored["elements"][4] == {"id": "e", "type": "end"}
+
+    world.refused(409, "POST", routes, {"name": "support", "elements": elements})
+    added = world.ok("POST", f"{routes}/support/versions", {"elements": elements[:1] + elements[1:]})["result"]
+    assert added["version"]["version_id"] == "2" and added["version"]["active"] == "false"
+    world.refused(404, "POST", f"{routes}/support/deployments", {"version_id": "9"})
+    assert (
+        world.ok("POST", f"{routes}/support/deployments", {"version_id": "2"})["result"]["version"]["active"] == "true"
+    )
+
+    versions = world.ok("GET", f"{routes}/support/versions")["data"]["versions"]
+    assert [(each["version_id"], each["active"]) for each in versions] == [("2", "true"), ("1", "false")]
+    one = world.ok("GET", f"{routes}/support/versions/1")["result"]
+    assert (one["version_id"], one["active"], one["name"]) == ("1", "false", "support")
+    deployments = world.ok("GET", f"{routes}/support/deployments")["data"]["deployments"]
+    assert [(each["deployment_id"], each["version_id"]) for each in deployments] == [("2", "2"), ("1", "1")]
+    listed = world.ok("GET", routes, query="page=1&per_page=5")["data"]
+    assert [each["name"] for each in listed["routes"]] == ["support"] and listed["per_page"] == 5
+
+    assert world.ok("GET", f"{CF}/gateways/side/routes")["data"]["routes"] == []
+    world.refused(404, "GET", f"{CF}/gateways/side/routes/support")
+    world.refused(404, "GET", f"{CF}/gateways/none/routes")
+
+    renamed = world.ok("PATCH", f"{routes}/support", {"name": "help"})
+    assert renamed["success"] and renamed["route"]["name"] == "help" and renamed["route"]["version"]["active"] == "true"
+    world.refused(404, "GET", f"{routes}/support")
+    assert world.ok("GET", f"{A}/routes/help")["deployed"] == 2
+    wrong = [*elements[:4], {"id": "e", "type": "end", "outputs": {"next": {"elementId": "m"}}}]
+    assert "outputs" in world.refused(400, "POST", f"{routes}/help/versions", {"elements": wrong})["message"]
+    assert world.ok("DELETE", f"{routes}/help")["result"]["id"] == "help"
+    world.refused(404, "GET", f"{routes}/help")
+
+
 # The document
 
 

@@ -19,6 +19,7 @@ from emberline.gateway.admin.ask import Ask, named
 from emberline.gateway.admin.audit import AuditDesk
 from emberline.gateway.admin.catalogue import CatalogueDesk
 from emberline.gateway.admin.cloudflare import CloudflareDesk, envelope, error_envelope
+from emberline.gateway.admin.cloudflare_routes import CloudflareRoutes
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.keys import KeyDesk, ProviderKeyDesk
@@ -52,6 +53,7 @@ class Admin:
             *self._logs.endpoints(),
             *AuditDesk(desk).endpoints(),
             *CloudflareDesk(desk).endpoints(),
+            *CloudflareRoutes(desk).endpoints(),
         ]
         self._openapi = document(self._endpoints, version)
 

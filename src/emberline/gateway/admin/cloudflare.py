@@ -37,6 +37,13 @@ class Paged(msgspec.Struct, frozen=True):
     info: dict[str, Any]
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """A result that Cloudflare's clients look for under another name."""
+
+    name: str
+    result: Any
+
+
 class GatewayWish(Strict, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
     cache_ttl: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -130,7 +137,7 @@ class CloudflareDesk:
             if account == ask.account
         ]
         search = ask.query.get("search", "")
-        return _numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
+        return numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
 
     async def gateway(self, ask: Ask) -> dict[str, Any]:
         return gateway_view(await self._gateways.get(ask))
@@ -139,14 +146,14 @@ class CloudflareDesk:
         wish = ask.read(GatewayWish)
         if wish.id is None:
             raise InvalidRequest("a gateway needs an id", param="id")
-        made = _with(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
+        made = with_parts(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
         return gateway_view(await self._gateways.create(made))
 
     async def change_gateway(self, ask: Ask) -> dict[str, Any]:
         wish, old = ask.read(GatewayWish), await self._gateways.get(ask)
         if wish.id not in (None, old.id):
             raise InvalidRequest("the id of a gateway cannot be changed", param="id")
-        return gateway_view(await self._gateways.put(_with(ask, {}, wish.over(old.value))))
+        return gateway_view(await self._gateways.put(with_parts(ask, {}, wish.over(old.value))))
 
     async def delete_gateway(self, ask: Ask) -> dict[str, Any]:
         return await self._gateways.delete(ask)
@@ -156,7 +163,7 @@ class CloudflareDesk:
     async def logs(self, ask: Ask) -> Paged:
         if ask.flag("meta_info"):
             raise InvalidRequest("meta_info is not counted here", param="meta_info", hint="leave it out; see rollups")
-        page, per_page = _page(ask, 20)
+        page, per_page = page_of(ask, 20)
         if page * per_page > DEEPEST:
             raise InvalidRequest(
                 "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
@@ -181,14 +188,14 @@ class CloudflareDesk:
             if (wanted := ask.flag(name)) is not None:
                 found = [each for each in found if each[name] == wanted]
         search = ask.query.get("search", "").lower()
-        return _numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
+        return numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
 
     async def provider(self, ask: Ask) -> dict[str, Any]:
         return provider_view(await self._providers.get(ask))
 
     async def create_provider(self, ask: Ask) -> dict[str, Any]:
         slug = ask.read(CustomProvider).slug
-        return provider_view(await self._providers.create(_with(ask, {"slug": slug})))
+        return provider_view(await self._providers.create(with_parts(ask, {"slug": slug})))
 
     async def patch_provider(self, ask: Ask) -> dict[str, Any]:
         return provider_view(await self._providers.patch(ask))
@@ -202,7 +209,7 @@ def gateway_view(stored: Stored) -> dict[str, Any]:
     rate = _rate_rule(settings)
     return {
         "id": stored.id,
-        "modified_at": _iso(stored.updated),
+        "modified_at": iso(stored.updated),
         "authentication": settings.authentication,
         "cache_ttl": settings.cache_ttl,
         "cache_invalidate_on_update": settings.cache_invalidate_on_update,
@@ -219,13 +226,16 @@ def gateway_view(stored: Stored) -> dict[str, Any]:
 
 
 def provider_view(stored: Stored) -> dict[str, Any]:
-    return {"id": stored.id, "modified_at": _iso(stored.updated), **msgspec.to_builtins(stored.value)}
+    return {"id": stored.id, "modified_at": iso(stored.updated), **msgspec.to_builtins(stored.value)}
 
 
 def envelope(found: Any) -> dict[str, Any]:
+    """`found` as the result, and what its type puts beside that."""
     whole = {"success": True, "errors": [], "messages": []}
     if isinstance(found, Paged):
         return {**whole, "result": found.result, "result_info": found.info}
+    if isinstance(found, Beside):
+        return {**whole, "result": found.result, found.name: found.result}
     return {**whole, "result": found}
 
 
@@ -234,17 +244,17 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
     return {"success": False, "errors": [told], "messages": [], "result": None}
 
 
-def _with(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
+def with_parts(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
     return Ask(ask.identity, {**ask.parts, **parts}, ask.query, ask.body if body is None else msgspec.json.encode(body))
 
 
-def _numbered(ask: Ask, found: Sequence[Any]) -> Paged:
-    page, per_page = _page(ask, 20)
+def numbered(ask: Ask, found: Sequence[Any]) -> Paged:
+    page, per_page = page_of(ask, 20)
     shown = list(found[(page - 1) * per_page : page * per_page])
     return Paged(shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)})
 
 
-def _page(ask: Ask, default: int) -> tuple[int, int]:
+def page_of(ask: Ask, default: int) -> tuple[int, int]:
     return ask.number("page", 1, 1, 10_000), ask.number("per_page", default, 1, 100)
 
 
@@ -252,7 +262,7 @@ def _rate_rule(settings: Settings) -> dict[str, Any]:
     return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT), {})
 
 
-def _iso(ms: int) -> str:
+def iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
 
 
