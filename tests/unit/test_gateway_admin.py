@@ -748,6 +748,77 @@ def test_cloudflares_routes(world: World) -> None:
     world.refused(404, "GET", f"{routes}/help")
 
 
+def test_cloudflares_provider_configs(world: World) -> None:
+    configs = f"{CF}/gateways/filed/provider_configs"
+    wish = {"alias": "prod", "default_config": True, "provider_slug": "openai", "secret": "sk-very-secret"}
+    made = world.ok("POST", configs, {**wish, "rate_limit": 0})["result"]
+    assert (made["alias"], made["default_config"], made["provider_slug"]) == ("prod", True, "openai")
+    assert made["gateway_id"] == "filed" and {"id", "modified_at", "secret_id", "secret_preview"} <= made.keys()
+    for alias in ("prod", "default"):
+        assert world.run(world.vault.reveal("acme", "openai", alias)) == "sk-very-secret"
+    world.ok("POST", configs, {**wish, "alias": "test", "default_config": False, "secret": "sk-2"})
+    assert world.run(world.vault.reveal("acme", "openai", "default")) == "sk-very-secret"
+    listed = world.ok("GET", configs, query="page=1&per_page=2")
+    assert listed["result_info"]["total_count"] == 3 and len(listed["result"]) == 2
+    assert "sk-" not in str(listed) + str(made) + str(world.ok("GET", f"{A}/audit"))
+    for wrong in (
+        {"secret_id": "x"},
+        {"rate_limit": 5},
+        {"secret": None},
+        {"alias": "default", "default_config": False},
+    ):
+        assert world.refused(400, "POST", configs, {**wish, **wrong})["code"] == 7001, wrong
+    world.refused(404, "POST", configs, {**wish, "provider_slug": "nobody"})
+    world.refused(404, "GET", f"{CF}/gateways/none/provider_configs")
+
+
+def test_cloudflares_urls(world: World) -> None:
+    def url(provider: str) -> tuple[int, Any]:
+        path = f"{CF}/gateways/filed/url/{provider}"
+        status, found = world.run(world.admin.handle("GET", path, "", b"", ACME, "https://llm.example"))
+        return status, found["result"]
+
+    assert url("openai") == (200, "https://llm.example/v1/acme/filed/openai")
+    assert url("compat") == (200, "https://llm.example/v1/acme/filed/compat")
+    assert url("nobody")[0] == url("custom-ours")[0] == 404
+    given = {"name": "Ours", "slug": "ours", "base_url": "https://ours.example", "enable": True}
+    world.ok("POST", f"{CF}/custom-providers", given)
+    assert url("custom-ours")[0] == 200
+
+
+def test_cloudflares_datasets(world: World) -> None:
+    ids = fill(world)
+    world.ok("POST", f"{A}/gateways/main", {})
+    world.ok("POST", f"{A}/gateways/side", {})
+    sets = f"{CF}/gateways/main/datasets"
+    filters = [{"key": "model", "operator": "eq", "value": ["m1"]}]
+    made = world.ok("POST", sets, {"name": "ones", "enable": True, "filters": filters})["result"]
+    assert made["filters"] == filters and (made["name"], made["enable"], made["gateway_id"]) == ("ones", True, "main")
+    one = f"{sets}/{made['id']}"
+    assert world.ok("GET", one)["result"] == made
+    listed = world.ok("GET", sets, query="enable=true&name=ones&search=M1")
+    assert listed["result"] == [made] and listed["result_info"]["total_count"] == 1
+    assert world.ok("GET", sets, query="enable=false")["result"] == []
+    assert world.ok("GET", f"{CF}/gateways/side/datasets")["result"] == []
+    world.refused(404, "GET", one.replace("main", "side"))
+
+    def rows(query: str) -> list[int]:
+        found = world.ok("GET", f"{CF}/gateways/main/logs", query=query)["result"]
+        return [ids.index(each["id"]) for each in found]
+
+    assert rows(f"dataset={made['id']}") == [1, 7] and rows(f"dataset={made['id']}&min_cost=0.0005") == [7]
+    world.refused(400, "GET", f"{CF}/gateways/main/logs", query=f"dataset={made['id']}&model=m0")
+    world.refused(404, "GET", f"{CF}/gateways/main/logs", query="dataset=none")
+    changed = world.ok("PUT", one, {"name": "twos", "enable": False, "filters": []})["result"]
+    assert (changed["id"], changed["name"], changed["created_at"]) == (made["id"], "twos", made["created_at"])
+    odd = [{"key": "weather", "operator": "eq", "value": ["fine"]}]
+    world.refused(400, "PUT", one, {"name": "x", "enable": True, "filters": odd})
+    world.refused(400, "POST", sets, {"name": "x"})
+    assert world.ok("DELETE", one)["result"]["id"] == made["id"]
+    world.refused(404, "GET", one)
+    assert [each[1] for each in world.audits()][:3] == ["dataset.delete", "dataset.update", "dataset.create"]
+
+
 # The document
 
 

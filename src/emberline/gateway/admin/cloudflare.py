@@ -14,7 +14,7 @@ import msgspec
 
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin import logquery
-from emberline.gateway.admin.ask import Ask, converted, named
+from emberline.gateway.admin.ask import Ask, converted, decoded, named
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.gateways import CustomProviders, Gateways
@@ -105,7 +105,7 @@ class CloudflareDesk:
         gateways, logs = f"{ROOT}/gateways", f"{ROOT}/gateways/{{gateway}}/logs"
         custom = f"{ROOT}/custom-providers"
         listed = (*PAGES, "search", "enable", "beta")
-        paged = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info")
+        paged = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info", "dataset")
         erased = (*logquery.QUERY, *ORDER, "limit")
         found = [
             Endpoint("GET", gateways, "Gateways", self.gateways, query=(*PAGES, "search")),
@@ -168,7 +168,8 @@ class CloudflareDesk:
             raise InvalidRequest(
                 "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
             )
-        found = await self._logs.ordered(ask, named(ask.parts["gateway"], "gateway"), page * per_page)
+        gateway = named(ask.parts["gateway"], "gateway")
+        found = await self._logs.ordered(ask, gateway, page * per_page, await self._saved(ask, gateway))
         shown = found.records[(page - 1) * per_page :]
         info = {
             "count": len(shown),
@@ -179,6 +180,13 @@ class CloudflareDesk:
             "complete": found.complete,
         }
         return Paged([view(each) for each in shown], info)
+
+    async def _saved(self, ask: Ask, gateway: str) -> list[logquery.Asked]:
+        """The filters of the dataset that the query names."""
+        if not (id := ask.query.get("dataset")):
+            return []
+        document = await self._desk.found("dataset", ask.account, f"{gateway}/{id}")
+        return decoded(document.body, logquery.SavedFilters).filters
 
     # Custom providers
 
@@ -245,7 +253,8 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
 
 
 def with_parts(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
-    return Ask(ask.identity, {**ask.parts, **parts}, ask.query, ask.body if body is None else msgspec.json.encode(body))
+    raw = ask.body if body is None else msgspec.json.encode(body)
+    return replace(ask, parts={**ask.parts, **parts}, body=raw)
 
 
 def numbered(ask: Ask, found: Sequence[Any]) -> Paged:

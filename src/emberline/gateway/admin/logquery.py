@@ -4,7 +4,7 @@ some, and its `filters` as a JSON array of {key, operator, value}."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.ask import Ask, decoded
+from emberline.gateway.keys.identity import ANONYMOUS
 from emberline.gateway.store.filters import Containing, Filters, Span, Unlike
 
 _TEXTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error",
@@ -59,7 +60,14 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in found]
 
 
-def filters(ask: Ask, gateway: str) -> Filters:
+class SavedFilters(msgspec.Struct, frozen=True):
+    """What a dataset has of them, among other things."""
+
+    filters: list[Asked]
+
+
+def filters(ask: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
+    """`more`: filters besides those of the query."""
     given: dict[str, Any] = {}
     for name in _FLAGS:
         if (flag := ask.flag(name)) is not None:
@@ -83,11 +91,17 @@ def filters(ask: Ask, gateway: str) -> Filters:
     given["metadata"] = {n.removeprefix(METADATA): v for n, v in ask.query.items() if n.startswith(METADATA)}
     if "filters" in ask.query:
         _add(given, decoded(ask.query["filters"].encode(), list[Asked]))
+    _add(given, list(more))
     unlike = [id for each in given["unlike"] if each.field == "id" for id in each.values]
     for id in (*given.get("id", ()), *unlike):
         if not _ID.fullmatch(id):
             raise InvalidRequest("the id of a log is 32 hexadecimal digits", param="id")
     return Filters(ask.account, gateway, **given)
+
+
+def check(asked: Sequence[Asked]) -> None:
+    """Raises InvalidRequest for filters that cannot be used."""
+    filters(Ask(ANONYMOUS, {"account": ""}, {}, b""), "", asked)
 
 
 def _add(given: dict[str, Any], asked: list[Asked]) -> None:
@@ -104,9 +118,14 @@ def _add(given: dict[str, Any], asked: list[Asked]) -> None:
             given[_SPANS[name]] = _narrowed(given[_SPANS[name]], each)
         elif name == "created_at" and each.operator in ("gt", "lt"):
             ms = moment(values[0], name)
-            given["since" if each.operator == "gt" else "until"] = ms + 1 if each.operator == "gt" else ms
+            if each.operator == "gt":
+                given["since"] = max(ms + 1, given.get("since", 0))
+            else:
+                given["until"] = min(ms, given.get("until", ms))
         elif each.operator != "eq":
             raise InvalidRequest(f"the filter {name[:40]!r} does not take {each.operator}", param="filters")
+        elif given.get("status" if name == "status_code" else name) not in (None, ()):
+            raise InvalidRequest(f"{name!r} is filtered twice", param="filters", hint="put its values into one filter")
         elif name in _LISTS:
             given[name] = tuple(values)
         elif name in _FLAGS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -80,20 +80,22 @@ class LogDesk:
         page = await self.page(ask, ask.query.get("gateway", ""), ask.number("limit", 50, 1, 1000))
         return LogPage([view(each) for each in page.records], page.has_more, page.cursor, page.complete)
 
-    async def page(self, ask: Ask, gateway: str, limit: int, patience: float = PATIENCE) -> Page:
+    async def page(
+        self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = (), patience: float = PATIENCE
+    ) -> Page:
         before = ask.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest("before must be the cursor of another page", param="before")
-        asked = logquery.filters(ask, gateway)
+        asked = logquery.filters(ask, gateway, more)
         return await self._desk.store.page(asked, before=before, limit=limit, patience=patience)
 
-    async def ordered(self, ask: Ask, gateway: str, limit: int) -> Page:
+    async def ordered(self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = ()) -> Page:
         """A page in the order that `order_by` and `order_by_direction` ask for. All that pass the filters are read
         and sorted unless it is the log's own order, so there is a limit on them."""
         order_by, direction = _order(ask)
         if (order_by, direction) == ("created_at", "desc"):
-            return await self.page(ask, gateway, limit)
-        page = await self.page(ask, gateway, MAX_SORTED, SORT_PATIENCE_S)
+            return await self.page(ask, gateway, limit, more)
+        page = await self.page(ask, gateway, MAX_SORTED, more, SORT_PATIENCE_S)
         if page.has_more:
             raise InvalidRequest(
                 f"more than {MAX_SORTED} records pass the filters, or they are too many to be read in time; fewer can"
