@@ -257,6 +257,40 @@ def test_universal_steps(gateway: Gateways) -> None:
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
+def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": "hi"}]}],
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "generationConfig": {"maxOutputTokens": 8},
+    }
+    key = {"x-goog-api-key": "a-key-of-the-tests"}
+    for model, asked_at in (("oai/a", "/v1/chat/completions"), ("ant/b", "/v1/messages")):
+        status, headers, said = gateway.post(f"/v1beta/models/{model}:generateContent", body, key)
+        reply = json.loads(said)
+        assert status == 200 and reply["candidates"][0]["content"]["role"] == "model", reply
+        assert reply["usageMetadata"]["candidatesTokenCount"] == 8 and headers["cf-aig-provider"] == model[:3]
+        sent = fake.asked[-1]
+        assert sent.path.endswith(asked_at) and json.loads(sent.body)["model"] == model[4:]
+        assert "a-key-of-the-tests" not in str(sent.headers)
+    assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
+
+    # The key as a parameter, which no provider sees; a stream of events.
+    path = "/v1beta/models/ant/b:streamGenerateContent"
+    status, headers, said = gateway.post(f"{path}?alt=sse&key=a-key-of-the-tests", body)
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: ")]
+    text = "".join(part["text"] for event in events for part in event["candidates"][0]["content"].get("parts", ()))
+    assert status == 200 and text.startswith("word0 ") and events[-1]["candidates"][0]["finishReason"]
+    assert "a-key-of-the-tests" not in fake.asked[-1].path + str(fake.asked[-1].headers)
+    assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
+
+    status, _, said = gateway.post(path, body, key)
+    assert status == 400 and json.loads(said)["error"]["status"] == "INVALID_ARGUMENT" and b"alt=sse" in said
+    assert gateway.post("/v1beta/models/:generateContent", body, key)[0] == 400
+    assert gateway.post("/v1beta/models/ant/b:countTokens", body, key)[0] == 404
+    assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
+
+
 def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
     fake = gateway.fakes["fake"]
 

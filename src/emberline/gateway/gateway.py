@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -128,7 +129,8 @@ class Gateway:
         asked = Options.read(request.headers)
         gateway = target.gateway or asked.gateway_id or DEFAULT
         settings = await self._book.settings(target.account, gateway)
-        identity, headers = await self._entered(target, request.headers)
+        given = _with_query_key(request) if target.dialect == "gemini" else request.headers
+        identity, headers = await self._entered(target, given)
         call = Call(
             id=self._ids.next(round(self._wall.now() * 1e3)),
             account=target.account,
@@ -208,11 +210,19 @@ class Gateway:
             case _:
                 call.plain = True
                 self._peeked(call, _seen(call))
+                if target.dialect == "gemini":
+                    self._set_gemini(call, target)
                 if not call.model:
                     raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
                 call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
                 if target.endpoint == COUNT_TOKENS:
                     self._check_counts(call)
+
+    def _set_gemini(self, call: Call, target: Target) -> None:
+        """Take the model and the wish to stream from the path. The query is dropped: it may have a key of ours."""
+        if target.stream and "alt=sse" not in call.query.split("&"):
+            raise InvalidRequest("a stream is sent as events here, not as a list", param="alt", hint="add ?alt=sse")
+        call.model, call.stream, call.query = target.model, target.stream, ""
 
     def _check_counts(self, call: Call) -> None:
         """Counting tokens is Anthropic's protocol: other providers have no such path."""
@@ -245,6 +255,12 @@ class Gateway:
         call.model = seen.model if isinstance(seen.model, str) else ""
         call.stream = seen.stream is True
         call.max_output, call.answers = seen.max_output, seen.answers
+
+
+def _with_query_key(request: Request) -> dict[str, str]:
+    """Gemini's clients may send their key as the parameter `key`."""
+    key = dict(parse_qsl(request.query)).get("key")
+    return {**request.headers, "x-goog-api-key": key} if key else request.headers
 
 
 def _bare(credential: str) -> str:
