@@ -265,8 +265,8 @@ def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
         "generationConfig": {"maxOutputTokens": 8},
     }
     key = {"x-goog-api-key": "a-key-of-the-tests"}
-    for model, asked_at in (("oai/a", "/v1/chat/completions"), ("ant/b", "/v1/messages")):
-        status, headers, said = gateway.post(f"/v1beta/models/{model}:generateContent", body, key)
+    for version, model, asked_at in (("v1", "oai/a", "/v1/chat/completions"), ("v1beta", "ant/b", "/v1/messages")):
+        status, headers, said = gateway.post(f"/{version}/models/{model}:generateContent", body, key)
         reply = json.loads(said)
         assert status == 200 and reply["candidates"][0]["content"]["role"] == "model", reply
         assert reply["usageMetadata"]["candidatesTokenCount"] == 8 and headers["cf-aig-provider"] == model[:3]

@@ -54,8 +54,8 @@ def target_of(path: str) -> Target:
             return _plain("/".join(rest), account)
         case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
             return _plain("/".join(rest), account)
-        case ["v1beta", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
-            return _gemini("/".join(rest))
+        case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
+            return _gemini(version, "/".join(rest))
         case ["v1", account, gateway]:
             return Target("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
@@ -73,6 +73,8 @@ def target_of(path: str) -> Target:
 def is_native(path: str) -> bool:
     """Whether it is a provider's own, where bodies may be anything."""
     match path.split("?")[0].strip("/").split("/"):
+        case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
+            return False
         case ["v1", _, _, provider, _, *_]:
             return provider != "compat"
     return False
@@ -111,7 +113,7 @@ def check_path(path: str, param: str | None = None) -> None:
     raise InvalidRequest(f"the path {path[:200]!r} has {what} in it", param=param, hint="write the path out in full")
 
 
-def _gemini(rest: str) -> Target:
+def _gemini(version: str, rest: str) -> Target:
     name, _, action = rest.rpartition(":")
     model = unquote(name)
     if not 0 < len(model) <= MODEL_LENGTH:
@@ -119,7 +121,7 @@ def _gemini(rest: str) -> Target:
             f"the path has a model of {len(model)} characters", param="model", hint=f"1 to {MODEL_LENGTH}"
         )
     streams = GEMINI_ACTIONS[f":{action}"]
-    return Target("plain", endpoint=f"v1beta/models/{rest}", dialect="gemini", model=model, stream=streams)
+    return Target("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
 
 
 def _plain(endpoint: str, account: str = DEFAULT) -> Target:
