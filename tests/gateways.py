@@ -124,6 +124,7 @@ class Gateways:
         while (found := self._loop.run(self._look(id))) is None:
             assert time.monotonic() < deadline, f"no record {id}"
             time.sleep(0.02)
+        self._loop.run(self._store._writer.run(lambda lane: None))  # its payload is written after it
         return found
 
     async def _look(self, id: str) -> Record | None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import pytest
@@ -579,7 +580,7 @@ def test_cloudflares_gateways(world: World) -> None:
     wish = {
         "id": "cf",
         "cache_ttl": 300,
-        "cache_invalidate_on_update": False,
+        "cache_invalidate_on_update": True,
         "collect_logs": True,
         "rate_limiting_interval": 60,
         "rate_limiting_limit": 50,
@@ -617,11 +618,55 @@ def test_cloudflares_logs(world: World) -> None:
             break
         page += 1
     assert seen == [1, 3, 5, 7, 9] and page == 3
-    world.refused(400, "GET", logs, query="order_by=cost")
+    world.refused(400, "GET", logs, query="order_by=colour")
+    world.refused(400, "GET", logs, query="order_by_direction=up")
     world.refused(400, "GET", logs, query="page=1001&per_page=10")
     assert world.ok("GET", f"{logs}/{ids[1]}/request")["result"] == {"messages": []}
     assert world.ok("PATCH", f"{logs}/{ids[1]}", {"feedback": 1})["result"]["feedback"] == 1
     assert world("GET", f"{CF}/gateways/side/logs/{ids[1]}")[0] == 404
+
+
+def test_cloudflares_logs_are_sorted_searched_and_filtered(world: World) -> None:
+    ids = fill(world)
+    logs = f"{CF}/gateways/main/logs"
+
+    def found(query: str) -> list[int]:
+        return [ids.index(each["id"]) for each in world.ok("GET", logs, query=query)["result"]]
+
+    assert found("order_by_direction=asc") == found("direction=asc") == [9, 7, 5, 3, 1]
+    assert found("order_by=cost&order_by_direction=desc&per_page=2&page=2") == [5, 3]
+    assert found("order_by=model&order_by_direction=asc") == [9, 3, 7, 1, 5]
+    assert found("search=M1") == [1, 7] and found("search=%25") == found("search=m_") == []
+    assert found("min_total_tokens=55&max_total_tokens=77") == [5, 7]
+
+    def filtered(*filters: tuple[str, str, Any]) -> list[int]:
+        """As the SDK writes them: parts with dots, repeated."""
+        pairs = []
+        for key, operator, values in filters:
+            pairs += [("filters.key", key), ("filters.operator", operator)]
+            pairs += [("filters.value", str(value)) for value in values]
+        return found(urlencode(pairs))
+
+    assert filtered(("model", "eq", ["m0", "m2"])) == [3, 5, 9]
+    assert filtered(("model", "neq", ["m0", "m2"])) == [1, 7]
+    assert filtered(("model", "contains", ["M1", "2"])) == [1, 5, 7]
+    assert filtered(("tokens", "gt", [33]), ("duration", "lt", [90])) == [5, 7]
+    assert filtered(("cost", "neq", [0.0003]), ("id", "neq", [ids[1]])) == [5, 7, 9]
+    assert filtered(("success", "neq", ["false"]), ("cached", "eq", ["false"])) == [1, 3, 5, 7, 9]
+    assert filtered(("feedback", "neq", [1])) == [1, 3, 5, 7, 9]  # those without any too
+    for wrong in (
+        "filters.key=model&filters.operator=eq",
+        "filters.key=model&filters.operator=near&filters.value=1",
+        "filters.key=cost&filters.operator=contains&filters.value=1",
+        "filters.key=success&filters.operator=eq&filters.value=maybe",
+        "filters.key=user_agent&filters.operator=eq&filters.value=1",
+        "filters.key=id&filters.operator=neq&filters.value=1",
+        "meta_info=true",
+    ):
+        assert world.refused(400, "GET", logs, query=wrong)["code"] == 7001, wrong
+    # The two oldest.
+    world.ok("DELETE", logs, query="order_by=created_at&order_by_direction=asc&limit=2")
+    assert found("") == [1, 3, 5]
 
 
 def test_cloudflares_custom_providers(world: World) -> None:
@@ -633,6 +678,145 @@ def test_cloudflares_custom_providers(world: World) -> None:
     assert world.ok("GET", f"{CF}/custom-providers", query="enable=true")["result"] == []
     assert len(world.ok("GET", f"{CF}/custom-providers", query="search=our")["result"]) == 1
     world.ok("DELETE", f"{CF}/custom-providers/ours")
+
+
+def test_cloudflares_routes(world: World) -> None:
+    world.ok("POST", f"{A}/gateways/main", {})
+    world.ok("POST", f"{A}/gateways/side", {})
+    routes = f"{CF}/gateways/main/routes"
+    limit = {"limitType": "count", "key": "metadata.user", "limit": 100, "window": 60}
+    elements = [
+        {"id": "s", "type": "start", "outputs": {"next": {"elementId": "c"}}},
+        {
+            "id": "c",
+            "type": "conditional",
+            "properties": {"conditions": {"metadata.plan": {"$eq": "free"}}},
+            "outputs": {"true": {"elementId": "r"}, "false": {"elementId": "m"}},
+        },
+        {
+            "id": "r",
+            "type": "rate",
+            "properties": limit,
+            "outputs": {"success": {"elementId": "m"}, "fallback": {"elementId": "e"}},
+        },
+        {
+            "id": "m",
+            "type": "model",
+            "properties": {"provider": "openai", "model": "gpt-4o", "retries": 1, "timeout": 1000},
+            "outputs": {"success": {"elementId": "e"}, "fallback": {"elementId": "e"}},
+        },
+        {"id": "e", "type": "end", "outputs": {}},
+    ]
+    made = world.ok("POST", routes, {"name": "support", "elements": elements})["result"]
+    assert (made["id"], made["name"], made["gateway_id"]) == ("support", "support", "main")
+    assert made["version"]["version_id"] == made["deployment"]["version_id"] == "1"
+    assert made["version"]["active"] == "true" and msgspec.json.decode(made["version"]["data"]) == made["elements"]
+    given = {each["id"]: each for each in made["elements"]}
+    assert given["e"] == elements[4] and given["c"] == elements[1] and given["r"]["type"] == "rate"
+    assert given["r"]["properties"] == {**limit, "technique": "fixed"}
+    stored = world.ok("GET", f"{A}/routes/support/versions/1")
+    assert stored["gateways"] == ["main"] and stored["elements"][4] == {"id": "e", "type": "end"}
+
+    world.refused(409, "POST", routes, {"name": "support", "elements": elements})
+    added = world.ok("POST", f"{routes}/support/versions", {"elements": elements[:1] + elements[1:]})["result"]
+    assert added["version"]["version_id"] == "2" and added["version"]["active"] == "false"
+    world.refused(404, "POST", f"{routes}/support/deployments", {"version_id": "9"})
+    assert (
+        world.ok("POST", f"{routes}/support/deployments", {"version_id": "2"})["result"]["version"]["active"] == "true"
+    )
+
+    versions = world.ok("GET", f"{routes}/support/versions")["data"]["versions"]
+    assert [(each["version_id"], each["active"]) for each in versions] == [("2", "true"), ("1", "false")]
+    one = world.ok("GET", f"{routes}/support/versions/1")["result"]
+    assert (one["version_id"], one["active"], one["name"]) == ("1", "false", "support")
+    deployments = world.ok("GET", f"{routes}/support/deployments")["data"]["deployments"]
+    assert [(each["deployment_id"], each["version_id"]) for each in deployments] == [("2", "2"), ("1", "1")]
+    listed = world.ok("GET", routes, query="page=1&per_page=5")["data"]
+    assert [each["name"] for each in listed["routes"]] == ["support"] and listed["per_page"] == 5
+
+    assert world.ok("GET", f"{CF}/gateways/side/routes")["data"]["routes"] == []
+    world.refused(404, "GET", f"{CF}/gateways/side/routes/support")
+    world.refused(404, "GET", f"{CF}/gateways/none/routes")
+
+    renamed = world.ok("PATCH", f"{routes}/support", {"name": "help"})
+    assert renamed["success"] and renamed["route"]["name"] == "help" and renamed["route"]["version"]["active"] == "true"
+    world.refused(404, "GET", f"{routes}/support")
+    assert world.ok("GET", f"{A}/routes/help")["deployed"] == 2
+    wrong = [*elements[:4], {"id": "e", "type": "end", "outputs": {"next": {"elementId": "m"}}}]
+    assert "outputs" in world.refused(400, "POST", f"{routes}/help/versions", {"elements": wrong})["message"]
+    assert world.ok("DELETE", f"{routes}/help")["result"]["id"] == "help"
+    world.refused(404, "GET", f"{routes}/help")
+
+
+def test_cloudflares_provider_configs(world: World) -> None:
+    configs = f"{CF}/gateways/filed/provider_configs"
+    wish = {"alias": "prod", "default_config": True, "provider_slug": "openai", "secret": "sk-very-secret"}
+    made = world.ok("POST", configs, {**wish, "rate_limit": 0})["result"]
+    assert (made["alias"], made["default_config"], made["provider_slug"]) == ("prod", True, "openai")
+    assert made["gateway_id"] == "filed" and {"id", "modified_at", "secret_id", "secret_preview"} <= made.keys()
+    for alias in ("prod", "default"):
+        assert world.run(world.vault.reveal("acme", "openai", alias)) == "sk-very-secret"
+    world.ok("POST", configs, {**wish, "alias": "test", "default_config": False, "secret": "sk-2"})
+    assert world.run(world.vault.reveal("acme", "openai", "default")) == "sk-very-secret"
+    listed = world.ok("GET", configs, query="page=1&per_page=2")
+    assert listed["result_info"]["total_count"] == 3 and len(listed["result"]) == 2
+    assert "sk-" not in str(listed) + str(made) + str(world.ok("GET", f"{A}/audit"))
+    for wrong in (
+        {"secret_id": "x"},
+        {"rate_limit": 5},
+        {"secret": None},
+        {"alias": "default", "default_config": False},
+    ):
+        assert world.refused(400, "POST", configs, {**wish, **wrong})["code"] == 7001, wrong
+    world.refused(404, "POST", configs, {**wish, "provider_slug": "nobody"})
+    world.refused(404, "GET", f"{CF}/gateways/none/provider_configs")
+
+
+def test_cloudflares_urls(world: World) -> None:
+    def url(provider: str) -> tuple[int, Any]:
+        path = f"{CF}/gateways/filed/url/{provider}"
+        status, found = world.run(world.admin.handle("GET", path, "", b"", ACME, "https://llm.example"))
+        return status, found["result"]
+
+    assert url("openai") == (200, "https://llm.example/v1/acme/filed/openai")
+    assert url("compat") == (200, "https://llm.example/v1/acme/filed/compat")
+    assert url("nobody")[0] == url("custom-ours")[0] == 404
+    given = {"name": "Ours", "slug": "ours", "base_url": "https://ours.example", "enable": True}
+    world.ok("POST", f"{CF}/custom-providers", given)
+    assert url("custom-ours")[0] == 200
+
+
+def test_cloudflares_datasets(world: World) -> None:
+    ids = fill(world)
+    world.ok("POST", f"{A}/gateways/main", {})
+    world.ok("POST", f"{A}/gateways/side", {})
+    sets = f"{CF}/gateways/main/datasets"
+    filters = [{"key": "model", "operator": "eq", "value": ["m1"]}]
+    made = world.ok("POST", sets, {"name": "ones", "enable": True, "filters": filters})["result"]
+    assert made["filters"] == filters and (made["name"], made["enable"], made["gateway_id"]) == ("ones", True, "main")
+    one = f"{sets}/{made['id']}"
+    assert world.ok("GET", one)["result"] == made
+    listed = world.ok("GET", sets, query="enable=true&name=ones&search=M1")
+    assert listed["result"] == [made] and listed["result_info"]["total_count"] == 1
+    assert world.ok("GET", sets, query="enable=false")["result"] == []
+    assert world.ok("GET", f"{CF}/gateways/side/datasets")["result"] == []
+    world.refused(404, "GET", one.replace("main", "side"))
+
+    def rows(query: str) -> list[int]:
+        found = world.ok("GET", f"{CF}/gateways/main/logs", query=query)["result"]
+        return [ids.index(each["id"]) for each in found]
+
+    assert rows(f"dataset={made['id']}") == [1, 7] and rows(f"dataset={made['id']}&min_cost=0.0005") == [7]
+    world.refused(400, "GET", f"{CF}/gateways/main/logs", query=f"dataset={made['id']}&model=m0")
+    world.refused(404, "GET", f"{CF}/gateways/main/logs", query="dataset=none")
+    changed = world.ok("PUT", one, {"name": "twos", "enable": False, "filters": []})["result"]
+    assert (changed["id"], changed["name"], changed["created_at"]) == (made["id"], "twos", made["created_at"])
+    odd = [{"key": "weather", "operator": "eq", "value": ["fine"]}]
+    world.refused(400, "PUT", one, {"name": "x", "enable": True, "filters": odd})
+    world.refused(400, "POST", sets, {"name": "x"})
+    assert world.ok("DELETE", one)["result"]["id"] == made["id"]
+    world.refused(404, "GET", one)
+    assert [each[1] for each in world.audits()][:3] == ["dataset.delete", "dataset.update", "dataset.create"]
 
 
 # The document

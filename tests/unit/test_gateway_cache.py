@@ -99,6 +99,13 @@ def test_what_makes_a_key() -> None:
     assert cache_key(call(BODY, headers={"user-agent": "x", "cf-aig-metadata": "{}"})) == base
 
 
+def test_a_change_of_the_gateway_makes_new_keys_if_it_says_so() -> None:
+    def keys(**settings: Any) -> set[str]:
+        return {cache_key(call(BODY, settings={**settings, "version": version})) for version in (1, 1, 2)}
+
+    assert len(keys()) == 1 and len(keys(cache_invalidate_on_update=True)) == 2
+
+
 def test_who_shares() -> None:
     def key(who: Identity, scope: str) -> str:
         return cache_key(call(BODY, identity=who, settings={"cache_scope": scope}))

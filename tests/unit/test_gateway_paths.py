@@ -13,7 +13,7 @@ from emberline.core.errors import InvalidRequest
 from emberline.gateway.body import peek
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.options import Options
-from emberline.gateway.paths import target_of
+from emberline.gateway.paths import is_native, target_of
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.settings import Settings
@@ -31,6 +31,24 @@ def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
     body = b'[{"provider": "openai", "endpoint": "v1/%b", "query": {}}]' % odd.replace("\\", "\\\\").encode()
     with pytest.raises(InvalidRequest, match="the path"):
         read_steps(body, Options(), Settings.read({}), Registry())
+
+
+def test_geminis_paths_have_the_model_in_them() -> None:
+    for path, model, stream in (
+        ("/v1/models/openrouter/openai/gpt-5:generateContent", "openrouter/openai/gpt-5", False),
+        (
+            "/v1beta/models/aws-bedrock/amazon.nova-pro-v1:0:streamGenerateContent",
+            "aws-bedrock/amazon.nova-pro-v1:0",
+            True,
+        ),
+    ):
+        target = target_of(path)
+        assert (target.kind, target.dialect, target.model, target.stream) == ("plain", "gemini", model, stream)
+        assert not is_native(path)  # so that the body must be called JSON
+    assert is_native("/v1/a/g/google-ai-studio/v1/models/m:generateContent")
+    for path in ("/v1beta/models/:generateContent", f"/v1beta/models/{'m' * 257}:generateContent"):
+        with pytest.raises(InvalidRequest, match="model"):
+            target_of(path)
 
 
 def test_other_encoded_paths_are_forwarded_as_they_are() -> None:

@@ -257,6 +257,73 @@ def test_universal_steps(gateway: Gateways) -> None:
         assert gateway.post("/v1/default/default", bad)[0] in (400, 404)
 
 
+def test_geminis_protocol_is_served_at_the_root(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+    body = {
+        "contents": [{"role": "user", "parts": [{"text": "hi"}]}],
+        "systemInstruction": {"parts": [{"text": "Be brief."}]},
+        "generationConfig": {"maxOutputTokens": 8},
+    }
+    key = {"x-goog-api-key": "a-key-of-the-tests"}
+    for version, model, asked_at in (("v1", "oai/a", "/v1/chat/completions"), ("v1beta", "ant/b", "/v1/messages")):
+        status, headers, said = gateway.post(f"/{version}/models/{model}:generateContent", body, key)
+        reply = json.loads(said)
+        assert status == 200 and reply["candidates"][0]["content"]["role"] == "model", reply
+        assert reply["usageMetadata"]["candidatesTokenCount"] == 8 and headers["cf-aig-provider"] == model[:3]
+        sent = fake.asked[-1]
+        assert sent.path.endswith(asked_at) and json.loads(sent.body)["model"] == model[4:]
+        assert "a-key-of-the-tests" not in str(sent.headers)
+    assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
+
+    # The key as a parameter, which no provider sees; a stream of events.
+    path = "/v1beta/models/ant/b:streamGenerateContent"
+    status, headers, said = gateway.post(f"{path}?alt=sse&key=a-key-of-the-tests", body)
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: ")]
+    text = "".join(part["text"] for event in events for part in event["candidates"][0]["content"].get("parts", ()))
+    assert status == 200 and text.startswith("word0 ") and events[-1]["candidates"][0]["finishReason"]
+    assert "a-key-of-the-tests" not in fake.asked[-1].path + str(fake.asked[-1].headers)
+    assert gateway.record(headers["cf-aig-log-id"]).key_id == "configured-0"
+
+    status, _, said = gateway.post(path, body, key)
+    assert status == 400 and json.loads(said)["error"]["status"] == "INVALID_ARGUMENT" and b"alt=sse" in said
+    assert gateway.post("/v1beta/models/:generateContent", body, key)[0] == 400
+    assert gateway.post("/v1beta/models/ant/b:countTokens", body, key)[0] == 404
+    assert gateway.post("/v1beta/models/ant%2fb:generateContent", body, key)[0] == 400
+
+
+def test_a_compat_step_names_its_provider_in_the_model(gateway: Gateways) -> None:
+    fake = gateway.fakes["fake"]
+
+    def step(model: str, **more: Any) -> dict[str, Any]:
+        query = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, **more}
+        headers = {"Authorization": "Bearer of-the-step"}
+        return {"provider": "compat", "endpoint": "chat/completions", "headers": headers, "query": query}
+
+    # Alone, and to a provider that speaks another protocol: asked in its own, answered in OpenAI's.
+    status, headers, body = gateway.post("/v1/default/default", [step("ant/b")])
+    assert status == 200 and json.loads(body)["object"] == "chat.completion" and headers["cf-aig-provider"] == "ant"
+    assert fake.asked[-1].path.endswith("/v1/messages") and json.loads(fake.asked[-1].body)["model"] == "b"
+    assert "of-the-step" in str(fake.asked[-1].headers)
+    assert gateway.record(headers["cf-aig-log-id"]).path == "chat/completions"
+    payload = gateway.payload(headers["cf-aig-log-id"])
+    assert payload is not None and json.loads(payload.request) == step("ant/b")["query"]
+
+    # As the second of two, streamed.
+    fake.script = ["500", "500"]
+    status, headers, body = gateway.post(
+        "/v1/default/default", [step("oai/a", stream=True), step("ant/b", stream=True)]
+    )
+    assert status == 200 and headers["cf-aig-step"] == "1" and body.rstrip().endswith(b"data: [DONE]")
+    assert json.loads(fake.asked[-1].body)["model"] == "b"
+
+    for bad in (step("gpt-4"), step(""), {**step("oai/a"), "endpoint": "audio/speech"}):
+        assert gateway.post("/v1/default/default", [bad])[0] == 400
+    status, _, body = gateway.post("/v1/default/default", [step("dynamic/x"), step("oai/a")])
+    assert status == 400 and b"only step" in body
+    status, _, body = gateway.post("/v1/default/default", [step("dynamic/not-there")])
+    assert status == 404 and b"no route" in body  # it was looked for
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

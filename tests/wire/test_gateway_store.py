@@ -25,7 +25,7 @@ from emberline.gateway.logs.retention import Retention
 from emberline.gateway.settings import Logging, Settings
 from emberline.gateway.store import crowd, postgres, sqlite, tables
 from emberline.gateway.store.base import Audit, Change, Document, Feedback, Store
-from emberline.gateway.store.filters import Filters, Span
+from emberline.gateway.store.filters import Containing, Filters, Span, Unlike
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.rollup import OTHERS, RollupQuery
 
@@ -259,6 +259,23 @@ PARTS: list[tuple[str, Any]] = [
     *(("feedback", each) for each in ((1,), (1, -1))),
     *((name, each) for name in ("micros", "tokens_in", "duration_ms") for each in (Span(1), Span(most=2), Span(1, 2))),
     ("tokens_out", Span(3)),
+    *(("tokens", each) for each in (Span(3), Span(1, 4))),
+    *(
+        ("unlike", each)
+        for each in (
+            (Unlike("model", ("a", "b")),),
+            (Unlike("user", ("ann",)), Unlike("status", (429, 500))),  # most have no user
+            (Unlike("micros", (1,)), Unlike("feedback", (1, -1))),
+            (Unlike("tokens", (0, 1, 2)),),
+        )
+    ),
+    *(
+        ("containing", each)
+        for each in (
+            (Containing(("provider",), ("PEN", "gr")),),
+            (Containing(("provider", "user"), ("a",)), Containing(("model",), ("b", "c"))),
+        )
+    ),
     *(("metadata", each) for each in ({"team": "x"}, {"n": "1"}, {"b": "true"}, {"team": "x", "n": "1"})),
 ]
 
@@ -270,6 +287,13 @@ def passes(record: Record, f: Filters) -> bool:
         if span.is_open:
             return True
         return value is not None and (span.least or 0) <= value <= (9 if span.most is None else span.most)
+
+    def has(field: str) -> Any:
+        match field:
+            case "tokens":
+                return record.usage.input + record.usage.output
+            case _:
+                return getattr(record, field)
 
     texts = {"team": "x", "n": "1", "b": "true"}
     return (
@@ -288,6 +312,9 @@ def passes(record: Record, f: Filters) -> bool:
         and within(record.usage.input, f.tokens_in)
         and within(record.usage.output, f.tokens_out)
         and within(record.duration_ms, f.duration_ms)
+        and within(has("tokens"), f.tokens)
+        and all(has(each.field) not in each.values for each in f.unlike)
+        and all(any(t.lower() in has(name) for name in each.fields for t in each.texts) for each in f.containing)
         and all(key in record.metadata and texts[key] == value for key, value in f.metadata.items())
     )
 
@@ -339,6 +366,10 @@ def test_filters_pass_what_an_oracle_passes(store: Store, run: Run[Any]) -> None
     check_together()
     by_id = Filters("acme", id=(records[3].id, records[80].id, new_id(NOON)))
     assert everything(store, by_id, run) == [records[80], records[3]]
+    others = Filters("acme", unlike=(Unlike("id", tuple(each.id for each in records[1:])),))
+    assert everything(store, others, run) == records[:1]
+    for wild in ("%", "_", "\\"):
+        assert everything(store, Filters("acme", containing=(Containing(("provider",), (wild,)),)), run) == []
 
 
 def test_feedback_changes_what_was_given_and_its_labels(store: Store, run: Run[Any]) -> None:

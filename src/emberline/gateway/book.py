@@ -4,6 +4,7 @@ of its account besides: custom providers, budgets, routes, prices. A change is k
 from __future__ import annotations
 
 import tomllib
+import zlib
 from collections.abc import AsyncIterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -130,6 +131,8 @@ def read_gateways(found: Mapping[str, Any], engine: str) -> dict[tuple[str, str]
         check_settings(settings)
         for route in settings.routes.values():
             Graph.read(route)
+        if settings.cache_invalidate_on_update:
+            settings = msgspec.structs.replace(settings, version=zlib.crc32(msgspec.json.encode(settings)))
         gateways[settings.account, name] = _with_secrets(with_engine(settings, engine))
     return gateways
 

@@ -45,6 +45,7 @@ class Step(msgspec.Struct, frozen=True):
     body: bytes | None = None
     stream: bool | None = None
     options: Options | None = None  # already laid over the request's
+    plain: bool = False  # the endpoint is the dialect's, not yet a provider's own
 
 
 class Call(msgspec.Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Protocol
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -11,15 +12,16 @@ from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, Unauthorized
 from emberline.core.offload import LARGE, offload
 from emberline.gateway.body import Peek, peek
-from emberline.gateway.call import POOL, VIRTUAL, Call, Dialect, Handler, Reply
+from emberline.gateway.call import VIRTUAL, Call, Dialect, Handler, Reply, Step
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.logs.ids import Ids
 from emberline.gateway.options import Options
-from emberline.gateway.paths import DEFAULT, Target, target_of
+from emberline.gateway.paths import COUNT_TOKENS, DEFAULT, Target, target_of
 from emberline.gateway.providers.base import CREDENTIALS
-from emberline.gateway.providers.registry import KNOWN, Registry
+from emberline.gateway.providers.registry import Registry
 from emberline.gateway.refusal import error_reply
+from emberline.gateway.routes.named import resolve
 from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.settings import Settings
 from emberline.gateway.survey import survey
@@ -27,7 +29,6 @@ from emberline.trace.context import HEADERS as TRACES
 
 log = logging.getLogger("emberline.gateway")
 
-COUNT_TOKENS = "messages/count_tokens"
 OURS = ("cf-aig-authorization", "x-auth-token")  # carry nothing but our keys
 MOST_PATHS, LONGEST_PATH = 1000, 200  # remembered
 TOKENS = (*OURS, *CREDENTIALS)  # may carry one
@@ -128,7 +129,8 @@ class Gateway:
         asked = Options.read(request.headers)
         gateway = target.gateway or asked.gateway_id or DEFAULT
         settings = await self._book.settings(target.account, gateway)
-        identity, headers = await self._entered(target, request.headers)
+        given = _with_query_key(request) if target.dialect == "gemini" else request.headers
+        identity, headers = await self._entered(target, given)
         call = Call(
             id=self._ids.next(round(self._wall.now() * 1e3)),
             account=target.account,
@@ -153,6 +155,8 @@ class Gateway:
         if len(call.body) >= LARGE:
             call.surveyed = await offload.run(len(call.body), survey, call.body)
         self._addressed(call, target)
+        if len(call.body) >= LARGE and call.surveyed is None:  # the body is that of a step
+            call.surveyed = await offload.run(len(call.body), survey, call.body)
         return call
 
     async def entered(self, target: Target, headers: dict[str, str]) -> tuple[Identity, Settings]:
@@ -193,15 +197,10 @@ class Gateway:
         """Where it goes: by its path, by its model, or by its steps."""
         match target.kind:
             case "universal":
-                call.steps = read_steps(call.body, call.options, call.settings, self._registry)
-                first = call.steps[0]
-                assert first.endpoint is not None and first.dialect is not None and first.body is not None
-                self._peeked(call, peek(first.body))
-                call.seen = None  # it is not the body's
-                call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint
-                call.dialect, call.stream = first.dialect, first.stream is True
-                if first.options is not None:
-                    call.options = first.options
+                steps = read_steps(call.body, call.options, call.settings, self._registry)
+                self._stepped(call, steps[0], alone=len(steps) == 1)
+                if not call.plain:
+                    call.steps = steps
             case "native":
                 provider = self._registry.find(target.provider, call.settings)
                 call.dialect = provider.dialect_of(target.endpoint, call.query)
@@ -211,11 +210,19 @@ class Gateway:
             case _:
                 call.plain = True
                 self._peeked(call, _seen(call))
+                if target.dialect == "gemini":
+                    self._set_gemini(call, target)
                 if not call.model:
                     raise InvalidRequest("model must be the name of one", param="model", hint="see /v1/models")
                 call.provider, call.model = resolve(call.model, call.settings, named=target.kind == "compat")
                 if target.endpoint == COUNT_TOKENS:
                     self._check_counts(call)
+
+    def _set_gemini(self, call: Call, target: Target) -> None:
+        """Take the model and the wish to stream from the path. The query is dropped: it may have a key of ours."""
+        if target.stream and "alt=sse" not in call.query.split("&"):
+            raise InvalidRequest("a stream is sent as events here, not as a list", param="alt", hint="add ?alt=sse")
+        call.model, call.stream, call.query = target.model, target.stream, ""
 
     def _check_counts(self, call: Call) -> None:
         """Counting tokens is Anthropic's protocol: other providers have no such path."""
@@ -229,11 +236,31 @@ class Gateway:
             hint="ask for a model of Anthropic or of the engine; usage in a reply tells what it took",
         )
 
+    def _stepped(self, call: Call, first: Step, *, alone: bool) -> None:
+        """Address a call to its first step. A compat step that is alone becomes a compat call, so that it can name a
+        dynamic route or a pool."""
+        assert first.endpoint is not None and first.dialect is not None and first.body is not None
+        self._peeked(call, peek(first.body))
+        if alone and first.plain:
+            call.plain, call.body, call.headers, call.surveyed = True, first.body, first.headers or {}, None
+        else:
+            call.seen = None  # it is not the body's
+        call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint
+        call.dialect, call.stream = first.dialect, first.stream is True
+        if first.options is not None:
+            call.options = first.options
+
     def _peeked(self, call: Call, seen: Peek) -> None:
         call.seen = seen
         call.model = seen.model if isinstance(seen.model, str) else ""
         call.stream = seen.stream is True
         call.max_output, call.answers = seen.max_output, seen.answers
+
+
+def _with_query_key(request: Request) -> dict[str, str]:
+    """Gemini's clients may send their key as the parameter `key`."""
+    key = dict(parse_qsl(request.query)).get("key")
+    return {**request.headers, "x-goog-api-key": key} if key else request.headers
 
 
 def _bare(credential: str) -> str:
@@ -254,19 +281,3 @@ def _seen_raw(call: Call) -> Peek:
         return _seen(call) if call.body[:1] == b"{" else Peek()
     except InvalidRequest:
         return Peek()  # it may be anything
-
-
-def resolve(model: str, settings: Settings, *, named: bool = False) -> tuple[str, str]:
-    """The provider and its own name of a model. `named`: it must say its provider."""
-    model = settings.models.get(model, model)
-    if model in settings.pools:
-        return POOL, model
-    provider, slash, rest = model.partition("/")
-    if slash and (provider in KNOWN or provider in settings.providers or provider in VIRTUAL):
-        return provider, rest
-    if named:
-        known = ", ".join(sorted({*KNOWN, *settings.providers}))
-        raise InvalidRequest(
-            f"model is {model[:100]!r}: it must be PROVIDER/MODEL", param="model", hint=f"known are {known}"
-        )
-    return settings.default_provider, model

@@ -9,12 +9,16 @@ from urllib.parse import unquote
 import msgspec
 
 from emberline.core.errors import InvalidRequest, NotFound
+from emberline.gateway.body import MODEL_LENGTH
 from emberline.gateway.call import Dialect
 
 Kind = Literal["plain", "native", "compat", "universal"]
 DEFAULT = "default"
 MAX_DECODINGS = 4  # of percent-encoding within percent-encoding
+COUNT_TOKENS = "messages/count_tokens"
 SLASHED = "aws-bedrock"  # the provider whose model names, ARNs, have slashes that its clients encode
+
+GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # whether it streams
 
 # Where each dialect lives under /v1 (and under /ai/v1 and /compat). The model says which provider is meant.
 PLAIN: dict[str, Dialect] = {
@@ -23,7 +27,7 @@ PLAIN: dict[str, Dialect] = {
     "embeddings": "openai-embeddings",
     "messages": "anthropic",
     "completions": "raw",
-    "messages/count_tokens": "raw",
+    COUNT_TOKENS: "raw",
 }
 
 
@@ -34,6 +38,8 @@ class Target(msgspec.Struct, frozen=True):
     provider: str = ""  # "": as the model says
     endpoint: str = ""
     dialect: Dialect = "raw"  # of a native path the provider knows it
+    model: str = ""  # where the path has it, as in Gemini's protocol
+    stream: bool = False  # where the path says it
 
 
 def target_of(path: str) -> Target:
@@ -48,6 +54,8 @@ def target_of(path: str) -> Target:
             return _plain("/".join(rest), account)
         case ["accounts", account, "ai", "v1", *rest] if "/".join(rest) in PLAIN:
             return _plain("/".join(rest), account)
+        case ["v1" | "v1beta" as version, "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
+            return _gemini(version, "/".join(rest))
         case ["v1", account, gateway]:
             return Target("universal", account, gateway)
         case ["v1", account, gateway, "compat", *rest]:
@@ -65,6 +73,8 @@ def target_of(path: str) -> Target:
 def is_native(path: str) -> bool:
     """Whether it is a provider's own, where bodies may be anything."""
     match path.split("?")[0].strip("/").split("/"):
+        case ["v1", "models", *rest] if rest and rest[-1].endswith(tuple(GEMINI_ACTIONS)):
+            return False
         case ["v1", _, _, provider, _, *_]:
             return provider != "compat"
     return False
@@ -101,6 +111,17 @@ def check_path(path: str, param: str | None = None) -> None:
     else:
         return
     raise InvalidRequest(f"the path {path[:200]!r} has {what} in it", param=param, hint="write the path out in full")
+
+
+def _gemini(version: str, rest: str) -> Target:
+    name, _, action = rest.rpartition(":")
+    model = unquote(name)
+    if not 0 < len(model) <= MODEL_LENGTH:
+        raise InvalidRequest(
+            f"the path has a model of {len(model)} characters", param="model", hint=f"1 to {MODEL_LENGTH}"
+        )
+    streams = GEMINI_ACTIONS[f":{action}"]
+    return Target("plain", endpoint=f"{version}/models/{rest}", dialect="gemini", model=model, stream=streams)
 
 
 def _plain(endpoint: str, account: str = DEFAULT) -> Target:

@@ -108,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fallbacks: tuple[Fallback, ...] = ()
     continuation: bool = False  # a stream that breaks off is gone on with by the next step
     cache_ttl: int = 0  # seconds; 0: off
+    cache_invalidate_on_update: bool = False  # a change of these settings makes what was cached before unreachable
     cache_scope: CacheScope = "gateway"  # who shares what is cached: all, those of one key, or of one user
     semantic: Semantic = Semantic()
     limits: tuple[dict[str, Any], ...] = ()  # rules over requests and tokens, as gateway/limits reads them

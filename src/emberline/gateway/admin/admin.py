@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 from urllib.parse import parse_qsl
@@ -19,10 +20,13 @@ from emberline.gateway.admin.ask import Ask, named
 from emberline.gateway.admin.audit import AuditDesk
 from emberline.gateway.admin.catalogue import CatalogueDesk
 from emberline.gateway.admin.cloudflare import CloudflareDesk, envelope, error_envelope
+from emberline.gateway.admin.cloudflare_datasets import Datasets
+from emberline.gateway.admin.cloudflare_providers import CloudflareProviders
+from emberline.gateway.admin.cloudflare_routes import CloudflareRoutes
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.keys import KeyDesk, ProviderKeyDesk
-from emberline.gateway.admin.logquery import unknown
+from emberline.gateway.admin.logquery import gathered, unknown
 from emberline.gateway.admin.logs import LogDesk
 from emberline.gateway.admin.openapi import document
 from emberline.gateway.admin.routes import RouteDesk
@@ -52,6 +56,9 @@ class Admin:
             *self._logs.endpoints(),
             *AuditDesk(desk).endpoints(),
             *CloudflareDesk(desk).endpoints(),
+            *CloudflareRoutes(desk).endpoints(),
+            *CloudflareProviders(desk).endpoints(),
+            *Datasets(desk).endpoints(),
         ]
         self._openapi = document(self._endpoints, version)
 
@@ -60,15 +67,17 @@ class Admin:
         """Whether a path belongs to this API. Paths are as on the wire, still percent-encoded."""
         return _OURS.match(path.removeprefix(CLIENT)) is not None
 
-    async def handle(self, method: str, path: str, query: str, body: bytes, identity: Identity) -> tuple[int, Any]:
-        """Status, and what to send as JSON."""
+    async def handle(
+        self, method: str, path: str, query: str, body: bytes, identity: Identity, origin: str = ""
+    ) -> tuple[int, Any]:
+        """Status, and what to send as JSON. `origin`: scheme and host by which the caller reached the gateway."""
         path = path.removeprefix(CLIENT)
         cloudflare = path.startswith("/accounts/")
         try:
             endpoint, ask = self._asked(method, path, query, body, identity)
             if endpoint.lines:
                 raise InvalidRequest("this answers with JSON lines")
-            found = await endpoint.handle(ask)
+            found = await endpoint.handle(replace(ask, origin=origin))
             return endpoint.status, msgspec.to_builtins(envelope(found) if cloudflare else found)
         except Exception as e:
             if not isinstance(e, EmberlineError):
@@ -126,6 +135,7 @@ def _read(query: str) -> dict[str, str]:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_PARAMETERS, errors="strict")
     except ValueError as e:
         raise InvalidRequest(f"the query cannot be read: {e}") from e
+    pairs = gathered(pairs)
     found = dict(pairs)
     if len(found) < len(pairs):
         raise InvalidRequest("a parameter is given twice", hint="put several values in one, with commas between")

@@ -26,6 +26,7 @@ class Ask:
     parts: Mapping[str, str]  # of the path
     query: Mapping[str, str]
     body: bytes
+    origin: str = ""  # scheme and host by which the caller reached the gateway
 
     @property
     def account(self) -> str:

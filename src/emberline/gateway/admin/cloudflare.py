@@ -14,11 +14,11 @@ import msgspec
 
 from emberline.core.errors import EmberlineError, InvalidRequest
 from emberline.gateway.admin import logquery
-from emberline.gateway.admin.ask import Ask, converted, named
+from emberline.gateway.admin.ask import Ask, converted, decoded, named
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.gateways import CustomProviders, Gateways
-from emberline.gateway.admin.logs import LogDesk, view
+from emberline.gateway.admin.logs import ORDER, LogDesk, view
 from emberline.gateway.admin.shapes import CustomProvider, FeedbackWish, Strict
 from emberline.gateway.admin.shelf import Stored
 from emberline.gateway.settings import Backoff, Logging, Retries, Settings
@@ -28,7 +28,6 @@ PAGES = ("page", "per_page")
 DEEPEST = 10_000  # records that can be reached by numbered pages; beyond, and better, by cursor
 RATE_LIMIT = "rate_limiting"  # the name of the rule that stands for its three fields
 _CODES = {400: 7001, 404: 7002, 401: 10000, 403: 10000}
-_NUMBERED = {"order_by": "created_at", "order_by_direction": "desc", "direction": "desc"}
 
 
 class Paged(msgspec.Struct, frozen=True):
@@ -38,10 +37,17 @@ class Paged(msgspec.Struct, frozen=True):
     info: dict[str, Any]
 
 
+class Beside(msgspec.Struct, frozen=True):
+    """A result that Cloudflare's clients look for under another name."""
+
+    name: str
+    result: Any
+
+
 class GatewayWish(Strict, frozen=True, kw_only=True):
     id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
     cache_ttl: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    cache_invalidate_on_update: Literal[False] | None = None
+    cache_invalidate_on_update: bool | None = None
     collect_logs: bool | None = None
     rate_limiting_interval: Annotated[int, msgspec.Meta(ge=0)] | None = None
     rate_limiting_limit: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -55,12 +61,15 @@ class GatewayWish(Strict, frozen=True, kw_only=True):
     logpush_public_key: None = None
     log_management: None = None
     log_management_strategy: None = None
+    store_id: None = None
+    workers_ai_billing_mode: Literal["postpaid"] | None = None  # the provider bills, not the gateway
 
     def over(self, old: Settings) -> Settings:
         rates, retries = self._rates(old), old.retries
         return msgspec.structs.replace(
             old,
             cache_ttl=_or(self.cache_ttl, old.cache_ttl),
+            cache_invalidate_on_update=_or(self.cache_invalidate_on_update, old.cache_invalidate_on_update),
             authentication=_or(self.authentication, old.authentication),
             zdr=_or(self.zdr, old.zdr),
             logs=msgspec.structs.replace(old.logs, collect=_or(self.collect_logs, old.logs.collect)),
@@ -96,7 +105,8 @@ class CloudflareDesk:
         gateways, logs = f"{ROOT}/gateways", f"{ROOT}/gateways/{{gateway}}/logs"
         custom = f"{ROOT}/custom-providers"
         listed = (*PAGES, "search", "enable", "beta")
-        paged = (*PAGES, *_NUMBERED, *logquery.QUERY, "before")
+        paged = (*PAGES, *ORDER, *logquery.QUERY, "before", "meta_info", "dataset")
+        erased = (*logquery.QUERY, *ORDER, "limit")
         found = [
             Endpoint("GET", gateways, "Gateways", self.gateways, query=(*PAGES, "search")),
             Endpoint("POST", gateways, "Make a gateway", self.create_gateway, GatewayWish),
@@ -104,7 +114,7 @@ class CloudflareDesk:
             Endpoint("PUT", f"{gateways}/{{gateway}}", "Change a gateway", self.change_gateway, GatewayWish),
             Endpoint("DELETE", f"{gateways}/{{gateway}}", "Delete a gateway", self.delete_gateway),
             Endpoint("GET", logs, "A gateway's log", self.logs, query=paged),
-            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=logquery.QUERY),
+            Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=erased),
             Endpoint("GET", f"{logs}/{{id}}", "One record", self._logs.get),
             Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self._logs.patch, FeedbackWish),
             Endpoint("GET", f"{logs}/{{id}}/request", "What was asked", self._logs.request),
@@ -127,7 +137,7 @@ class CloudflareDesk:
             if account == ask.account
         ]
         search = ask.query.get("search", "")
-        return _numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
+        return numbered(ask, [gateway_view(each) for each in (*fixed, *stored) if search in each.id])
 
     async def gateway(self, ask: Ask) -> dict[str, Any]:
         return gateway_view(await self._gateways.get(ask))
@@ -136,14 +146,14 @@ class CloudflareDesk:
         wish = ask.read(GatewayWish)
         if wish.id is None:
             raise InvalidRequest("a gateway needs an id", param="id")
-        made = _with(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
+        made = with_parts(ask, {"gateway": wish.id}, wish.over(Settings(logs=Logging())))
         return gateway_view(await self._gateways.create(made))
 
     async def change_gateway(self, ask: Ask) -> dict[str, Any]:
         wish, old = ask.read(GatewayWish), await self._gateways.get(ask)
         if wish.id not in (None, old.id):
             raise InvalidRequest("the id of a gateway cannot be changed", param="id")
-        return gateway_view(await self._gateways.put(_with(ask, {}, wish.over(old.value))))
+        return gateway_view(await self._gateways.put(with_parts(ask, {}, wish.over(old.value))))
 
     async def delete_gateway(self, ask: Ask) -> dict[str, Any]:
         return await self._gateways.delete(ask)
@@ -151,15 +161,15 @@ class CloudflareDesk:
     # Logs
 
     async def logs(self, ask: Ask) -> Paged:
-        for name, only in _NUMBERED.items():
-            if ask.query.get(name, only) != only:
-                raise InvalidRequest(f"{name} can only be {only}", param=name)
-        page, per_page = _page(ask, 20)
+        if ask.flag("meta_info"):
+            raise InvalidRequest("meta_info is not counted here", param="meta_info", hint="leave it out; see rollups")
+        page, per_page = page_of(ask, 20)
         if page * per_page > DEEPEST:
             raise InvalidRequest(
                 "this page is too far", param="page", hint="go on with `before`, the cursor of the last"
             )
-        found = await self._logs.page(ask, named(ask.parts["gateway"], "gateway"), page * per_page)
+        gateway = named(ask.parts["gateway"], "gateway")
+        found = await self._logs.ordered(ask, gateway, page * per_page, await self._saved(ask, gateway))
         shown = found.records[(page - 1) * per_page :]
         info = {
             "count": len(shown),
@@ -171,6 +181,13 @@ class CloudflareDesk:
         }
         return Paged([view(each) for each in shown], info)
 
+    async def _saved(self, ask: Ask, gateway: str) -> list[logquery.Asked]:
+        """The filters of the dataset that the query names."""
+        if not (id := ask.query.get("dataset")):
+            return []
+        document = await self._desk.found("dataset", ask.account, f"{gateway}/{id}")
+        return decoded(document.body, logquery.SavedFilters).filters
+
     # Custom providers
 
     async def providers(self, ask: Ask) -> Paged:
@@ -179,14 +196,14 @@ class CloudflareDesk:
             if (wanted := ask.flag(name)) is not None:
                 found = [each for each in found if each[name] == wanted]
         search = ask.query.get("search", "").lower()
-        return _numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
+        return numbered(ask, [each for each in found if search in f"{each['name']} {each['slug']}".lower()])
 
     async def provider(self, ask: Ask) -> dict[str, Any]:
         return provider_view(await self._providers.get(ask))
 
     async def create_provider(self, ask: Ask) -> dict[str, Any]:
         slug = ask.read(CustomProvider).slug
-        return provider_view(await self._providers.create(_with(ask, {"slug": slug})))
+        return provider_view(await self._providers.create(with_parts(ask, {"slug": slug})))
 
     async def patch_provider(self, ask: Ask) -> dict[str, Any]:
         return provider_view(await self._providers.patch(ask))
@@ -200,10 +217,10 @@ def gateway_view(stored: Stored) -> dict[str, Any]:
     rate = _rate_rule(settings)
     return {
         "id": stored.id,
-        "modified_at": _iso(stored.updated),
+        "modified_at": iso(stored.updated),
         "authentication": settings.authentication,
         "cache_ttl": settings.cache_ttl,
-        "cache_invalidate_on_update": False,
+        "cache_invalidate_on_update": settings.cache_invalidate_on_update,
         "collect_logs": settings.logs.collect,
         "rate_limiting_interval": rate.get("per", 0),
         "rate_limiting_limit": rate.get("limit", 0),
@@ -217,13 +234,16 @@ def gateway_view(stored: Stored) -> dict[str, Any]:
 
 
 def provider_view(stored: Stored) -> dict[str, Any]:
-    return {"id": stored.id, "modified_at": _iso(stored.updated), **msgspec.to_builtins(stored.value)}
+    return {"id": stored.id, "modified_at": iso(stored.updated), **msgspec.to_builtins(stored.value)}
 
 
 def envelope(found: Any) -> dict[str, Any]:
+    """`found` as the result, and what its type puts beside that."""
     whole = {"success": True, "errors": [], "messages": []}
     if isinstance(found, Paged):
         return {**whole, "result": found.result, "result_info": found.info}
+    if isinstance(found, Beside):
+        return {**whole, "result": found.result, found.name: found.result}
     return {**whole, "result": found}
 
 
@@ -232,17 +252,18 @@ def error_envelope(error: EmberlineError) -> dict[str, Any]:
     return {"success": False, "errors": [told], "messages": [], "result": None}
 
 
-def _with(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
-    return Ask(ask.identity, {**ask.parts, **parts}, ask.query, ask.body if body is None else msgspec.json.encode(body))
+def with_parts(ask: Ask, parts: dict[str, str], body: Any = None) -> Ask:
+    raw = ask.body if body is None else msgspec.json.encode(body)
+    return replace(ask, parts={**ask.parts, **parts}, body=raw)
 
 
-def _numbered(ask: Ask, found: Sequence[Any]) -> Paged:
-    page, per_page = _page(ask, 20)
+def numbered(ask: Ask, found: Sequence[Any]) -> Paged:
+    page, per_page = page_of(ask, 20)
     shown = list(found[(page - 1) * per_page : page * per_page])
     return Paged(shown, {"count": len(shown), "page": page, "per_page": per_page, "total_count": len(found)})
 
 
-def _page(ask: Ask, default: int) -> tuple[int, int]:
+def page_of(ask: Ask, default: int) -> tuple[int, int]:
     return ask.number("page", 1, 1, 10_000), ask.number("per_page", default, 1, 100)
 
 
@@ -250,7 +271,7 @@ def _rate_rule(settings: Settings) -> dict[str, Any]:
     return next((dict(each) for each in settings.limits if each.get("name") == RATE_LIMIT), {})
 
 
-def _iso(ms: int) -> str:
+def iso(ms: int) -> str:
     return datetime.fromtimestamp(ms / 1e3, UTC).isoformat(timespec="milliseconds")
 
 

@@ -89,7 +89,7 @@ class ProviderKeyDesk:
 
     async def list(self, ask: Ask) -> Listing:
         found, cursor = await self._desk.listed("provider_key", ask)
-        return Listing([_view(each) for each in found], cursor)
+        return Listing([provider_key_view(each) for each in found], cursor)
 
     async def put(self, ask: Ask) -> ProviderKeyView:
         place, secret = _place(ask), ask.read(ProviderKeyWish).secret
@@ -97,12 +97,14 @@ class ProviderKeyDesk:
             raise InvalidRequest("a key has no spaces around it, no line breaks and only ASCII", param="secret")
         document = await self._desk.vault.document(place, secret, self._desk.now())
         action = f"provider_key.{'update' if document.version else 'create'}"
-        await self._desk.change(ask, action, document.id, put=[document], after=_view(document))
-        return _view(document)
+        await self._desk.change(ask, action, document.id, put=[document], after=provider_key_view(document))
+        return provider_key_view(document)
 
     async def delete(self, ask: Ask) -> dict[str, Any]:
         document = based_on(await self._desk.found("provider_key", ask.account, _place(ask).id), ask)
-        await self._desk.change(ask, "provider_key.delete", document.id, delete=[document], before=_view(document))
+        await self._desk.change(
+            ask, "provider_key.delete", document.id, delete=[document], before=provider_key_view(document)
+        )
         return {"id": document.id, "deleted": True}
 
 
@@ -114,6 +116,6 @@ def _place(ask: Ask) -> Place:
     return Place(ask.account, named(ask.parts["provider"], "provider"), named(ask.parts["alias"], "alias"))
 
 
-def _view(document: Document) -> ProviderKeyView:
+def provider_key_view(document: Document) -> ProviderKeyView:
     place, sealed = Place.of(document), decoded(document.body, Sealed)
     return ProviderKeyView(provider=place.provider, alias=place.alias, created=sealed.created, master_key=sealed.master)

@@ -4,7 +4,7 @@ some, and its `filters` as a JSON array of {key, operator, value}."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
@@ -13,11 +13,22 @@ import msgspec
 
 from emberline.core.errors import InvalidRequest
 from emberline.gateway.admin.ask import Ask, decoded
-from emberline.gateway.store.filters import Filters, Span
+from emberline.gateway.keys.identity import ANONYMOUS
+from emberline.gateway.store.filters import Containing, Filters, Span, Unlike
 
-_LISTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "id")
+_TEXTS = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error",
+          "request_content_type", "response_content_type")  # fmt: skip
+_LISTS = (*_TEXTS, "id")
+_SEARCHED = ("provider", "model", "path", "error", "user", "event_id", "session_id")
 _FLAGS = ("success", "cached", "rescued")
-_SPANS = {"cost": "micros", "tokens_in": "tokens_in", "tokens_out": "tokens_out", "duration": "duration_ms"}
+_SPANS = {
+    "cost": "micros",
+    "tokens_in": "tokens_in",
+    "tokens_out": "tokens_out",
+    "tokens": "tokens",
+    "duration": "duration_ms",
+}
+_BOUNDS = {"total_tokens" if name == "tokens" else name: field for name, field in _SPANS.items()}
 METADATA = "metadata."
 QUERY = (
     "since",
@@ -28,8 +39,9 @@ QUERY = (
     "status",
     "feedback",
     *_LISTS,
-    *(f"{end}_{name}" for name in _SPANS for end in ("min", "max")),
+    *(f"{end}_{name}" for name in _BOUNDS for end in ("min", "max")),
     f"{METADATA}*",
+    "search",
     "filters",
 )
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -39,7 +51,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One of Cloudflare's filters."""
 
     key: str
-    operator: Literal["eq", "gt", "lt"]
+    operator: Literal["eq", "neq", "contains", "gt", "lt"]
     value: list[str | int | float | bool] | str | int | float | bool
 
     @property
@@ -48,7 +60,14 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [each if isinstance(each, str) else msgspec.json.encode(each).decode() for each in found]
 
 
-def filters(ask: Ask, gateway: str) -> Filters:
+class SavedFilters(msgspec.Struct, frozen=True):
+    """What a dataset has of them, among other things."""
+
+    filters: list[Asked]
+
+
+def filters(ask: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
+    """`more`: filters besides those of the query."""
     given: dict[str, Any] = {}
     for name in _FLAGS:
         if (flag := ask.flag(name)) is not None:
@@ -62,34 +81,55 @@ def filters(ask: Ask, gateway: str) -> Filters:
     for name in ("status", "feedback"):
         if name in ask.query:
             given[name] = tuple(_whole(each, name) for each in ask.query[name].split(","))
-    for name, field in _SPANS.items():
+    given["unlike"], given["containing"] = (), ()
+    if search := ask.query.get("search"):
+        given["containing"] = (Containing(_SEARCHED, (search,)),)
+    for name, field in _BOUNDS.items():
         read = _reader(name)
         ends = [read(ask.query[each], each) if each in ask.query else None for each in (f"min_{name}", f"max_{name}")]
         given[field] = Span(*ends)
     given["metadata"] = {n.removeprefix(METADATA): v for n, v in ask.query.items() if n.startswith(METADATA)}
     if "filters" in ask.query:
         _add(given, decoded(ask.query["filters"].encode(), list[Asked]))
-    for id in given.get("id", ()):
+    _add(given, list(more))
+    unlike = [id for each in given["unlike"] if each.field == "id" for id in each.values]
+    for id in (*given.get("id", ()), *unlike):
         if not _ID.fullmatch(id):
             raise InvalidRequest("the id of a log is 32 hexadecimal digits", param="id")
     return Filters(ask.account, gateway, **given)
+
+
+def check(asked: Sequence[Asked]) -> None:
+    """Raises InvalidRequest for filters that cannot be used."""
+    filters(Ask(ANONYMOUS, {"account": ""}, {}, b""), "", asked)
 
 
 def _add(given: dict[str, Any], asked: list[Asked]) -> None:
     pairs: dict[str, str] = {}
     for each in asked:
         name, values = each.key, each.values
-        if name in _SPANS:
+        if not values:
+            raise InvalidRequest(f"the filter {name[:40]!r} has no value", param="filters")
+        if each.operator == "neq":
+            _add_unlike(given, name, values)
+        elif each.operator == "contains" and name in _TEXTS:
+            given["containing"] += (Containing((name,), tuple(values)),)
+        elif name in _SPANS and each.operator != "contains":
             given[_SPANS[name]] = _narrowed(given[_SPANS[name]], each)
-        elif name == "created_at" and each.operator != "eq":
+        elif name == "created_at" and each.operator in ("gt", "lt"):
             ms = moment(values[0], name)
-            given["since" if each.operator == "gt" else "until"] = ms + 1 if each.operator == "gt" else ms
+            if each.operator == "gt":
+                given["since"] = max(ms + 1, given.get("since", 0))
+            else:
+                given["until"] = min(ms, given.get("until", ms))
         elif each.operator != "eq":
-            raise InvalidRequest(f"{name[:40]!r} can only be asked for with eq", param="filters")
+            raise InvalidRequest(f"the filter {name[:40]!r} does not take {each.operator}", param="filters")
+        elif given.get("status" if name == "status_code" else name) not in (None, ()):
+            raise InvalidRequest(f"{name!r} is filtered twice", param="filters", hint="put its values into one filter")
         elif name in _LISTS:
             given[name] = tuple(values)
         elif name in _FLAGS:
-            given[name] = values == ["true"]
+            given[name] = _truth(name, values)
         elif name in ("status_code", "feedback"):
             given["status" if name == "status_code" else name] = tuple(_whole(v, name) for v in values)
         elif name in ("metadata.key", "metadata.value"):
@@ -102,6 +142,26 @@ def _add(given: dict[str, Any], asked: list[Asked]) -> None:
         given["metadata"] = {**given["metadata"], pairs["metadata.key"]: pairs["metadata.value"]}
 
 
+def _add_unlike(given: dict[str, Any], name: str, values: list[str]) -> None:
+    if name in _FLAGS:
+        given[name] = not _truth(name, values)
+    elif name in _LISTS:
+        given["unlike"] += (Unlike(name, tuple(values)),)
+    elif name in _SPANS:
+        given["unlike"] += (Unlike(_SPANS[name], tuple(_reader(name)(v, "filters") for v in values)),)
+    elif name in ("status_code", "feedback"):
+        field = "status" if name == "status_code" else name
+        given["unlike"] += (Unlike(field, tuple(_whole(v, name) for v in values)),)
+    else:
+        raise InvalidRequest(f"the filter {name[:40]!r} does not take neq", param="filters")
+
+
+def _truth(name: str, values: list[str]) -> bool:
+    if values not in (["true"], ["false"]):
+        raise InvalidRequest(f"the filter {name!r} takes true or false", param="filters")
+    return values == ["true"]
+
+
 def _narrowed(span: Span, asked: Asked) -> Span:
     value = _reader(asked.key)(asked.values[0], "filters")
     match asked.operator:
@@ -111,6 +171,27 @@ def _narrowed(span: Span, asked: Asked) -> Span:
             return Span(value + 1, span.most)
         case "lt":
             return Span(span.least, value - 1)
+        case _:
+            raise AssertionError("not reached")
+
+
+def gathered(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The parameters of a URL with `filters.key=..&filters.operator=..&filters.value=..`, as Cloudflare's clients write
+    a list of filters, made into one `filters` of JSON. A `value` may come several times; each other part that comes
+    again begins the next filter."""
+    found: list[dict[str, Any]] = []
+    others = []
+    for name, value in pairs:
+        part = name.removeprefix("filters.") if name.startswith("filters.") else ""
+        if part not in ("key", "operator", "value"):
+            others.append((name, value))
+        elif part == "value" and found:
+            found[-1].setdefault("value", []).append(value)
+        elif not found or part in found[-1] or len(found[-1]) == 3:
+            found.append({part: [value] if part == "value" else value})
+        else:
+            found[-1][part] = value
+    return [*others, ("filters", msgspec.json.encode(found).decode())] if found else others
 
 
 def moment(text: str, param: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,7 @@ from emberline.gateway.admin.endpoint import Endpoint
 from emberline.gateway.admin.shapes import FeedbackWish
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.logs.record import Record
-from emberline.gateway.store.base import Feedback, Page
+from emberline.gateway.store.base import PATIENCE, Feedback, Page
 from emberline.gateway.store.filters import Filters
 from emberline.gateway.store.rollup import DIMENSIONS, DURATIONS, FIRSTS, MS, SUMS, WIDE, Cell, RollupQuery
 from emberline.net.notjson import NOT_JSON
@@ -25,7 +25,21 @@ ERASE_PAGE, ERASE_PATIENCE = 1000, 2.0
 EXPORT_PAGE = 500
 EXPORT_PATIENCE = 5.0  # seconds of one step
 MOST_CELLS = 50_000
+MAX_SORTED, SORT_PATIENCE_S = 10_000, 2.0
 _HEX = set("0123456789abcdef")
+_ORDERS: dict[str, Callable[[Record], Any]] = {
+    "created_at": lambda record: record.created,
+    "provider": lambda record: record.provider,
+    "model": lambda record: record.model,
+    "success": lambda record: record.success,
+    "cached": lambda record: record.cached,
+    "cost": lambda record: -1 if record.micros is None else record.micros,
+    "tokens_in": lambda record: record.usage.input,
+    "tokens_out": lambda record: record.usage.output,
+    "duration": lambda record: record.duration_ms,
+    "feedback": lambda record: record.feedback or 0,
+}
+ORDER = ("order_by", "order_by_direction", "direction")
 
 
 class LogPage(msgspec.Struct, frozen=True):
@@ -66,16 +80,40 @@ class LogDesk:
         page = await self.page(ask, ask.query.get("gateway", ""), ask.number("limit", 50, 1, 1000))
         return LogPage([view(each) for each in page.records], page.has_more, page.cursor, page.complete)
 
-    async def page(self, ask: Ask, gateway: str, limit: int) -> Page:
+    async def page(
+        self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = (), patience: float = PATIENCE
+    ) -> Page:
         before = ask.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest("before must be the cursor of another page", param="before")
-        return await self._desk.store.page(logquery.filters(ask, gateway), before=before, limit=limit)
+        asked = logquery.filters(ask, gateway, more)
+        return await self._desk.store.page(asked, before=before, limit=limit, patience=patience)
+
+    async def ordered(self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = ()) -> Page:
+        """A page in the order that `order_by` and `order_by_direction` ask for. All that pass the filters are read
+        and sorted unless it is the log's own order, so there is a limit on them."""
+        order_by, direction = _order(ask)
+        if (order_by, direction) == ("created_at", "desc"):
+            return await self.page(ask, gateway, limit, more)
+        page = await self.page(ask, gateway, MAX_SORTED, more, SORT_PATIENCE_S)
+        if page.has_more:
+            raise InvalidRequest(
+                f"more than {MAX_SORTED} records pass the filters, or they are too many to be read in time; fewer can"
+                f" be sorted by {order_by} {direction}",
+                param="order_by",
+                hint="narrow start_date and end_date, or order by created_at desc",
+            )
+        found = sorted(page.records, key=lambda r: (_ORDERS[order_by](r), r.id), reverse=direction == "desc")
+        return Page(found[:limit], len(found) > limit)
 
     async def erase(self, ask: Ask) -> Erased:
         """The newest that pass, up to a page; it leaves one line of audit that says which were asked for."""
         asked = logquery.filters(ask, _gateway(ask) or ask.query.get("gateway", ""))
-        page = await self._desk.store.page(asked, limit=ERASE_PAGE, patience=ERASE_PATIENCE)
+        limit = ask.number("limit", ERASE_PAGE, 1, ERASE_PAGE)
+        if _order(ask) == ("created_at", "desc"):
+            page = await self._desk.store.page(asked, limit=limit, patience=ERASE_PATIENCE)
+        else:
+            page = await self.ordered(ask, asked.gateway, limit)
         await self._desk.change(ask, "log.delete", asked.gateway or "*", before=dict(ask.query))
         await self._desk.store.erase(page.records)
         return Erased(len(page.records), page.has_more)
@@ -184,6 +222,16 @@ def cell_view(cell: Cell, wide: bool) -> dict[str, Any]:
             for name, ms in zip(("p50", "p90", "p99"), cell.percentiles((0.5, 0.9, 0.99), buckets), strict=True):
                 shown[f"{what}_{name}"] = None if ms is None else round(ms, 1)
     return shown
+
+
+def _order(ask: Ask) -> tuple[str, str]:
+    order_by = ask.query.get("order_by", "created_at")
+    if order_by not in _ORDERS:
+        raise InvalidRequest(f"order_by must be one of {', '.join(_ORDERS)}", param="order_by")
+    direction = ask.query.get("order_by_direction", ask.query.get("direction", "desc"))
+    if direction not in ("asc", "desc"):
+        raise InvalidRequest("order_by_direction must be asc or desc", param="order_by_direction")
+    return order_by, direction
 
 
 def _gateway(ask: Ask) -> str:

@@ -11,7 +11,7 @@ from emberline.core.errors import InvalidRequest, NotFound
 from emberline.gateway.admin.ask import Ask, decoded, named
 from emberline.gateway.admin.desk import Desk, changed
 from emberline.gateway.admin.endpoint import Endpoint
-from emberline.gateway.admin.shapes import Deploy, Route, RouteVersion, RouteWish
+from emberline.gateway.admin.shapes import Deploy, Deployment, Route, RouteVersion, RouteWish
 from emberline.gateway.admin.shelf import Listing
 from emberline.gateway.call import POOL
 from emberline.gateway.checked import CUSTOM
@@ -53,14 +53,14 @@ class RouteDesk:
 
     async def list(self, ask: Ask) -> Listing:
         found, cursor = await self._desk.listed("route", ask)
-        return Listing([_view(each.id, _route(each)) for each in found], cursor)
+        return Listing([_view(each.id, route_of(each)) for each in found], cursor)
 
     async def get(self, ask: Ask) -> RouteView:
-        document = await self._document(ask)
-        return _view(document.id, _route(document))
+        document = await self.document(ask)
+        return _view(document.id, route_of(document))
 
     async def versions(self, ask: Ask) -> Listing:
-        name = (await self._document(ask)).id
+        name = (await self.document(ask)).id
         found, cursor = await self._desk.listed("route_version", ask, prefix=f"{name}/")
         return Listing([decoded(each.body, RouteVersion) for each in found], cursor)
 
@@ -74,7 +74,7 @@ class RouteDesk:
     async def add(self, ask: Ask) -> RouteVersion:
         name, wish = await self._wished(ask)
         old = await self._desk.store.get("route", ask.account, name)
-        route = _route(old) if old else Route(latest=0)
+        route = route_of(old) if old else Route(latest=0)
         version = RouteVersion(
             number=route.latest + 1,
             created=self._desk.now(),
@@ -86,30 +86,32 @@ class RouteDesk:
         head = changed(
             old or Document("route", ask.account, name, b""), msgspec.structs.replace(route, latest=version.number)
         )
-        document = Document("route_version", ask.account, _id(name, version.number), msgspec.json.encode(version))
+        document = Document(
+            "route_version", ask.account, version_id(name, version.number), msgspec.json.encode(version)
+        )
         await self._desk.change(ask, "route.version", document.id, put=[head, document], after=version)
         return version
 
     async def deploy(self, ask: Ask) -> RouteView:
         number = ask.read(Deploy).version
         await self._version(ask, number)
-        document = await self._document(ask)
-        route = _route(document)
+        document = await self.document(ask)
+        route = route_of(document)
         history = route.history if route.deployed is None else (*route.history, route.deployed)[-HISTORY:]
         return await self._point(ask, document, route, "route.deploy", number, history)
 
     async def rollback(self, ask: Ask) -> RouteView:
-        document = await self._document(ask)
-        route = _route(document)
+        document = await self.document(ask)
+        route = route_of(document)
         if not route.history:
             raise Conflict(f"route {document.id!r} has nothing to roll back to")
         return await self._point(ask, document, route, "route.rollback", route.history[-1], route.history[:-1])
 
     async def delete(self, ask: Ask) -> dict[str, Any]:
-        document = await self._document(ask)
-        route = _route(document)
+        document = await self.document(ask)
+        route = route_of(document)
         numbers = range(1, route.latest + 1)
-        found = [await self._desk.store.get("route_version", ask.account, _id(document.id, n)) for n in numbers]
+        found = [await self._desk.store.get("route_version", ask.account, version_id(document.id, n)) for n in numbers]
         gone = [document, *(each for each in found if each is not None)]
         await self._desk.change(ask, "route.delete", document.id, delete=gone, before=_view(document.id, route))
         return {"id": document.id, "deleted": True}
@@ -137,22 +139,29 @@ class RouteDesk:
     async def _point(
         self, ask: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
     ) -> RouteView:
-        new = msgspec.structs.replace(route, deployed=to, history=history)
+        new = msgspec.structs.replace(
+            route, deployed=to, history=history, deployments=next_deployments(route, to, self._desk.now())
+        )
         before, after = _view(document.id, route), _view(document.id, new)
         await self._desk.change(ask, action, document.id, put=[changed(document, new)], before=before, after=after)
         return after
 
-    async def _document(self, ask: Ask) -> Document:
+    async def document(self, ask: Ask) -> Document:
         return await self._desk.found("route", ask.account, ask.parts["route"])
 
     async def _version(self, ask: Ask, number: int) -> RouteVersion:
-        document = await self._desk.store.get("route_version", ask.account, _id(ask.parts["route"], number))
+        document = await self._desk.store.get("route_version", ask.account, version_id(ask.parts["route"], number))
         if document is None:
             raise NotFound(f"route {ask.parts['route'][:80]!r} has no version {number}")
         return decoded(document.body, RouteVersion)
 
 
-def _id(name: str, number: int) -> str:
+def next_deployments(route: Route, version: int, now: int) -> tuple[Deployment, ...]:
+    number = route.deployments[-1].number + 1 if route.deployments else len(route.history) + 1
+    return (*route.deployments, Deployment(number=number, version=version, at=now))[-HISTORY:]
+
+
+def version_id(name: str, number: int) -> str:
     return f"{name}/{number:08d}"  # so that they sort
 
 
@@ -162,7 +171,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _route(document: Document) -> Route:
+def route_of(document: Document) -> Route:
     return decoded(document.body, Route)
 
 

@@ -108,12 +108,19 @@ class RouteWish(Strict, frozen=True, kw_only=True):
     description: Text = ""
 
 
+class Deployment(Strict, frozen=True, kw_only=True):
+    number: int  # of the route's deployments, from 1
+    version: int
+    at: int  # ms
+
+
 class Route(Strict, frozen=True, kw_only=True):
     """What is stored of a route besides its versions."""
 
     latest: int
     deployed: int | None = None
     history: tuple[int, ...] = ()  # versions that were deployed before, oldest first
+    deployments: tuple[Deployment, ...] = ()  # the last ones, rollbacks among them, oldest first
 
 
 class RouteVersion(Strict, frozen=True, kw_only=True):

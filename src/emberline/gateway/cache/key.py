@@ -23,7 +23,10 @@ SECRET = ("key", "api_key")  # query parameters that are credentials, of Gemini 
 
 
 def cache_key(call: Call) -> str:
+    settings = call.settings
     tenant = [VERSION, call.account, call.gateway, *scope(call)]
+    if settings.cache_invalidate_on_update:
+        tenant.append(f"version {settings.version}")
     if call.options.cache_key is not None:
         return _digest([*tenant, "custom", call.dialect, call.stream, call.options.cache_key], b"")
     headers = [call.headers.get(name, "") for name in SPEAKING]

@@ -71,7 +71,7 @@ def at_step(call: Call, step: Step, number: int, last: bool) -> Call:
         body=call.body if step.body is None else step.body,
         stream=call.stream if step.stream is None else step.stream,
         options=step.options or call.options,
-        plain=step.endpoint is None,
+        plain=step.endpoint is None or step.plain,
         step=number,
         last=last,
     )

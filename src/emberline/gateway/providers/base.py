@@ -21,7 +21,7 @@ HELD = frozenset({"connection", "keep-alive", "proxy-authenticate", "proxy-autho
                   "x-auth-token", "forwarded", "x-real-ip", "cf-cache-ttl", "cf-skip-cache", *TRACES})  # fmt: skip
 OURS = ("cf-aig-", "x-emberline-", "x-forwarded-")
 CHANGED = "x-emberline-changed"
-CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key")
+CREDENTIALS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "xi-api-key")
 
 
 class Provider:

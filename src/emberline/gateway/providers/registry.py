@@ -9,20 +9,27 @@ from emberline.gateway.providers.anthropic import Anthropic
 from emberline.gateway.providers.aws_bedrock import Bedrock
 from emberline.gateway.providers.azure_openai import AzureOpenAI
 from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.baseten import Baseten
+from emberline.gateway.providers.cartesia import Cartesia
 from emberline.gateway.providers.cerebras import Cerebras
 from emberline.gateway.providers.cohere import Cohere
 from emberline.gateway.providers.compatible import USUAL, Compatible
+from emberline.gateway.providers.deepgram import Deepgram
 from emberline.gateway.providers.deepseek import DeepSeek
+from emberline.gateway.providers.elevenlabs import ElevenLabs
 from emberline.gateway.providers.emberline import Emberline
+from emberline.gateway.providers.fal import Fal
 from emberline.gateway.providers.google_ai_studio import GoogleAIStudio
 from emberline.gateway.providers.google_vertex_ai import VertexAI
 from emberline.gateway.providers.grok import Grok
 from emberline.gateway.providers.groq import Groq
 from emberline.gateway.providers.huggingface import HuggingFace
+from emberline.gateway.providers.ideogram import Ideogram
 from emberline.gateway.providers.mistral import Mistral
 from emberline.gateway.providers.ollama import Ollama
 from emberline.gateway.providers.openai import OpenAI
 from emberline.gateway.providers.openrouter import OpenRouter
+from emberline.gateway.providers.parallel import Parallel
 from emberline.gateway.providers.perplexity import Perplexity
 from emberline.gateway.providers.replicate import Replicate
 from emberline.gateway.providers.workers_ai import WorkersAI
@@ -32,6 +39,7 @@ from emberline.gateway.settings import ProviderSettings, Settings
 ALL: tuple[type[Provider], ...] = (
     Emberline, OpenAI, Anthropic, AzureOpenAI, GoogleAIStudio, VertexAI, Bedrock, WorkersAI, Groq, Mistral, Cohere,
     DeepSeek, Perplexity, Grok, OpenRouter, Cerebras, HuggingFace, Replicate, Ollama,
+    ElevenLabs, Deepgram, Cartesia, Fal, Ideogram, Baseten, Parallel,
 )  # fmt: skip
 KNOWN: dict[str, type[Provider]] = {known.slug: known for known in ALL}
 MOST = 4096  # instances kept

@@ -94,8 +94,9 @@ class ModelElement(Struct, tag="model", tag_field="type", frozen=True):
     outputs: Outcome
 
 
-class End(Struct, tag="end", tag_field="type", frozen=True):
+class End(Struct, tag="end", tag_field="type", frozen=True, omit_defaults=True):
     id: str
+    outputs: dict[str, To] = {}  # always empty; Cloudflare's clients send it
 
 
 Element: TypeAlias = Start | Conditional | Percentage | RateLimit | ModelElement | End
@@ -140,6 +141,8 @@ class Graph(Struct, frozen=True):
                     _check_condition(element.properties.condition, element.id)
                 case RateLimit():
                     _check_quota(element.properties, element.id)
+                case End() if element.outputs:
+                    raise _wrong(f"element {element.id!r} is an end and cannot have outputs")
         reached = self._walk(known)
         if lost := [each.id for each in self.elements if each.id not in reached]:
             raise _wrong(f"element {lost[0]!r} cannot be reached from the start")

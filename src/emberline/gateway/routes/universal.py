@@ -7,17 +7,20 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.body import peek
-from emberline.gateway.call import Step
+from emberline.gateway.body import Peek, peek
+from emberline.gateway.call import VIRTUAL, Step
 from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.options import Options
-from emberline.gateway.paths import check_path
+from emberline.gateway.paths import COUNT_TOKENS, PLAIN, check_path
 from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
+from emberline.gateway.routes.named import resolve
 from emberline.gateway.settings import Settings
 from emberline.net.notjson import NOT_JSON
 
 MOST = 10
+COMPAT = "compat"  # stands where a provider does: the model names it
+COMPAT_ENDPOINTS = tuple(endpoint for endpoint in PLAIN if endpoint != COUNT_TOKENS)
 _CONFIG = {
     "requestTimeout": "cf-aig-request-timeout",
     "maxAttempts": "cf-aig-max-attempts",
@@ -51,7 +54,14 @@ def read_steps(body: bytes, asked: Options, settings: Settings, registry: Regist
         raise InvalidRequest(f"the body is not a list of steps: {e}") from e
     if not 1 <= len(steps) <= MOST:
         raise InvalidRequest(f"there are {len(steps)} steps; there must be 1 to {MOST}")
-    return tuple(_step(step, asked, settings, registry) for step in steps)
+    made = tuple(_step(step, asked, settings, registry) for step in steps)
+    if virtual := [step for step in made if step.provider in VIRTUAL and len(made) > 1]:
+        raise InvalidRequest(
+            f"{virtual[0].provider}/{virtual[0].model[:80]} is a route or a pool and cannot be one of several steps",
+            param="model",
+            hint="send it as the only step",
+        )
+    return made
 
 
 def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -> Step:
@@ -66,6 +76,9 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
     endpoint = step.endpoint.strip("/")
     path, _, asked_of = endpoint.partition("?")
     check_path(f"{step.provider}/{path}", param="endpoint")
+    options = Options.read(headers).over(_config(step.config)).over(asked)
+    if step.provider == COMPAT:
+        return _compat_step(path, headers, query, seen, options, settings)
     provider = registry.find(step.provider, settings)
     return Step(
         step.provider,
@@ -75,7 +88,31 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
         headers=headers,
         body=query,
         stream=seen.stream is True or provider.streams_at(path, asked_of),
-        options=Options.read(headers).over(_config(step.config)).over(asked),
+        options=options,
+    )
+
+
+def _compat_step(
+    path: str, headers: dict[str, str], body: bytes, seen: Peek, options: Options, settings: Settings
+) -> Step:
+    """A step in a protocol of the gateway's own; its model is PROVIDER/MODEL."""
+    endpoint = path.removeprefix("v1/")
+    if endpoint not in COMPAT_ENDPOINTS:
+        hint = f"known are {', '.join(COMPAT_ENDPOINTS)}"
+        raise InvalidRequest(f"a compat step has no endpoint {path[:80]!r}", param="endpoint", hint=hint)
+    if not isinstance(seen.model, str) or not seen.model:
+        raise InvalidRequest("the query of a compat step names no model", param="model", hint="PROVIDER/MODEL")
+    provider, model = resolve(seen.model, settings, named=True)
+    return Step(
+        provider,
+        model,
+        endpoint=endpoint,
+        dialect=PLAIN[endpoint],
+        headers=headers,
+        body=body,
+        stream=seen.stream is True,
+        options=options,
+        plain=True,
     )
 
 

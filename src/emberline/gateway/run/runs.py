@@ -14,11 +14,12 @@ from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
 from emberline.gateway.call import Reply
 from emberline.gateway.errors import Forbidden
-from emberline.gateway.gateway import Gateway, Request, resolve
+from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.keys.identity import Identity
 from emberline.gateway.options import Options, asking
 from emberline.gateway.paths import DEFAULT, Target
 from emberline.gateway.refusal import error_reply
+from emberline.gateway.routes.named import resolve
 from emberline.gateway.run.answer import Json, answered, enveloped, failed, is_busy
 from emberline.gateway.run.question import Question, question
 from emberline.gateway.run.queue import Queue

@@ -21,7 +21,7 @@ from emberline.gateway.store.rollup import Cell, RollupQuery
 
 PATIENCE = 0.1  # seconds of a page
 Kind = Literal["gateway", "key", "provider_key", "custom_provider", "route", "route_version", "price", "budget",
-               "batch", "batch_part"]  # fmt: skip
+               "dataset", "batch", "batch_part"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

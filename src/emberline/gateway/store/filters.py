@@ -19,6 +19,22 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Unlike:
+    """Records whose field has none of these values."""
+
+    field: str  # of Filters
+    values: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Containing:
+    """Records of which one of these fields contains one of these texts; the case of ASCII letters does not matter."""
+
+    fields: tuple[str, ...]  # of Filters, with text in them
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Filters:
     """All that are given must hold; of a tuple, one. An empty gateway: those of the whole account."""
 
@@ -39,9 +55,14 @@ class Filters:
     session_id: tuple[str, ...] = ()
     id: tuple[str, ...] = ()
     error: tuple[str, ...] = ()
+    request_content_type: tuple[str, ...] = ()
+    response_content_type: tuple[str, ...] = ()
     feedback: tuple[int, ...] = ()
     micros: Span = Span()
     tokens_in: Span = Span()
     tokens_out: Span = Span()
+    tokens: Span = Span()  # in and out together
     duration_ms: Span = Span()
+    unlike: tuple[Unlike, ...] = ()
+    containing: tuple[Containing, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)  # values as text: true, 1.5

@@ -21,8 +21,12 @@ from emberline.gateway.store.rollup import (
 )
 from emberline.gateway.store.tables import COLUMNS, PLACE, quoted
 
-_ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "feedback")
-_SPANS = ("micros", "tokens_in", "tokens_out", "duration_ms")
+_ONE_OF = ("provider", "model", "request_type", "key_id", "user", "event_id", "session_id", "error", "feedback",
+           "request_content_type", "response_content_type")  # fmt: skip
+_SPANS = {name: name for name in ("micros", "tokens_in", "tokens_out", "duration_ms")} | {
+    "tokens": "tokens_in + tokens_out"
+}
+_WILD = str.maketrans({"\\": "\\\\", "%": "\\%", "_": "\\_"})
 
 
 class Query:
@@ -51,6 +55,15 @@ class Query:
             self.holds(column, ">=", span.least)
         if span.most is not None:
             self.holds(column, "<=", span.most)
+
+    def none_of(self, expression: str, values: tuple[object, ...]) -> None:
+        inner = ", ".join(self.value(v) for v in values)
+        self.clauses.append(f"({expression} IS NULL OR {expression} NOT IN ({inner}))")
+
+    def contains(self, columns: tuple[str, ...], texts: tuple[str, ...]) -> None:
+        wild = [self.value(f"%{text.translate(_WILD)}%") for text in texts]
+        either = [f"LOWER({column}) LIKE LOWER({each}) ESCAPE '\\'" for column in columns for each in wild]
+        self.clauses.append(f"({' OR '.join(either)})")
 
     @property
     def where(self) -> str:
@@ -94,8 +107,15 @@ def select_logs(mark: str, filters: Filters, low: bytes, high: bytes, limit: int
     for name in _ONE_OF:
         query.one_of(f'"{name}"', getattr(filters, name))
     query.one_of("id", tuple(bytes.fromhex(id) for id in filters.id))
-    for name in _SPANS:
-        query.within(name, getattr(filters, name))
+    for name, expression in _SPANS.items():
+        query.within(expression, getattr(filters, name))
+    for unlike in filters.unlike:
+        if unlike.field == "id":
+            query.none_of("id", tuple(bytes.fromhex(str(id)) for id in unlike.values))
+        else:
+            query.none_of(_SPANS.get(unlike.field, f'"{unlike.field}"'), unlike.values)
+    for containing in filters.containing:
+        query.contains(tuple(f'"{name}"' for name in containing.fields), containing.texts)
     for key, value in filters.metadata.items():
         inner = f"key = {query.value(key)} AND value = {query.value(value)}"
         bounds = f"id >= {query.value(low)} AND id < {query.value(high)}"

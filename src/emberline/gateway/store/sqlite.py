@@ -267,7 +267,7 @@ class SQLiteStore:
     # Files
 
     def _prepare(self, lane: Lane) -> None:
-        for path in (self._main, *self._directory.glob("*.db")):
+        for path in (self._main, self._limits, *self._directory.glob("*.db")):
             make_private(path)
         _migrate(lane.connection(self._main), MAIN)
         for kind, steps in (("logs", LOGS), ("payloads", PAYLOADS)):

@@ -192,7 +192,7 @@ class GatewayApp:
             raise _late() from None
         if body:
             require_json(x.header("content-type"))
-        status, found = await self._admin.handle(x.method, x.path, x.query, body, identity)
+        status, found = await self._admin.handle(x.method, x.path, x.query, body, identity, _origin(x))
         await x.json(found, status, {"cache-control": "no-store"})
 
     async def _list_models(self, x: Exchange) -> None:
@@ -247,6 +247,12 @@ def _check_type(x: Exchange, path: str, body: bytes) -> None:
         return  # as JavaScript's fetch() calls a string; no web page sends this header without permission
     if not is_native(path) or body.lstrip()[:1] in (b"{", b"["):
         require_json(kind)
+
+
+def _origin(x: Exchange) -> str:
+    """Scheme and host by which the client reached the gateway, or the proxy before it."""
+    scheme = "https" if x.header("x-forwarded-proto") == "https" else "http"
+    return f"{scheme}://{x.header('host')}"
 
 
 def _headers(x: Exchange) -> dict[str, str]:

@@ -1,0 +1,13 @@
+"""Cartesia: speech. Requests name a version of its protocol, in the header `cartesia-version`."""
+
+from __future__ import annotations
+
+from emberline.gateway.providers.base import Provider
+
+
+class Cartesia(Provider):
+    slug = "cartesia"
+    base_url = "https://api.cartesia.ai"
+
+    def authorize(self, headers: dict[str, str], key: str) -> None:
+        headers["x-api-key"] = key

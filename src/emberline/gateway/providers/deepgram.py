@@ -1,0 +1,13 @@
+"""Deepgram: speech, in both directions."""
+
+from __future__ import annotations
+
+from emberline.gateway.providers.base import Provider
+
+
+class Deepgram(Provider):
+    slug = "deepgram"
+    base_url = "https://api.deepgram.com"
+
+    def authorize(self, headers: dict[str, str], key: str) -> None:
+        headers["authorization"] = f"Token {key}"

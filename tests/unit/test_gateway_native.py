@@ -1,0 +1,74 @@
+"""Providers that are asked on their own paths: where a request goes and how the key is sent."""
+
+from __future__ import annotations
+
+import pytest
+from gateway_calls import call
+
+from emberline.core.errors import InvalidRequest
+from emberline.gateway.cache.key import cache_key
+from emberline.gateway.keys.secrets import own_key
+from emberline.gateway.providers.base import Provider
+from emberline.gateway.providers.registry import KNOWN, Registry
+from emberline.gateway.settings import Settings
+
+ON = Settings.read({})
+
+
+def provider(slug: str) -> Provider:
+    return Registry().find(slug, ON)
+
+
+@pytest.mark.parametrize(
+    ("slug", "endpoint", "url", "key"),
+    [
+        ("elevenlabs", "v1/text-to-speech/v", "https://api.elevenlabs.io/v1/text-to-speech/v", {"xi-api-key": "K"}),
+        ("deepgram", "v1/listen", "https://api.deepgram.com/v1/listen", {"authorization": "Token K"}),
+        ("cartesia", "tts/bytes", "https://api.cartesia.ai/tts/bytes", {"x-api-key": "K"}),
+        ("fal", "fal-ai/fast-sdxl", "https://fal.run/fal-ai/fast-sdxl", {"authorization": "Key K"}),
+        ("ideogram", "v1/ideogram-v3/generate", "https://api.ideogram.ai/v1/ideogram-v3/generate", {"api-key": "K"}),
+        ("parallel", "v1/tasks/runs", "https://api.parallel.ai/v1/tasks/runs",
+         {"x-api-key": "K", "authorization": "Bearer K"}),
+        ("parallel", "v1/chat/completions", "https://api.parallel.ai/chat/completions",
+         {"x-api-key": "K", "authorization": "Bearer K"}),
+        ("baseten", "v1/chat/completions", "https://inference.baseten.co/v1/chat/completions",
+         {"authorization": "Bearer K"}),
+        ("baseten", "model/abc123", "https://model-abc123.api.baseten.co/environments/production/predict",
+         {"authorization": "Bearer K"}),
+        ("baseten", "model/abc123/development/predict", "https://model-abc123.api.baseten.co/development/predict",
+         {"authorization": "Bearer K"}),
+    ],
+)  # fmt: skip
+def test_where_it_goes_and_with_which_key(slug: str, endpoint: str, url: str, key: dict[str, str]) -> None:
+    asked = call(
+        b"\xff sound", headers={"content-type": "audio/wav"}, provider=slug, dialect="raw", endpoint=endpoint, model=""
+    )
+    out = provider(slug).request(asked, "K")
+    assert (out.method, out.url, out.body) == ("POST", url, b"\xff sound")
+    assert out.headers == {"content-type": "audio/wav", **key}
+    # A stored key replaces what came in any other header of a credential.
+    other = asked.moved(headers={"xi-api-key": "x", "x-api-key": "x", "api-key": "x", "authorization": "Bearer x"})
+    assert provider(slug).request(other, "K").headers == key
+
+
+def test_a_callers_own_key_passes_and_tells_replies_apart() -> None:
+    own = [call({}, headers={"xi-api-key": key}, provider="elevenlabs", dialect="raw") for key in ("one", "two")]
+    assert [own_key(each) for each in own] == ["one", "two"]
+    assert provider("elevenlabs").request(own[0], None).headers == {"xi-api-key": "one"}
+    assert cache_key(own[0]) != cache_key(own[1])
+
+
+def test_chat_is_translated_only_where_it_is_spoken() -> None:
+    for slug in ("baseten", "parallel"):
+        assert provider(slug).speaks("openai-chat")
+        assert provider(slug).endpoint_for("openai-chat", "m", False) == "chat/completions"
+    for slug in ("elevenlabs", "deepgram", "cartesia", "fal", "ideogram"):
+        assert not provider(slug).native and slug in KNOWN
+    assert provider("fal").model_in("fal-ai/fast-sdxl") == "fal-ai/fast-sdxl"
+    assert provider("baseten").model_in("model/abc/x") == "abc"
+
+
+@pytest.mark.parametrize("id", ["", "a.evil.example", "a@b", "a#", "A", "a" * 33])
+def test_a_deployment_cannot_lead_to_another_host(id: str) -> None:
+    with pytest.raises(InvalidRequest, match="deployment"):
+        provider("baseten").url(f"model/{id}", "")
