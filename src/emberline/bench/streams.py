@@ -94,9 +94,27 @@ class ClientProcesses:
 
 
 def _serve_commands(pipe: Pipe) -> None:
+    asyncio.run(_rehearse())
     pipe.send("ready")
     while (command := pipe.recv()) is not None:
         pipe.send(asyncio.run(_run_streams(*command)))
+
+
+async def _rehearse() -> None:
+    """Read one stream from a server of our own, so that a client's first use of its libraries is not measured."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        event = b'data: {"choices":[{"text":"a"}],"usage":{"completion_tokens":1}}\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(event), event))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        [timing] = await _run_streams(f"http://127.0.0.1:{port}", "none", 1, 1, 1, 0)
+    assert timing.tokens == 1, timing.error
 
 
 async def _run_streams(
