@@ -94,6 +94,13 @@ def test_a_route_by_condition_limit_and_fallback(gateway: Gateways) -> None:
         assert status == 200 and served(headers) == ("second", "small", "0")
         assert json.loads(body)["choices"][0]["message"]["content"] == TEXT
     assert gateway.fakes["second"].asked[-1].json["model"] == "small"
+    step = {
+        "provider": "compat",
+        "endpoint": "chat/completions",
+        "query": {"model": "dynamic/support", "messages": HELLO},
+    }
+    status, headers, body = gateway.post("/v1/default/default", [step])
+    assert status == 200 and served(headers) == ("second", "small", "0"), body
     ways = [served(ask(gateway, "dynamic/support", {"plan": "paid", "user": user})[1])[0] for user in "aaab"]
     assert ways == ["first", "first", "second", "first"]
     for fault, user in (("500", "c"), ("silent", "d"), ("cut", "e"), ("error-event", "f"), ("refused", "g")):
