@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from emberline.models.reader import Reader
 
 IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
-BETWEEN_PREPARATIONS = 0.04  # seconds without messages before each, once requests have come
+QUIET_S = 0.25  # seconds without messages after which idle time is used to prepare later steps
+REMEMBER_AFTER_S = 5.0  # seconds after the start, so that it does not slow the first requests down
 PROGRESS_REPORT_S = 1.0  # seconds between reports of progress within a step
 LAST_STEP_S = 10.0  # seconds for the step under way once the client is gone
 GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
@@ -81,7 +82,9 @@ def main() -> int:
     with contextlib.suppress(ConnectionError):
         channel.sendall(b"".join(map(encode, [*_news(fleet), ready])))
         if reader is not None:
-            threading.Thread(target=early.remember, daemon=True).start()
+            later = threading.Timer(REMEMBER_AFTER_S, early.remember)
+            later.daemon = True
+            later.start()
         threading.Thread(target=report_progress, args=(channel, ops.progress), daemon=True).start()
         serve(fleet, channel, inbox)
     for engine in fleet.engines.values():
@@ -155,12 +158,11 @@ def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], boot
 
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
-    while inbox.empty() and fleet.is_preparing:  # until the first message, without a pause
-        fleet.prepare_next()
     while True:
         messages = _take(inbox, wait=_pause(fleet))
-        if not messages and fleet.is_preparing and fleet.idle:
-            fleet.prepare_next()
+        if not messages and fleet.idle:
+            while fleet.is_preparing and inbox.empty():
+                fleet.prepare_next()
         for message in messages:
             match message:
                 case None:
@@ -207,7 +209,7 @@ def _pause(fleet: Fleet) -> float:
     if not fleet.idle:
         return 0.0
     if fleet.is_preparing:
-        return BETWEEN_PREPARATIONS
+        return QUIET_S
     return GLANCE if any(engine.attentive for engine in fleet.engines.values()) else IDLE_REPORT
 
 
