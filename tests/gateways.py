@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from emberline.core.config import GatewayConfig
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.fakes.provider import FakeProvider
 from emberline.gateway.logs.record import Payload, Record
 from emberline.gateway.store.filters import Filters

@@ -220,6 +220,7 @@ WALL = {
     "server/routing/relay.py",  # the same
     "server/routing/router_app.py",  # since when it runs
     "server/worker/engine_app.py",
+    "server/worker/response_store.py",  # when a response was stored, which outlives a restart
     "tokens/template.py",  # the date that a prompt may tell
     "kv/tiers/disk.py",  # beside times of files, which are of the wall too
 }

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from emberline.cli import started
-from emberline.core.config import GatewayConfig
+from emberline.core.gateway_config import GatewayConfig
 
 EMBEDDER = {"id": "minilm", "kind": "embedding"}
 CHAT = {"id": "smollm2", "kind": "chat"}

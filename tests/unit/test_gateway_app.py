@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emberline.core.config import GatewayConfig
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.net.turn import CutOff
 from emberline.server.gateway import gateway_app

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emberline.core.config import GatewayConfig
+from emberline.core.gateway_config import GatewayConfig
 from emberline.server.gateway.gatewaying import _configured
 
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 import pytest
 
 from emberline.core.clock import SystemClock
-from emberline.core.config import Foreign, RouterConfig
+from emberline.core.config import RouterConfig
+from emberline.core.foreign_config import Foreign
 from emberline.net.errors import Unreached
 from emberline.router.ask import Ask
 from emberline.router.call import Call

@@ -100,14 +100,14 @@ def test_errors(client: anthropic.Anthropic) -> None:
         client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, extra_body={"no_such_field": 1})
 
 
-def test_thinking_that_this_model_cannot_do_is_refused(client: anthropic.Anthropic) -> None:
+def test_thinking_that_this_model_cannot_do_is_listed_as_ignored(client: anthropic.Anthropic) -> None:
     budget: Any = {"type": "enabled", "budget_tokens": 2}
-    with pytest.raises(anthropic.BadRequestError, match="thinking has no effect"):
-        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking=budget)
-    with pytest.raises(anthropic.BadRequestError, match="thinking has no effect"):
-        client.messages.count_tokens(model=MODEL, messages=FRANCE, thinking=budget)
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort has no effect"):
-        client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, output_config={"effort": "low"})
+    raw = client.messages.with_raw_response
+    reply = raw.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking=budget)
+    assert "thinking" in reply.headers["x-emberline-ignored"]
+    assert client.messages.count_tokens(model=MODEL, messages=FRANCE, thinking=budget).input_tokens > 0
+    reply = raw.create(model=MODEL, max_tokens=4, messages=FRANCE, output_config={"effort": "low"})
+    assert "output_config.effort" in reply.headers["x-emberline-ignored"]
     assert client.messages.create(model=MODEL, max_tokens=4, messages=FRANCE, thinking={"type": "disabled"}).content
 
 

@@ -14,8 +14,9 @@ import pytest
 from gateways import Gateways, Loop
 
 from emberline.core.clock import SystemClock
-from emberline.core.config import GatewayConfig, RouterConfig
+from emberline.core.config import RouterConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
 from emberline.net.server import Server
 from emberline.router.upstream import Upstream
 from emberline.server.gateway.gatewaying import build

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from emberline.cli import service
-from emberline.core.config import GatewayConfig
 from emberline.core.errors import InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
 
 OPTIONS = ("host", "port", "engine", "store", "redis", "otlp", "trace_share", "open", "cors_origins", "allowed_hosts")
 

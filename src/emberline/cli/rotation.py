@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 
-from emberline.core.config import MASTER_KEY, GatewayConfig, secret
+from emberline.core.config import MASTER_KEY, secret
 from emberline.core.errors import InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.keys.masterkeys import FixedKeys, master_keys
 from emberline.gateway.keys.vault import forget_old, rewrap_all, rotate
 from emberline.gateway.store.opening import open_store

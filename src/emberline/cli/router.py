@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from emberline.cli import service, tracing
-from emberline.core.config import Foreign, RouterConfig, cluster_key, secret
+from emberline.core.config import RouterConfig, cluster_key, secret
 from emberline.core.errors import InvalidRequest
+from emberline.core.foreign_config import Foreign
 
 _SETTINGS = {
     "stuck_after": "seconds until a worker without progress is left",

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
-from emberline.core.config import GatewayConfig
+from emberline.core.gateway_config import GatewayConfig
 
 POLL_S = 0.3
 REQUEST_TIMEOUT_S = 5.0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.foreign_config import Foreign
+from emberline.core.foreign_config import Role as Role
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
@@ -19,7 +19,6 @@ MOST_QUEUED = 1000  # as a share of those that a worker runs at once
 SUPERVISED = "EMBERLINE_SUPERVISED"
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
 
-Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
 
 
 def cache_dir() -> Path:
@@ -263,34 +262,6 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """A server of another kind behind the router; it does not register, it is looked for."""
-
-    url: str
-    dialect: str  # vllm or sglang
-    role: Role = "both"
-    bootstrap: int = 8998  # SGLang: where those that decode meet it
-
-    def __post_init__(self) -> None:
-        if self.dialect not in ("vllm", "sglang"):
-            raise InvalidRequest(f"{self.dialect!r} is no kind of server known here", hint="vllm or sglang")
-        if self.role not in get_args(Role):
-            raise InvalidRequest(f"{self.role!r} is no role", hint="prefill, decode or both")
-        if not self.url.startswith(("http://", "https://")):
-            raise InvalidRequest(f"{self.url!r} is not an http or https URL")
-
-    @staticmethod
-    def parsed(text: str) -> Foreign:
-        """vllm=URL, vllm:decode=URL, sglang:prefill:8998=URL"""
-        kind, _, url = text.partition("=")
-        dialect, *rest = kind.split(":")
-        if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
-            raise InvalidRequest(f"{text!r} is not KIND[:ROLE[:PORT]]=URL")
-        role = cast("Role", rest[0] if rest else "both")
-        return Foreign(url.rstrip("/"), dialect, role, int(rest[1]) if len(rest) == 2 else 8998)
-
-
-@dataclass(frozen=True, slots=True)
 class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
@@ -365,66 +336,6 @@ class WorkerConfig:
     url: str | None = None  # under which the router reaches it; None: host and port
     cluster_key: str | None = None  # None: whoever is on this machine
     role: Role = "both"
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """Of a gateway process; what each gateway in it does is its Settings."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    api_keys: tuple[str, ...] = ()  # tokens that always work, and manage; none: one is made, in a file
-    open: bool = False  # it may listen beyond this machine without authentication
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
-    engine: str = "http://127.0.0.1:8000"  # URL of our own engine or router
-    store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
-    redis: str | None = None  # redis://..., where several replicas count together
-    redis_gone: str = "local"  # limits while Redis does not answer: counted by each process, or "closed": refused
-    flush: float = 1.0  # seconds of log records that a crash of this process may lose
-    cache: str | None = None  # of replies: sqlite:FILE or redis://...; None: in memory
-    embedder: str = DEFAULT_EMBEDDER  # at the engine, for gateways that want similar questions answered alike
-    master_key: str | None = None  # a file, made when it is missing; None: in the cache directory
-    max_body: int = 32 << 20
-    catalogue: str | None = None  # a file of models and prices that lies over ours
-    private_providers: bool = False  # those that the management API made may be on private addresses
-    otlp: str | None = None  # URL of an OpenTelemetry collector, for a span of every call; None: the environment's
-    otlp_headers: dict[str, str] = field(default_factory=dict)  # such as its key
-    otlp_payloads: bool = False  # with what was asked and answered
-    trace_share: float = 1.0  # of calls whose client does not say whether it wants them traced
-
-    def __post_init__(self) -> None:
-        if self.max_body < 1:
-            raise InvalidRequest("max_body must be at least 1", param="max_body")
-        if not 0 < self.flush <= 60:
-            raise InvalidRequest("flush must be above 0 and at most 60 seconds", param="flush")
-        if self.redis_gone not in ("local", "closed"):
-            raise InvalidRequest("redis_gone must be local or closed", param="redis_gone")
-
-    @property
-    def store_url(self) -> str:
-        return self.store or f"sqlite:{cache_dir() / 'gateway'}"
-
-    @property
-    def journal_dir(self) -> Path:
-        """Of files with what limits counted and the store does not have yet."""
-        kind, _, where = self.store_url.partition(":")
-        if kind == "sqlite":
-            return Path(where.removeprefix("//")).expanduser()
-        return cache_dir() / "gateway" / f"limits-{hashlib.sha256(self.store_url.encode()).hexdigest()[:16]}"
-
-    @property
-    def trace(self) -> TraceConfig | None:
-        return TraceConfig.given(self.otlp, self.trace_share, self.otlp_headers)
-
-    @property
-    def admin_file(self) -> Path:
-        """Of the token that manages where no other was given, made when it is missing."""
-        return cache_dir() / "gateway" / "admin.key"
-
-    @property
-    def master_file(self) -> Path:
-        return Path(self.master_key) if self.master_key else cache_dir() / "gateway" / "master.key"
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,13 @@ class EngineUnavailable(EmberlineError):
 class ShuttingDown(EngineUnavailable):
     code = "shutting_down"
 
-    def __init__(self) -> None:
-        super().__init__("the server shuts down and this stream was not finished in time", hint="send it again")
+    def __init__(
+        self,
+        message: str = "the server shuts down and this stream was not finished in time",
+        *,
+        hint: str = "send it again",
+    ) -> None:
+        super().__init__(message, hint=hint)
 
 
 class EngineFailed(EmberlineError):

@@ -21,6 +21,7 @@ from emberline.kernels.backend import Backend
 from emberline.kernels.cpu.build import BuildError, build
 from emberline.kernels.cpu.library import NativeStep, load
 from emberline.kernels.packed import Layout, PackedWeight
+from emberline.kernels.row_ops import count_tokens, edit, newest_tokens, penalise
 from emberline.kernels.stack import DenseLayer, DenseStack
 from emberline.kernels.tiles import Cutter, Tiles, most_tiles
 
@@ -332,45 +333,6 @@ def draw(
 
         return gpu.draw(logits, temperature, top_k, top_p, min_p, seed, position)
     return sample(logits, temperature, top_k, top_p, min_p, ref.uniform(seed, position))
-
-
-def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Changes single logits: divided if positive and multiplied if not, then added to. Each (row, id) comes once."""
-    if logits.is_cuda:
-        from emberline.kernels import gpu
-
-        gpu.edit(logits, rows, ids, divide, add)
-    else:
-        ref.edit(logits, rows, ids, divide, add)
-
-
-def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
-    """Applies penalties for the tokens that occurred; `ref.penalise` defines the arguments."""
-    if logits.is_cuda:
-        from emberline.kernels import gpu
-
-        gpu.penalise(logits, rows, slots, settings, counts)
-    else:
-        ref.penalise(logits, rows, slots, settings, counts)
-
-
-def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Adds one occurrence of tokens[rows[i]] to counts[slots[i]]. Each slot comes once."""
-    if counts.is_cuda:
-        from emberline.kernels import gpu
-
-        gpu.count_tokens(counts, slots, rows, tokens)
-    else:
-        ref.count_tokens(counts, slots, rows, tokens)
-
-
-def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """The tokens, where negative ones stand for the newest of their row."""
-    if tokens.is_cuda:
-        from emberline.kernels import gpu
-
-        return gpu.newest_tokens(tokens, rows, newest)
-    return torch.where(tokens < 0, newest[rows], tokens)
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -131,13 +131,7 @@ def boot_gpu(
     seconds["tiers"] = time.perf_counter() - begun
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
-    begun = time.perf_counter()
-    if settings.graphs:
-        runner.set_up()
-        until = time.perf_counter() + CAPTURE_SECONDS
-        while time.perf_counter() < until and runner.prepare_next():
-            pass
-    seconds["capture"] = time.perf_counter() - begun
+    seconds["capture"] = _capture_first(runner)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds, kept)
 
@@ -207,6 +201,17 @@ def _tune(model: Decoder, settings: GPUConfig) -> float:
 
     weights = set(every(ops.PackedWeight, model.layers))
     return tuning.tune(weights, model.config.hidden, sizes(settings.max_running, settings.max_batch_tokens))
+
+
+def _capture_first(runner: GPURunner) -> float:
+    """Capture the steps that requests need first; return the seconds."""
+    began = time.perf_counter()
+    if runner.graphs:
+        runner.set_up()
+        until = time.perf_counter() + CAPTURE_SECONDS
+        while time.perf_counter() < until and runner.prepare_next():
+            pass
+    return time.perf_counter() - began
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from emberline.api.errors import openai_error
 from emberline.api.openai import models
-from emberline.core.config import GatewayConfig
 from emberline.core.errors import EmberlineError, InvalidRequest, ShuttingDown, Unauthorized
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.call import Reply
 from emberline.gateway.gateway import Gateway, Request

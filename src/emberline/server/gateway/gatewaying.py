@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 
 from emberline import __version__
-from emberline.core.clock import SystemClock, WallClock
-from emberline.core.config import MASTER_KEY, GatewayConfig, secret
+from emberline.core.clock import Clock, SystemClock, WallClock
+from emberline.core.config import MASTER_KEY, secret
 from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.gateway_config import GatewayConfig
 from emberline.gateway.admin.admin import Admin
 from emberline.gateway.admin.desk import Desk
 from emberline.gateway.book import Book, Fixed, read_gateways
@@ -43,6 +44,7 @@ from emberline.gateway.layers.permitted import permitted
 from emberline.gateway.layers.routed import routed
 from emberline.gateway.layers.told import told
 from emberline.gateway.layers.traced import traced
+from emberline.gateway.limits.base import Limiter
 from emberline.gateway.limits.claims import Claims
 from emberline.gateway.limits.opening import open_limiter
 from emberline.gateway.logs.logwriter import LogWriter
@@ -53,6 +55,7 @@ from emberline.gateway.realtime.realtime import Realtime
 from emberline.gateway.run.queue import Queue
 from emberline.gateway.run.runs import Runs
 from emberline.gateway.stack import stacked
+from emberline.gateway.store.base import Store
 from emberline.gateway.store.opening import open_store
 from emberline.gateway.store.watch import Watch
 from emberline.gateway.upstream.upstream import Upstream
@@ -101,15 +104,7 @@ async def build(
     prices = Prices(catalogue)
     attempts = Attempts(registry, Secrets(vault), upstream, prices, clock, wall)
     journal = await stack.enter_async_context(LogWriter(store, linger=config.flush / 5))
-    limiter = await open_limiter(
-        config.redis,
-        clock,
-        stack,
-        degraded=config.redis_gone,  # type: ignore[arg-type]
-        store=store,
-        journal=config.journal_dir,
-        interval=config.flush,
-    )
+    limiter = await _limiter(config, store, clock, stack)
     kept = await open_cache(config.cache, clock, wall, stack)
     cached = Cached(kept, clock, semantic_by(upstream, config.engine, config.embedder, clock))
     claims = Claims(catalogue, prices)
@@ -148,6 +143,18 @@ async def build(
     runs = Runs(gateway, queue, clock)
     return GatewayApp(
         config, gateway, runs, admin, models, store, metrics, load_pages("gateway/index.html"), needs_keys
+    )
+
+
+async def _limiter(config: GatewayConfig, store: Store, clock: Clock, stack: AsyncExitStack) -> Limiter:
+    return await open_limiter(
+        config.redis,
+        clock,
+        stack,
+        degraded=config.redis_gone,  # type: ignore[arg-type]
+        store=store,
+        journal=config.journal_dir,
+        interval=config.flush,
     )
 
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from emberline.cluster.card import Beat, Card, Dialect, ModelCard
-from emberline.core.config import Foreign
 from emberline.core.errors import EmberlineError
+from emberline.core.foreign_config import Foreign
 from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.upstream import Broken, Unreached, Upstream
