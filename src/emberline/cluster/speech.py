@@ -33,7 +33,7 @@ class Envelope(msgspec.Struct):
     path: str
     body: msgspec.Raw
     seed: int
-    timeout: float
+    timeout: float | None  # None: no deadline
     handoff: dict[str, Any]
     id: str | None = None
     created: int | None = None
