@@ -78,7 +78,8 @@ def test_replies_pass_byte_for_byte(fakes: Fakes) -> None:
     seen = fakes.tell("a")["seen"][-1]
     assert seen["authorization"] == "Bearer mine" and seen["x-odd"] == "\xe4 value"
     ours = {name for name in seen if name.startswith("x-emberline")}
-    assert ours == {"x-emberline-seed", "x-emberline-created"}, "a client's are not passed on"
+    assert ours == {"x-emberline-seed", "x-emberline-created", "x-emberline-tenant"}, "a client's are not passed on"
+    assert seen["x-emberline-tenant"].startswith("presented "), "the router's own, of the key that the client sent"
     get(f"{fakes.url}/v1/chat/completions?beta=true&q=%20x", {"model": "fake", "messages": HELLO})
     assert fakes.tell("a")["seen"][-1]["?"] == "beta=true&q=%20x"
     assert quiet(fakes)
@@ -434,7 +435,7 @@ def test_only_workers_with_the_key_are_let_in(tmp_path: Path) -> None:
 
 def test_without_a_key_no_page_in_a_browser_can_register(fakes: Fakes) -> None:
     card = {"name": "x", "incarnation": "1", "url": "http://127.0.0.1:1", "models": [{"name": "m"}]}
-    with pytest.raises(urllib.error.HTTPError, match="401"):
+    with pytest.raises(urllib.error.HTTPError, match="403"):
         get(f"{fakes.url}/cluster/register", card, {"origin": "http://evil.example"})
 
 
