@@ -70,7 +70,7 @@ def _lists_models(port: int) -> bool:
 
 
 def emberline_command(model: str, port: int) -> list[str]:
-    start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", NAME, "--embedder", "none"]
+    start = [sys.executable, "-m", "emberline.cli", "serve", model, "--served-name", NAME]
     return [*start, "--port", str(port)]
 
 
@@ -181,7 +181,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
     args = parser.parse_args()
     only = [int(streams) for streams in args.streams.split(",")]
-    report = Report("gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200})
+    settings = "default, also of the embedder: without a network its download fails and is part of http_ready_s"
+    report = Report("gpu-http", {"max_tokens": MAX_TOKENS, "rounds": ROUNDS, "prompt_words": 200, "settings": settings})
     clients = ClientProcesses()
     with TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
