@@ -386,6 +386,7 @@ def test_warms_up_while_they_come(
     placed = DeviceWeights(checkpoint, None, "cpu", packed=kept)
     model = Decoder.load(ModelConfig.from_hf(checkpoint.config), placed, 64, "")
     runner, seen = SimpleNamespace(model=model), list[Decoder]()
+    monkeypatch.setattr(boot, "compile_kernels", lambda runner: 0.0)
     monkeypatch.setattr(boot, "warm_up", lambda runner: seen.append(runner.model) or 1.5)
     seconds = boot._fill(placed, runner)  # type: ignore[arg-type]
     assert seconds["warm_up"] == 1.5 and seconds["decode_threads"] > 0

@@ -330,4 +330,4 @@ def test_the_version_may_be_in_the_path_or_not(slug: str, base_url: str | None, 
 
 
 def test_slugs() -> None:
-    assert all(slug == provider.slug for slug, provider in KNOWN.items()) and len(KNOWN) == 19
+    assert all(slug == provider.slug for slug, provider in KNOWN.items()) and len(KNOWN) == 26

@@ -206,7 +206,7 @@ def _tune(model: Decoder, settings: GPUConfig) -> float:
 def _capture_first(runner: GPURunner) -> float:
     """Capture the steps that requests need first; return the seconds."""
     began = time.perf_counter()
-    if runner.graphs:
+    if runner.graphs and runner.cache.keys.is_cuda:
         runner.set_up()
         until = time.perf_counter() + CAPTURE_SECONDS
         while time.perf_counter() < until and runner.prepare_next():

@@ -11,6 +11,7 @@ CHUNKS = (8, 32)  # rows of chunks in a step
 MOST_TOKENS = 1024  # of them, for a large model; larger steps take longer than launching them does
 GRAIN = 128  # tokens in a step with chunks: products of one more take as long as of so many more
 BESIDE = 64  # rows of single tokens in a step that also has chunks come in multiples of this: most of them cost nothing
+MOST_CAPTURED = 8192  # tokens of chunks in a captured step of any model
 LAUNCH_FLOP = 7e12  # arithmetic that a device does while the host launches a step that is not captured (12 ms)
 
 
@@ -29,7 +30,7 @@ class Grid:
 
         A step is captured as long as launching it takes longer than computing it. Padding costs a small model little,
         so few shapes serve it."""
-        worth = int(LAUNCH_FLOP / (2 * parameters)) // MOST_TOKENS * MOST_TOKENS
+        worth = min(int(LAUNCH_FLOP / (2 * parameters)), MOST_CAPTURED) // MOST_TOKENS * MOST_TOKENS
         if min(worth, max_batch_tokens) <= MOST_TOKENS:
             return Grid(min(MOST_TOKENS, max_batch_tokens))
         return Grid(min(worth, max_batch_tokens), CHUNKS[-1:], 2 * GRAIN, MOST_TOKENS)
