@@ -43,7 +43,7 @@ def test_up_a_death_and_ctrl_c(tmp_path: Path) -> None:
             env = {**os.environ, "PYTHONPATH": str(SRC), "EMBERLINE_CLUSTER_KEY": secret}
             assert subprocess.run([*drain, "--undo"], env=env, capture_output=True, timeout=60).returncode == status
         os.kill(pids["worker-1"], signal.SIGKILL)
-        until(lambda: "ended by SIGKILL; again in" in out.read_text())
+        until(lambda: "ended by SIGKILL; restarts" in out.read_text())
         until(lambda: out.read_text().count("worker-1   ready") == 2, 120)
         assert client.completions.create(model="tiny", prompt="x", max_tokens=2).choices
 

@@ -26,7 +26,7 @@ const TITLES = {
 /** Names of models that can chat. Only our servers say which models embed. */
 export const models = async (key) => (await getJSON("v1/models", key)).data.filter(({ kind = "chat" }) => kind === "chat").map(({ id }) => id);
 export const samplingDefaults = async (key, model) =>
-  (await getJSON(`v1/models/${encodeURI(model)}`, key)).default_sampling_params ?? {};
+  (await getJSON("v1/models", key)).data.find(({ id }) => id === model)?.default_sampling_params ?? {};
 export const stats = (key) => getJSON("stats", key);
 
 /** The chunks of one streamed chat completion. Leaving the loop, or the signal, closes the connection, which ends the work. */

@@ -33,7 +33,9 @@ class Errand:
         token_timeout: float,
         past: Past,
         source: dict[str, Any] | None = None,
+        merging: bool = False,
     ) -> None:
+        """`merging`: outputs that wait to be read may be merged into one."""
         self._engine = engine
         self._order = order
         self._model = model
@@ -42,6 +44,7 @@ class Errand:
         self._token_timeout = token_timeout
         self._past = past
         self._source = source
+        self._merging = merging
 
     def prefill(self) -> AsyncGenerator[Output, None]:
         """The first token, and where the prompt's blocks can be had."""
@@ -94,7 +97,7 @@ class Errand:
             if gone % AT_ONCE == 0:
                 await asyncio.sleep(0)
         unfinished = [job for job in self._order.jobs if not all(choices[i].finished for i in self._indices(job))]
-        merging = not any(choice.splits for choice in choices)
+        merging = self._merging and not any(choice.splits for choice in choices)
         if len(unfinished) == 1:  # without the tasks that several need: most requests, and a third of an event's cost
             async with aclosing(self._outputs(unfinished[0], merging)) as outputs:
                 async for output in outputs:

@@ -129,4 +129,5 @@ class Generator:
             token_timeout=self._token_timeout,
             past=Past(handoff.said, len(order.jobs) * order.params.n, tokenizer.vocab_size),
             source=handoff.source,
+            merging=not journey.tracked,  # a router that moves a stream counts on one event for each token
         )
