@@ -87,7 +87,7 @@ def test_all_are_listed_with_limits_of_their_own(client: openai.OpenAI) -> None:
     assert listed == {"one": 512, "two": 256} and client.models.retrieve("two").id == "two"
     text = "x" * 300
     client.completions.create(model="one", prompt=text, max_tokens=1)
-    with pytest.raises(openai.BadRequestError, match="context of 256"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256"):
         client.completions.create(model="two", prompt=text, max_tokens=1)
 
 

@@ -92,7 +92,8 @@ class Scene:
         self.reference.child.arguments += ["serve", given.model, "--served-name", SERVED, "--port",
                                            str(self.reference.port), "--embedder", "none", "--threads", "1",
                                            "--device", "cpu", "--kv-memory", "256M"]  # fmt: skip
-        self.router.child.arguments += ["router", "--port", str(self.router.port), "--request-timeout",
+        self.router.child.arguments += ["router", "--allowed-hosts", self.network.hub, "--port", str(self.router.port),
+                                        "--request-timeout",
                                         str(given.deadline), *given.router]  # fmt: skip
         for place in filter(None, (self.router, self.reference, self._started_store())):
             await self._supervisor.start(place.child)
