@@ -58,7 +58,7 @@ class Page:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1:8080", "localhost", "LOCALHOST:1", "[::1]:8080", "a.localhost", "127.9.9.9"]
+    "host", ["127.0.0.1:8080", "localhost", "LOCALHOST:1", "[::1]:8080", "a.localhost", "127.9.9.9", "10.0.0.7:80"]
 )
 def test_names_of_this_machine_are_served(host: str) -> None:
     assert Page(OPEN, "POST", {"host": host}).reached
@@ -66,7 +66,7 @@ def test_names_of_this_machine_are_served(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.7", "localhost.x"]
+    "host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "10.0.0.7.evil.example", "localhost.x"]
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "SOCKET"])
 def test_a_name_that_another_site_pointed_here_is_refused(host: str, method: str) -> None:

@@ -26,6 +26,7 @@ from emberline.cluster.muster import absences, holdings, until_nothing
 from emberline.cluster.supervisor import Child, Supervisor
 from emberline.core.config import Role, environment
 
+CLUSTER_KEY_HEADER = "x-emberline-cluster-key"  # with it workers answer others than their router
 SERVED = "chaos"  # the model's name
 REGISTER = b"POST /cluster/register"
 SHM, NO_SHM = b'"shm":"', b'"off":"'
@@ -67,10 +68,12 @@ class Scene:
     def __init__(self, settings: Settings, home: Path) -> None:
         self.settings, self.home = settings, home
         self.sights = Sights()
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+        self._key = secrets.token_hex(16)
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), headers={CLUSTER_KEY_HEADER: self._key}
+        )
         self.history: list[str] = []  # what the supervisor said
         self._tasks: set[asyncio.Future[Any]] = set()
-        self._key = secrets.token_hex(16)
         self._supervisor = Supervisor(lambda who, what: self.history.append(f"{who} {what}"))
         self.network = Network(links=settings.links)
         self._transfer = re.compile(rb'"incarnation":"(\w+)".*?"tcp":"%b:(\d+)"' % self.network.hub.encode(), re.DOTALL)

@@ -4,6 +4,7 @@ header the name under which the browser found the server, which the page's owner
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from emberline.api.sse import dumps
 from emberline.core.errors import EmberlineError, HostNotAllowed, InvalidRequest, OriginNotAllowed
 from emberline.net.host import App
 from emberline.server.exchange import Exchange, Receive, Scope, Send
-from emberline.server.keys import is_loopback
 from emberline.server.site import refuse
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing, and other sites cannot read the replies
@@ -40,7 +40,7 @@ class CrossSitePolicy:
 
     def knows_host(self, header: str) -> bool:
         name = _host_name(header)
-        return is_local_name(name) or name in self.hosts
+        return is_own_name(name) or name in self.hosts
 
     def lists(self, origin: str) -> bool:
         return ANY_ORIGIN in self.origins or origin in self.origins
@@ -85,8 +85,17 @@ class CrossSiteGuard:
             )
 
 
-def is_local_name(name: str) -> bool:
-    return name == "localhost" or name.endswith(".localhost") or is_loopback(name)
+def is_own_name(name: str) -> bool:
+    """Whether no other site can have pointed this name here: localhost, or an address, which needs no name service."""
+    return name == "localhost" or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _host_name(header: str) -> str:
