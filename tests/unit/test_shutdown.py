@@ -34,7 +34,8 @@ def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "emberline")
     worker, answer, gone = House(lambda prompt, choice: "word " * 2000), Answer(), asyncio.Event()
     body = json.dumps({"model": "m", "stream": True, **BODIES[path]}).encode()
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": ("127.0.0.1", 1)}
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "client": ("127.0.0.1", 1)}
     inbox = [{"type": "http.request", "body": body}]
 
     async def receive() -> dict[str, Any]:
@@ -45,6 +46,7 @@ def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFi
     async def run() -> None:
         serving = asyncio.ensure_future(worker.app(scope, receive, answer.take))
         while len(answer.writes) < 3:
+            assert not serving.done(), answer.body
             await asyncio.sleep(0)
         gone.set() if leaves else serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
