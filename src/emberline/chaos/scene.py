@@ -147,8 +147,8 @@ class Scene:
         """`found`: the host where others look for it."""
         given, store = self.settings, self.store
         shared = ["--kv-store", f"{store.host}:{store.port}", "--kv-store-memory", "32M"] if store is not None else []
-        if shared and host != HERE:
-            shared += ["--kv-mooncake-host", host]
+        if store is not None and not store.host.startswith("127."):
+            shared += ["--kv-mooncake-host", store.host if host == HERE else host]
         return ["worker", given.model, "--served-name", SERVED, "--role", str(place.role), "--worker-name", place.name,
                 "--host", host, "--port", str(port), "--worker-url", f"http://{found}:{port}",
                 "--router", f"http://{router}", "--kv-memory", given.kv_memory, "--kv-disk", str(place.disk),
