@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emberline.api import tokenize
+from emberline.api import fields, tokenize
 from emberline.api.anthropic import request as anthropic
 from emberline.api.openai import chat as openai_chat
 from emberline.api.openai import completions as openai_completions
 from emberline.api.openai import embeddings as openai_embeddings
 from emberline.api.parse import MAX_DEPTH, Wire, decode, decode_object, encode_text
 from emberline.api.responses import request as responses
+from emberline.core.config import ServerConfig
 from emberline.core.errors import InvalidRequest
+from emberline.server.worker import assembly, protocol
 
 
 class Inner(Wire):
@@ -129,3 +131,14 @@ def test_any_json_parses_or_is_refused(parse: Any, value: Any) -> None:
 def test_any_bytes_parse_or_are_refused(parse: Any, body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse(body)
+
+
+def test_parsers_are_prepared_before_the_first_request() -> None:
+    for cached in (fields._table, fields._hints):
+        cached.cache_clear()
+    assembly.read_parts(ServerConfig({"m": "m"}, embedder=None), {})
+    tables, hints = fields._table.cache_info(), fields._hints.cache_info()
+    for each in protocol.PROTOCOLS.values():
+        each.parse(each.smallest)
+    assert fields._table.cache_info().misses == tables.misses
+    assert fields._hints.cache_info().misses == hints.misses

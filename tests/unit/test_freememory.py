@@ -55,9 +55,7 @@ JOB_V1 = {
         ({}, 8_000_000),  # macOS has neither
     ],
 )
-def test_the_least_counts(
-    tmp_path: Path, files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_counts(tmp_path: Path, files: dict[str, str], free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(freememory, "physical_memory", lambda: 16_000_000)
     assert free_memory(write(tmp_path, files)) == free
 

@@ -7,19 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.clock import ManualClock
-from emberline.core.config import SchedulerConfig
+from emberline.core.config import EngineConfig, GPUConfig, SchedulerConfig
+from emberline.core.errors import InvalidRequest
 from emberline.core.params import SamplingParams
 from emberline.core.plan import StepPlan, StepResult
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 from emberline.engine.fake import FakeRunner
-from emberline.engine.pacing import LEAST, MOST_SAVED, ONE_OF, Pacer
+from emberline.engine.pacing import LEAST, MAX_SAVED_TOKENS, ONE_LATE_OF, Pacer
+
+TAIL = 1.5
 
 
 @settings(max_examples=60, deadline=None)
 @given(base=st.floats(0.002, 0.015), per_token=st.floats(5e-6, 60e-6), target=st.floats(0.02, 0.06))
 def test_it_finds_the_chunk_that_meets_the_target(base: float, per_token: float, target: float) -> None:
-    pacer = Pacer(target)
+    pacer = Pacer(target, TAIL)
     for step in range(200):
         chunk = 0 if step % 4 == 0 else pacer.allowance(8) or 0
         pacer.learn(chunk, base + per_token * chunk)
@@ -30,8 +33,8 @@ def test_it_finds_the_chunk_that_meets_the_target(base: float, per_token: float,
 
 
 def test_nobody_waiting_means_no_limit_and_a_hopeless_target_still_gets_on() -> None:
-    assert Pacer(0.03).allowance(0) is None
-    assert Pacer(1e-6).allowance(5) == LEAST
+    assert Pacer(0.03, TAIL).allowance(0) is None
+    assert Pacer(1e-6, TAIL).allowance(5) == LEAST
 
 
 class Timed(FakeRunner):
@@ -50,11 +53,12 @@ class Timed(FakeRunner):
         return StepResult(result.step, result.sampled, result.prompt_logprobs, seconds=seconds)
 
 
-@pytest.mark.parametrize("target", [None, 0.02])
-def test_a_stream_goes_on_beside_a_long_prompt(target: float | None) -> None:
+@pytest.mark.parametrize(("target", "tail"), [(None, 4.0), (0.02, 1.5), (0.02, 4.0)])
+def test_a_stream_goes_on_beside_a_long_prompt(target: float | None, tail: float) -> None:
     clock = ManualClock()
     runner = Timed(clock)
-    engine = Engine(SchedulerConfig(max_batch_tokens=8192, max_context=32_768, itl_target=target), runner, clock)
+    config = SchedulerConfig(max_batch_tokens=8192, max_context=32_768, itl_target=target, itl_tail=tail)
+    engine = Engine(config, runner, clock)
     engine.add(Submission("stream", [1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True)))
     for _ in range(10):
         engine.step()
@@ -65,7 +69,8 @@ def test_a_stream_goes_on_beside_a_long_prompt(target: float | None) -> None:
     if target is None:
         assert took[-1] > 0.15
         return
-    assert took[-1] < 1.55 * target and sum(t > 1.3 * target for t in took) <= len(took) / ONE_OF + 1
+    assert 0.8 * tail * target < took[-1] < 1.05 * tail * target
+    assert sum(t > 1.2 * target for t in took) <= len(took) / ONE_LATE_OF + 1
 
 
 def grants(pacer: Pacer, steps: int, waited: float, streams: int = 50) -> list[int]:
@@ -78,19 +83,19 @@ def grants(pacer: Pacer, steps: int, waited: float, streams: int = 50) -> list[i
 
 
 def test_prompts_that_have_waited_for_long_get_some_longer_steps() -> None:
-    pacer = Pacer(0.03)
+    pacer = Pacer(0.03, TAIL)
     (usual,) = grants(pacer, 1, waited=0.0)
     assert grants(pacer, 600, waited=0.2) == [usual] * 600, "nobody has waited for long"
     burst = grants(pacer, 100, waited=0.3)
-    row = MOST_SAVED // 50
+    row = MAX_SAVED_TOKENS // 50
     assert all(grant > 1.3 * usual for grant in burst[:row]), "what was saved is used up at once"
-    assert sum(grant > usual for grant in burst) <= row + 100 / ONE_OF, "and then they come one by one"
-    assert 4 <= sum(grant > usual for grant in grants(pacer, 100, waited=0.3)) <= 6
+    assert sum(grant > usual for grant in burst) <= row + 100 / ONE_LATE_OF, "and then they come one by one"
+    assert 6 <= sum(grant > usual for grant in grants(pacer, 100, waited=0.3)) <= 8
 
 
 def test_tokens_are_counted_not_steps() -> None:
     """Steps of few streams save little for those of many."""
-    pacer = Pacer(0.03)
+    pacer = Pacer(0.03, TAIL)
     usual = pacer.allowance(50)
     grants(pacer, 100, waited=0.0, streams=2)
     assert pacer.allowance(50, 0.3) == usual
@@ -98,16 +103,23 @@ def test_tokens_are_counted_not_steps() -> None:
 
 def test_what_no_prompt_could_use_is_not_spent() -> None:
     """Somebody waits for a seat: no step is longer for it."""
-    pacer = Pacer(0.03)
+    pacer = Pacer(0.03, TAIL)
     usual = pacer.allowance(50)
     assert usual is not None
     for _ in range(600):
         pacer.allowance(50, 5.0)
         pacer.planned(0)
-    assert all(grant > usual for grant in grants(pacer, MOST_SAVED // 50, waited=5.0))
+    assert all(grant > usual for grant in grants(pacer, MAX_SAVED_TOKENS // 50, waited=5.0))
 
 
 def test_a_crowd_has_its_long_steps_too() -> None:
-    pacer = Pacer(0.03)
-    usual = pacer.allowance(2 * MOST_SAVED) or 0
-    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MOST_SAVED))
+    pacer = Pacer(0.03, TAIL)
+    usual = pacer.allowance(2 * MAX_SAVED_TOKENS) or 0
+    assert any(grant > usual for grant in grants(pacer, 50, waited=5.0, streams=2 * MAX_SAVED_TOKENS))
+
+
+def test_a_tail_without_a_target_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="itl_tail"):
+        EngineConfig("m", itl_tail=2.0)
+    with pytest.raises(InvalidRequest, match="itl_tail"):
+        GPUConfig(itl_target_ms=30.0, itl_tail=0.5)

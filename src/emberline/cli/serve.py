@@ -23,6 +23,7 @@ from emberline.core.errors import InvalidRequest
 
 PROC = Path("/proc")
 
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     server, engine, rules = ServerConfig(), EngineConfig(model=""), FleetConfig()
     parser.add_argument(
@@ -68,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--itl-target-ms",
         type=float,
-        help="on a GPU: prompts are cut so that streams get nine of ten tokens this soon, the tenth half as late again",
+        help="target inter-token latency on a GPU: prompt chunks are sized so that 90%% of tokens meet it",
+    )
+    service.add_setting(
+        parser, engine, "itl_tail", "the other 10%% of tokens stay within so many targets while prompts wait"
     )
     parser.add_argument("--no-prefix-cache", action="store_true")
     service.add_setting(parser, server, "stall_timeout", "seconds until a silent engine is restarted")

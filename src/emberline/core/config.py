@@ -15,10 +15,10 @@ from emberline.core.foreign_config import Role as Role
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
+ITL_TAIL = 4.0  # inter-token targets that one token of ten may take
 MOST_QUEUED = 1000  # as a share of those that a worker runs at once
 SUPERVISED = "EMBERLINE_SUPERVISED"
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
-
 
 
 def cache_dir() -> Path:
@@ -89,6 +89,7 @@ class SchedulerConfig:
     prefix_cache: bool = True
     ageing_seconds: float = 10.0  # a batch request that waited this long counts as interactive
     itl_target: float | None = None  # seconds between two tokens of a stream, which chunks of prompts must not delay
+    itl_tail: float = ITL_TAIL  # targets that one token of ten may take while prompts wait
     load_timeout: float = 5.0  # seconds a request waits for blocks of a lower tier; the rest is computed
 
     def __post_init__(self) -> None:
@@ -139,6 +140,7 @@ class EngineConfig:
     block_size: int | None = None
     prefix_cache: bool = True
     itl_target_ms: float | None = None
+    itl_tail: float = ITL_TAIL
     kv_host_memory: int = 0  # bytes of main memory for blocks that the cache has no room for
     kv_disk: str | None = None  # a directory for them
     kv_disk_size: int | None = None  # bytes there
@@ -164,6 +166,9 @@ class EngineConfig:
         if self.kv_mooncake_host is not None and not self.kv_mooncake and self.kv_store is None:
             message = "kv_mooncake_host is given, and neither kv_mooncake nor kv_store is"
             raise InvalidRequest(message, param="kv_mooncake_host", hint="add --kv-mooncake or --kv-store")
+        if self.itl_tail != ITL_TAIL and self.itl_target_ms is None:
+            message = f"itl_tail is {self.itl_tail}, a multiple of itl_target_ms, which is not given"
+            raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
         if self.has_tiers and not self.prefix_cache:
             raise InvalidRequest("blocks are kept for the prefix cache, which is off", param="prefix_cache")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -208,6 +213,7 @@ class GPUConfig:
     graphs: bool = True  # steps of single tokens run as captured graphs
     overlap: bool = True  # a step is planned while the one before it runs
     itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
+    itl_tail: float = ITL_TAIL  # targets that one token of ten may take while prompts wait
     tiers: bool = False  # blocks move to main memory and back, and need scratch on the way
     transfer: bool = False  # blocks go to other engines and come from them, and need scratch too
 
@@ -218,6 +224,8 @@ class GPUConfig:
             raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
             raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
+        if not 1.0 <= self.itl_tail <= 100.0:
+            raise InvalidRequest(f"itl_tail is {self.itl_tail}; it must be from 1 to 100", param="itl_tail")
         if self.kv_tokens is not None and self.kv_memory is not None:
             raise InvalidRequest("kv_tokens and kv_memory say the same thing: give one", param="kv_tokens")
 

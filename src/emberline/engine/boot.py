@@ -92,6 +92,7 @@ def gpu_settings(config: EngineConfig) -> GPUConfig:
         kv_dtype=config.kv_dtype,
         kv_memory=config.kv_memory,
         itl_target_ms=config.itl_target_ms,
+        itl_tail=config.itl_tail,
         tiers=config.has_tiers,
         transfer=config.transfer is not None,
         **given,

@@ -10,16 +10,18 @@ from emberline.engine.gpu.shape import GRAIN
 
 RECENT = 0.2  # the weight of the newest step
 LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
-# Prompts that have waited for PATIENCE targets get longer steps, of LONG targets each: one token of ONE_OF may come so
-# late, and those that did not are saved up to MOST_SAVED. So 19 of 20 tokens keep to the target in the long run, nine
-# of ten within some seconds, and a burst of prompts is through sooner.
-PATIENCE, LONG, ONE_OF, MOST_SAVED = 8, 1.45, 20, 1000
+WAITED_TARGETS = 8  # prompts that have waited for so many targets get long steps
+# One token of ONE_LATE_OF may come late, in a long step. Those that came in time are saved up to MAX_SAVED_TOKENS, so a
+# burst of prompts gets several long steps in a row. That leaves a margin to the nine of ten tokens that are promised.
+ONE_LATE_OF = 14
+MAX_SAVED_TOKENS = 1000
+MARGIN = 0.97  # of the tail that a long step is planned for, since its cost is an estimate
 
 
 class Pacer:
-    def __init__(self, target: float) -> None:
-        """`target`: seconds between two tokens of a stream."""
-        self.target = target
+    def __init__(self, target: float, tail: float) -> None:
+        """`target`: seconds between two tokens of a stream; `tail`: targets that a long step may take."""
+        self.target, self.tail = target, tail
         self._base, self._per_token = 0.005, 25e-6  # a guess that steps correct
         self._saved = 0.0  # tokens that may be late
         self._streams, self._usual = 0, 0  # of the step that is being planned: tokens of prompts that are in time
@@ -30,9 +32,9 @@ class Pacer:
         self._streams, self._usual = streams, self._room(streams, self.target)
         if not streams:
             return None
-        self._saved = min(self._saved + streams / ONE_OF, max(MOST_SAVED, streams))
-        long = waited > PATIENCE * self.target and self._saved >= streams
-        return self._room(streams, LONG * self.target) if long else self._usual
+        self._saved = min(self._saved + streams / ONE_LATE_OF, max(MAX_SAVED_TOKENS, streams))
+        long = waited > WAITED_TARGETS * self.target and self._saved >= streams
+        return max(self._usual, self._room(streams, MARGIN * self.tail * self.target)) if long else self._usual
 
     def planned(self, prompt_tokens: int) -> None:
         """What the step has got."""

@@ -43,7 +43,7 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
-        self._pacer = None if config.itl_target is None else Pacer(config.itl_target)
+        self._pacer = None if config.itl_target is None else Pacer(config.itl_target, config.itl_tail)
         self._scored = MOST_SCORED  # what is left of it
         self._step = 0
         self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt

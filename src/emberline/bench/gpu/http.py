@@ -98,9 +98,7 @@ class Measurement:
                 self.ready.append(ready)
                 self.measure_at(port, streams)
 
-    def one_start(
-        self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None
-    ) -> None:
+    def one_start(self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None) -> None:
         """Start a server once, for one that takes long to start: only its first pass of all is a cold one."""
         port = free_port()
         log = logs / f"all{self._suffix.replace('/', '-')}.log"

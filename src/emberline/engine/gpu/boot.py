@@ -49,7 +49,7 @@ __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
-CAPTURE_SECONDS = 0.5  # for capturing steps before requests are taken; what is left is captured in idle time
+CAPTURE_SECONDS = 2.0  # for capturing steps before requests are taken; the shapes left are captured when idle
 MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
 MakeDock = Callable[[DeviceRegion], Dock | None]
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
@@ -125,6 +125,7 @@ def boot_gpu(
         max_context=context,
         prefix_cache=settings.prefix_cache,
         itl_target=None if settings.itl_target_ms is None else settings.itl_target_ms / 1e3,
+        itl_tail=settings.itl_tail,
     )
     begun = time.perf_counter()
     below = tiers_of(runner, tiers) if tiers is not None else None

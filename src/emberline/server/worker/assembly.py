@@ -19,6 +19,7 @@ from emberline.hub.source import resolve
 from emberline.server.metrics import Metrics
 from emberline.server.pages import load_pages
 from emberline.server.tracing import Tracing
+from emberline.server.worker import protocol
 from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.engine_app import EngineApp
@@ -50,6 +51,7 @@ class Text:
 
 
 def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
+    protocol.prepare()
     models = {
         name: Text(directory, Tokenizer.load(directory), _template(directory, config))
         for name, directory in directories.items()
