@@ -43,9 +43,9 @@ THEN_HANGS = READY + "time.sleep(60)"
 KEEPS_REPORTING = READY + "while not time.sleep(0.02): engine.sendall(encode(Progress('m', [], Stats())))"
 # A step that does not end: its kernels make progress a while, then none.
 COMPUTES_THEN_HANGS = (
-    READY
+    "from emberline.engine.process import report_progress\n"  # takes its time, so before it is ready
+    + READY
     + """
-from emberline.engine.process import report_progress
 done = iter(range(13))
 report_progress(engine, lambda: next(done, 12), interval=0.25)
 """

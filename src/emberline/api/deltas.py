@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 Reason = Literal["stop", "length", "tool_calls", "abort"]
 
 
@@ -55,15 +57,13 @@ class TokenIds:
     prompt: Sequence[int] = ()  # those of the prompt, with a choice's first
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):  # no dataclass: one is made for every event
     index: int  # which choice
     text: str
     tokens: Sequence[TokenInfo] = ()  # when logprobs were asked for
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True):
     index: int
     text: str
     tokens: Sequence[TokenInfo] = ()
@@ -77,8 +77,7 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True):
     index: int
     slot: int
     text: str  # a further piece of the arguments' JSON text

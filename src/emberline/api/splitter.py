@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import groupby
+
+import msgspec
 
 from emberline.api.callreader import MAX_HEAD, WHITESPACE, CallReader, Status, Value
 from emberline.api.deltas import ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
@@ -343,5 +344,5 @@ def fold(pieces: Iterable[Piece]) -> list[Piece]:
         if isinstance(first, ToolCallStart):
             folded += [first, *rest]
         elif text := first.text + "".join(piece.text for piece in rest if not isinstance(piece, ToolCallStart)):
-            folded.append(replace(first, text=text))
+            folded.append(msgspec.structs.replace(first, text=text) if rest else first)
     return folded

@@ -15,7 +15,7 @@ from emberline.core.foreign_config import Role as Role
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
-ITL_TAIL = 4.0  # inter-token targets that one token of ten may take
+ITL_TAIL = 3.0  # inter-token targets that one token of ten may take
 MOST_QUEUED = 1000  # as a share of those that a worker runs at once
 SUPERVISED = "EMBERLINE_SUPERVISED"
 MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first

@@ -120,9 +120,10 @@ class Request:
     @property
     def remaining(self) -> int:
         """Tokens the next step may compute."""
-        if self.pending and (self.stepwise or self.known >= self.limit):
+        known = len(self.tokens) + self.pending
+        if self.pending and (self.stepwise or known >= self.limit):
             return 0  # the pending token must be seen first, or will be the last
-        return self.known - self.planned
+        return known - self.planned
 
     def check(self) -> None:
         assert 0 <= self.cached <= self.computed <= self.planned <= self.known <= self.limit, self

@@ -65,10 +65,23 @@ class Ready(msgspec.Struct, tag=True):
     models: dict[str, Facts]
 
 
+NewTokens = tuple[str, int, list[int]]  # an Output with nothing but tokens: id, index, tokens
+
+
 class Progress(msgspec.Struct, tag=True):
     model: str
-    outputs: list[Output]
+    outputs: list[Output | NewTokens]
     stats: Stats
+
+
+def compact(outputs: list[Output]) -> list[Output | NewTokens]:
+    """Return the outputs with those that have nothing but tokens, as most have, in their short form."""
+    return [
+        (o.id, o.index, o.tokens)
+        if o.timing is None and not o.logprobs and o.finish is None and o.ticket is None and o.prompt_logprobs is None
+        else o
+        for o in outputs
+    ]
 
 
 class Computing(msgspec.Struct, tag=True):

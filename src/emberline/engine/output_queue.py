@@ -27,6 +27,15 @@ class OutputQueue:
             if not waiter.done():
                 waiter.set_result(None)
 
+    def put_tokens(self, id: str, index: int, tokens: list[int]) -> None:
+        """Put an output that has nothing but tokens."""
+        if self._merging and self._items:
+            last = self._items[-1]
+            if isinstance(last, Output) and can_grow(last, index):
+                last.tokens += tokens
+                return
+        self.put(Output(id, index, tokens))
+
     async def get(self) -> Output | EmberlineError:
         """Return the next item; one task may wait at a time."""
         while not self._items:
@@ -37,14 +46,17 @@ class OutputQueue:
 
 def merge(earlier: Output | EmberlineError, later: Output) -> bool:
     """Add an output to the one before it; return False if they have to stay two."""
-    if isinstance(earlier, EmberlineError) or earlier.index != later.index:
+    if isinstance(earlier, EmberlineError) or not can_grow(earlier, later.index):
         return False
-    if earlier.finish is not None or earlier.error is not None or later.error is not None:
-        return False
-    if earlier.ticket is not None or later.ticket is not None or later.prompt_logprobs is not None:
+    if later.error is not None or later.ticket is not None or later.prompt_logprobs is not None:
         return False
     earlier.tokens += later.tokens
     earlier.logprobs += later.logprobs
     earlier.finish, earlier.stop_token = later.finish, later.stop_token
     earlier.timing = later.timing or earlier.timing
     return True
+
+
+def can_grow(output: Output, index: int) -> bool:
+    """Return whether tokens of a completion may be added to an output."""
+    return output.index == index and output.finish is None and output.error is None and output.ticket is None

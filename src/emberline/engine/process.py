@@ -38,6 +38,7 @@ from emberline.engine.messages import (
     Submit,
     Turned,
     Watch,
+    compact,
     encode,
 )
 
@@ -196,7 +197,7 @@ def _news(fleet: Fleet) -> Iterator[Message]:
             yield Blocks(name, *blocks)
     outputs = report.outputs or {name: [] for name in fleet.engines}  # with nothing to say, that all are well
     for name, made in outputs.items():
-        yield Progress(name, made, fleet.stats(name))
+        yield Progress(name, compact(made), fleet.stats(name))
     for submission_id, error in report.refused:
         yield Refused.of(submission_id, error)
     for name, engine in fleet.engines.items():

@@ -9,6 +9,7 @@ by a later plan cannot be missed by an earlier one. No torch, no wall clock, no 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from emberline.core.clock import Clock
 from emberline.core.config import SchedulerConfig
@@ -21,6 +22,8 @@ from emberline.engine.publisher import Publisher
 from emberline.kv.manager import KVManager
 
 MOST_SCORED = 512  # prompt tokens of a step whose log-probabilities are wanted: each has a row of logits
+ONE_PENDING = (PENDING,)
+RUNNING = Status.RUNNING  # looked up for every token
 
 
 class Scheduler:
@@ -112,7 +115,7 @@ class Scheduler:
             remaining = request.remaining
             if remaining > 1:
                 chunks.append(request)
-            elif remaining and request.status is Status.RUNNING:  # not preempted for one before it
+            elif remaining and request.status is RUNNING:  # not preempted for one before it
                 self._plan(request, 1, planned)
         budget = given = self._chunk_budget(planned, chunks)
         self._scored = MOST_SCORED
@@ -152,7 +155,7 @@ class Scheduler:
             request = self.requests.get(work.id)
             if request is None:
                 continue  # ended while the step ran
-            if (why := result.failed.get(work.id)) is not None:
+            if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end(request, FinishReason.ERROR, error=why)
                 continue
             if work.life == request.preemptions:  # what it computed is still there
@@ -165,12 +168,13 @@ class Scheduler:
     # -- the parts of a step --------------------------------------------------------------------------------------
 
     def _computed(self, request: Request, work: Work, result: StepResult) -> None:
-        request.computed = work.start + len(work.tokens)
+        request.computed = computed = work.start + len(work.tokens)
         if work.start < request.prompt_len:
-            self.prompt_tokens += min(request.computed, request.prompt_len) - work.start
+            self.prompt_tokens += min(computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
-        self.kv.commit(request)
+        if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block has become full
+            self.kv.commit(request)
         if request.publish and self.publisher is not None and (ticket := self.publisher.publish(request)):
             self._outputs.append(Output(request.parent, request.index, ticket=ticket))
         if self._followers and request.computed >= request.prompt_len:
@@ -227,8 +231,9 @@ class Scheduler:
 
     def _plan(self, request: Request, count: int, planned: dict[str, int]) -> int:
         """How much of the budget it took."""
-        if len(planned) >= self.config.max_batch_tokens or not self._make_room(
-            request, request.planned + count, planned
+        tokens = request.planned + count
+        if len(planned) >= self.config.max_batch_tokens or not (
+            self.kv.grow(request, tokens) or self._make_room(request, tokens, planned)
         ):
             return 0
         planned[request.id] = count
@@ -281,17 +286,15 @@ class Scheduler:
     def _work(self, request: Request, count: int) -> Work:
         """Puts the request forward, and says to where."""
         start, end = request.planned, request.planned + count
-        tokens = request.tokens[start:end]
-        samples = end == request.known
-        work = Work(
-            request.id,
-            start,
-            tokens if len(tokens) == count else [*tokens, PENDING],
-            self.kv.table(request),
-            samples=samples,
-            prompt_logprobs=request.scores,
-            life=request.preemptions,
-        )
+        tokens: Sequence[int]
+        if count == 1 and start == len(request.tokens):
+            tokens, samples = ONE_PENDING, True
+        else:
+            tokens, samples = request.tokens[start:end], end == request.known
+            if len(tokens) < count:
+                tokens = [*tokens, PENDING]
+        # By position: with keywords it takes twice as long, and one is made for every token.
+        work = Work(request.id, start, tokens, self.kv.table(request), samples, request.scores, request.preemptions)
         request.planned = end
         request.pending += samples
         return work
@@ -302,14 +305,17 @@ class Scheduler:
 
     def _advance(self, request: Request, sampled: Sampled, now: float) -> None:
         """A new token is known: tell the client, and see whether it is the last."""
+        request.tokens.append(sampled.token)
+        request.token_deadline = now + request.token_timeout
+        finish, ticket = self._ending(request, sampled.stop), None
         first = request.first_token is None
+        if not (first or finish or request.publish or sampled.logprob):  # as most are
+            self._outputs.append(Output(request.parent, request.index, [sampled.token]))
+            return
         if first:
             request.first_token = now
             request.cached = min(request.cached, self._found.get(request.id, request.cached))
-        request.tokens.append(sampled.token)
-        request.token_deadline = now + request.token_timeout
         request.check()
-        finish, ticket = self._ending(request, stop=sampled.stop), None
         if request.publish and self.publisher is not None:
             finish, ticket = FinishReason.HANDOFF, self.publisher.complete(request, sampled)
         prompt_logprobs = self._prompt_logprobs.pop(request.id, None)
@@ -332,9 +338,10 @@ class Scheduler:
 
     # -- endings ---------------------------------------------------------------------------------------------------
 
-    def _ending(self, request: Request, *, stop: bool = False) -> FinishReason | None:
+    def _ending(self, request: Request, stop: bool = False) -> FinishReason | None:
         """What its newest token means for it. `stop`: that its grammar allows no more."""
-        if stop or self._stops(request):
+        token, params = request.tokens[-1], request.params
+        if stop or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(request.tokens) >= request.limit else None
 

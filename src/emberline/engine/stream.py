@@ -234,8 +234,11 @@ class AsyncEngine:
                 self.stats[model] = stats
                 self.on_stats(model, stats)
                 for output in outputs:
-                    if (inbox := self._open.get(output.id)) is not None:
-                        inbox.put(output)
+                    if isinstance(output, Output):
+                        if (inbox := self._open.get(output.id)) is not None:
+                            inbox.put(output)
+                    elif (inbox := self._open.get(output[0])) is not None:
+                        inbox.put_tokens(*output)
             case Computing():
                 self.progress_reports += 1
             case Turned():

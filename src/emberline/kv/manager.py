@@ -105,9 +105,9 @@ class KVManager:
     def grow(self, request: Request, tokens: int) -> bool:
         """Makes room for the request's first `tokens` tokens, if the pool has it."""
         table = self._tables[request.id]
-        wanted = self.blocks_for(tokens) - len(table)
-        if wanted <= 0:
+        if tokens <= len(table) * self.block_size:
             return True
+        wanted = self.blocks_for(tokens) - len(table)
         if wanted > self._pool.available:
             return False
         holder = self._holders[request.id]

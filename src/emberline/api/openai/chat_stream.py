@@ -143,6 +143,15 @@ class Renderer:
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
         self._prompt_ids: list[int] | None = None  # until a chunk has them, where they are streamed
+        # Most chunks differ in nothing but their text: what stands around it is encoded once.
+        is_plain = call.stream and not call.running_usage and call.params.logprobs is None
+        self._around = [self._encode_around(index) for index in range(call.params.n)] if is_plain else []
+
+    def _encode_around(self, index: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the text of a chunk."""
+        chunk = self._chunk([{"index": index, "delta": {"content": ""}, "logprobs": None, "finish_reason": None}])
+        before, after = chunk.split(b'"content":""')
+        return before + b'"content":', after
 
     def start(self) -> list[bytes]:
         return []
@@ -167,6 +176,11 @@ class Renderer:
             case Usage():
                 self._usage = usage_of(delta)
                 return [self._chunk([], self._usage)] if self._call.include_usage else []
+            case TextDelta() if self._around and (choice := self._choices[delta.index]).begun and choice.ids is None:
+                assert choice.finish is None, "nothing follows a choice's finish"
+                choice.texts.append(delta.text)
+                before, after = self._around[delta.index]
+                return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
             case _:
                 chunks = [*self._openings(delta.index), self._choices[delta.index].take(delta)]
                 return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []

@@ -61,6 +61,16 @@ class Renderer:
         self._choices = [_Choice(index) for index in range(len(call.prompts) * call.params.n)]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
+        # Most chunks differ in nothing but their text: what stands around it is encoded once.
+        is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
+        self._around = [self._encode_around(choice) for choice in self._choices] if is_plain else []
+
+    def _encode_around(self, choice: _Choice) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the text of a chunk."""
+        said = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
+        [chunk] = self._chunk([said])
+        before, after = chunk.split(b'"text":""')
+        return before + b'"text":', after
 
     def start(self) -> list[bytes]:
         return []
@@ -102,6 +112,9 @@ class Renderer:
         choice = self._choices[delta.index]
         assert choice.finish is None, "nothing follows a choice's finish"
         choice.texts.append(delta.text)
+        if self._around and choice.ids is None:
+            before, after = self._around[delta.index]
+            return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
         top, logprobs = self._call.params.logprobs, None
         if top is not None:
             choice.logprobs.add(delta.tokens, top, choice.echoed)

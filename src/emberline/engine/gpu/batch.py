@@ -33,17 +33,21 @@ class Batch:
     @staticmethod
     def split(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
         """Single tokens that sample, and chunks: all else, whatever its length."""
-        singles = [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs]
-        return singles, [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
+        chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
+        if not chunks:
+            return list(work), []
+        return [w for w in work if len(w.tokens) == 1 and w.samples and not w.prompt_logprobs], chunks
 
     @staticmethod
     def of(singles: Sequence[Work], chunks: Sequence[Work], rows: Rows, block_size: int) -> Batch:
         work = [*singles, *chunks]
-        index = np.fromiter((rows[w.id].index for w in work), np.int64, len(work))
-        starts = np.fromiter((w.start for w in work), np.int32, len(work))
-        counts = np.fromiter((len(w.tokens) for w in work), np.int32, len(work))
+        # Of lists, which takes half as long as to iterate over generators.
+        index = np.array([place.index for place in rows.places(work)], np.int64)
+        starts = np.array([w.start for w in work], np.int32)
+        counts = np.ones(len(work), np.int32)
+        counts[len(singles) :] = [len(w.tokens) for w in chunks]
         total = int(counts.sum())
-        ones = np.fromiter((w.tokens[0] for w in singles), np.int64, len(singles))
+        ones = np.array([w.tokens[0] for w in singles], np.int64)
         tokens = np.concatenate([ones, *(_ids(w.tokens) for w in chunks)])
         ends = np.cumsum(counts)
         positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts).astype(np.int32)

@@ -48,7 +48,7 @@ class DevicePenalties:
 
     def prepare_reset(self, places: Sequence[Place], sheet: Sheet) -> CountReset | None:
         """What the device needs to rebuild the counts of those that have got a row since they were last counted."""
-        fresh = [p for p in places if not p.counted and p.row.params.penalised]
+        fresh = [p for p in places if not p.plain and not p.counted and p.row.params.penalised]
         if not fresh:
             return None
         prompt, output, occurrences = [], [], []

@@ -40,29 +40,39 @@ class Rows:
         self.min_p = np.zeros(capacity + 1, np.float32)
         self.seed = np.zeros(capacity + 1, np.int64)
         self._free = list(reversed(range(capacity)))
-        self._places: dict[str, Place] = {}
+        self.current: dict[str, Place] = {}  # by request; read it without changing it
 
     def __getitem__(self, request_id: str) -> Place:
-        return self._places[request_id]
+        return self.current[request_id]
+
+    def places(self, work: Sequence[Work]) -> list[Place]:
+        """Return the place of each request in a step."""
+        places = self.current
+        return [places[w.id] for w in work]
+
+    def known(self, work: Sequence[Work]) -> list[Work]:
+        """Return the work of requests that have a place."""
+        places = self.current
+        return [w for w in work if w.id in places]
 
     def get(self, request_id: str) -> Place | None:
-        return self._places.get(request_id)
+        return self.current.get(request_id)
 
     def add(self, request_id: str, row: Row) -> None:
-        assert request_id not in self._places
-        self._places[request_id] = Place(-1, row, row.plain)
+        assert request_id not in self.current
+        self.current[request_id] = Place(-1, row, row.plain)
 
     def remove(self, request_id: str) -> None:
-        place = self._places.pop(request_id, None)
+        place = self.current.pop(request_id, None)
         if place is not None and place.index >= 0:
             self._free.append(place.index)
 
     def seat(self, work: Sequence[Work]) -> None:
         """Gives everybody in a step a row, if need be one of somebody who is not."""
-        missing = [place for w in work if (place := self._places[w.id]).index < 0]
+        missing = [place for place in self.places(work) if place.index < 0]
         if len(missing) > len(self._free):
             seated = {w.id for w in work}
-            for name, place in self._places.items():
+            for name, place in self.current.items():
                 if place.index >= 0 and name not in seated:
                     self._free.append(place.index)
                     place.index = -1
@@ -81,13 +91,12 @@ class Rows:
         width = self.mirror.shape[1]
         where: list[np.ndarray] = []
         blocks: list[int] = []
-        for w in work:
-            place = self._places[w.id]
+        for w, place in zip(work, self.places(work), strict=True):
             if place.life != w.life:
                 place.life, place.blocks = w.life, 0
-            have, want = place.blocks, len(w.blocks)
-            if have == want:
+            if place.blocks == len(w.blocks):
                 continue
+            have, want = place.blocks, len(w.blocks)
             fresh = w.blocks[have:want]
             self.mirror[place.index, have:want] = fresh
             where.append(np.arange(place.index * width + have, place.index * width + want))

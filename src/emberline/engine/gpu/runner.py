@@ -93,7 +93,7 @@ class GPURunner:
             except InvalidRequest as e:
                 failed[admission.id] = str(e)
         # Who failed a step ago may still be in this plan: it was made before that was known.
-        work = [w for w in plan.work if self._rows.get(w.id) is not None]
+        work = self._rows.known(plan.work)
         with torch.inference_mode(), self._track.lane.working():
             copied = self._copy(plan)
             computed = self._launch(plan.step, work, failed) if work else partial(StepResult, plan.step, {}, {}, failed)
@@ -135,8 +135,8 @@ class GPURunner:
         part = self._part(singles, chunks)
         sheet = self._others.sheet()
         table_at, table_of = sheet.put(where), sheet.put(blocks)
-        reset = self._penalties.prepare_reset([self._rows[w.id] for w in work], sheet)
-        sampled = SampledStep([w for w in (*singles, *chunks) if w.samples], self._rows, self._penalties)
+        reset = self._penalties.prepare_reset(self._rows.places(work), sheet)
+        sampled = SampledStep([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
         if not waits:
             sampled.prepare(self.vocab_size, sheet)
@@ -213,7 +213,9 @@ class GPURunner:
         self._next_shape += 1
         if self._can_be_captured(shape):
             with torch.inference_mode(), self._track.lane.working():
-                self._captured(shape, self._padding_inputs(shape))
+                _, replay = self._captured(shape, self._padding_inputs(shape))
+                if replay is not None:
+                    replay()  # the first time it is also sent to the device, which a request would have to wait for
         return True
 
     def set_up(self) -> None:

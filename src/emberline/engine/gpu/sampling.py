@@ -33,8 +33,10 @@ class SampledStep:
 
     def waits_for_tokens(self) -> bool:
         """Whether a grammar's mask can only be computed when the host has the tokens of the step before."""
-        pending = (self._rows[w.id] for w in self._work if w.tokens[-1] == PENDING)
-        return any(not place.plain and place.row.matcher is not None for place in pending)
+        return any(
+            not place.plain and place.row.matcher is not None and w.tokens[-1] == PENDING
+            for w, place in zip(self._work, self._rows.places(self._work), strict=True)
+        )
 
     def prepare(self, vocab: int, sheet: Sheet) -> None:
         if self._work:
@@ -84,9 +86,9 @@ def mask_words(vocab: int) -> int:
 
 
 def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
-    places = [rows[w.id] for w in work]
-    index = np.fromiter((p.index for p in places), np.int64, len(places))
-    known = np.fromiter((w.start + len(w.tokens) for w in work), np.int32, len(work))
+    places = rows.places(work)
+    index = np.array([p.index for p in places], np.int64)
+    known = np.array([w.start + len(w.tokens) for w in work], np.int32)
     special = [i for i, p in enumerate(places) if not p.plain]
     scored = [i for i in special if places[i].row.params.logprobs is not None]
     return Draw(
@@ -139,8 +141,9 @@ class Fetched:
         """Of the requests that have not ended since: what was sampled, or why nothing could be."""
         scores = self._scores(draw)
         sampled, failed = {}, {}
+        places = rows.current
         for i, (w, place, token) in enumerate(zip(draw.work, draw.places, self.tokens.tolist(), strict=True)):
-            if rows.get(w.id) is not place:
+            if places.get(w.id) is not place:
                 continue
             if place.plain:
                 sampled[w.id] = Sampled(token)

@@ -51,6 +51,7 @@ class Choice:
         self._ends = ends
         self._prompt_ids = prompt_ids
         self._last_id: int | None = None
+        self._is_plain = splitter is None and prompt_ids is None and params.logprobs is None  # nothing but text
         self._infos: list[TokenInfo] = []  # of tokens whose text is still held back
 
     @property
@@ -68,8 +69,15 @@ class Choice:
             return []  # what was under way when the stop string was found
         if output.error is not None:
             raise output_error(output.error)
-        thinking = self.thinking
         text = self._text.push(output.tokens)
+        if self._is_plain and output.finish is None and self._text.stopped is None:
+            if output.tokens:
+                self._last_id = output.tokens[-1]
+                self.num_tokens += len(output.tokens)
+            return [TextDelta(self.index, text)] if text else []
+        return self._take_rest(output, text, self.thinking)
+
+    def _take_rest(self, output: Output, text: str, thinking: bool) -> list[Delta]:
         taken = len(self._text.offsets) - self.num_tokens  # fewer than came if a stop string was completed on the way
         if output.logprobs:
             self._infos += [
