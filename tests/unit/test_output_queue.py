@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emberline.core.errors import EngineFailed
-from emberline.core.events import Output, Timing
+from emberline.core.events import Output, Stats, Timing
 from emberline.core.plan import TokenLogprob
 from emberline.core.request import FinishReason
+from emberline.engine.messages import Inbox, Progress, compact, encode
 from emberline.engine.output_queue import OutputQueue
 
 
@@ -109,3 +110,32 @@ def test_tokens_of_each_choice_keep_their_order(steps: list[tuple[int, bool]]) -
         assert seen == made
 
     asyncio.run(run())
+
+
+def test_outputs_with_nothing_but_tokens_travel_short_and_keep_their_order() -> None:
+    timing = Timing(0.0, 1.0, 2.0, None)
+    outputs = [
+        Output("a", 0, [1], timing=timing),
+        Output("a", 0, [2]),
+        Output("b", 1, [3]),
+        Output("b", 1, [4], [TokenLogprob(-1.0, 1)]),
+        Output("a", 0, [5], finish=FinishReason.LENGTH),
+        Output("c", ticket={"of": "c"}),
+    ]
+    short = compact(outputs)
+    assert [isinstance(each, tuple) for each in short] == [False, True, True, False, False, False]
+    [message] = Inbox().feed(encode(Progress("m", short, Stats())))
+    assert isinstance(message, Progress) and message.outputs == short
+
+
+def test_tokens_are_merged_only_into_an_output_that_goes_on() -> None:
+    async def run() -> list[Output]:
+        queue = OutputQueue(merging=True)
+        queue.put_tokens("a", 0, [1])
+        queue.put_tokens("a", 0, [2])
+        queue.put_tokens("a", 1, [3])
+        queue.put(Output("a", 1, [4], finish=FinishReason.STOP))
+        queue.put_tokens("a", 1, [5])
+        return [item for _ in range(3) if isinstance(item := await queue.get(), Output)]
+
+    assert [(o.index, o.tokens) for o in asyncio.run(run())] == [(0, [1, 2]), (1, [3, 4]), (1, [5])]
