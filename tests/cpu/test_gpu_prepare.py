@@ -11,7 +11,7 @@ from on_host import booted, plain_arithmetic
 from emberline.core.params import SamplingParams
 from emberline.core.request import Submission
 from emberline.engine.engine import Engine
-from emberline.engine.gpu.boot import Booted
+from emberline.engine.gpu.boot import Booted, rehearse
 from emberline.engine.gpu.runner import GPURunner
 from emberline.kernels import ops
 
@@ -67,4 +67,13 @@ def test_failed_capture_leaves_steps_uncaptured(made: Booted, monkeypatch: pytes
     monkeypatch.setattr(made.runner._track.lane, "capture", fail)
     prepare_all(made.runner)
     assert made.runner._track.capture_failed and not made.runner._track.captured
+    assert generate(made.engine, "again") == whole
+
+
+def test_rehearsal_leaves_nothing_behind(made: Booted, tmp_path: Path) -> None:
+    whole = generate(booted(tmp_path).engine, "whole")
+    rehearse(made.runner, made.engine.config)
+    assert not made.runner._rows.current
+    stats = made.engine.stats()
+    assert (stats.step, stats.prompt_tokens, stats.blocks_cached) == (0, 0, 0)
     assert generate(made.engine, "again") == whole

@@ -20,6 +20,7 @@ from emberline.core.config import GPUConfig, SchedulerConfig, kernel_dir
 from emberline.core.errors import ModelError
 from emberline.core.params import SamplingParams
 from emberline.core.plan import PENDING, Admission, StepPlan, StepResult, Work
+from emberline.core.request import Submission
 from emberline.engine import memory
 from emberline.engine.engine import Engine
 from emberline.engine.gpu.device import Cuda, Device
@@ -133,6 +134,7 @@ def boot_gpu(
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
     seconds["capture"] = _capture_first(runner)
+    rehearse(runner, scheduler)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds, kept)
 
@@ -213,6 +215,19 @@ def _capture_first(runner: GPURunner) -> float:
         while time.perf_counter() < until and runner.prepare_next():
             pass
     return time.perf_counter() - began
+
+
+def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
+    """Serve one request, by an engine of its own whose counters and cache are dropped: what runs for the first time
+    takes up to 2 ms more, and the first request would have to wait for it. The runner's cache must be empty."""
+    engine = Engine(config, runner)
+    length = min(WARM_TOKENS, engine.max_context - 2)
+    if length > 0:
+        params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        engine.add(Submission("rehearsal", [0] * length, params))
+        while not engine.idle:
+            engine.step()
+        engine.step()  # its plan lets the runner forget the request
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:

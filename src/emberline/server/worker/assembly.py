@@ -27,6 +27,7 @@ from emberline.server.worker.generator import Generator
 from emberline.server.worker.prompts import Prompts
 from emberline.server.worker.response_store import ResponseStore
 from emberline.server.worker.sampling_defaults import FILE, sampling_defaults
+from emberline.tokens.detokenizer import Detokenizer
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
@@ -56,6 +57,8 @@ def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
         name: Text(directory, Tokenizer.load(directory), _template(directory, config))
         for name, directory in directories.items()
     }
+    for text in models.values():
+        Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first time takes longer
     return Parts(models, _embeddings(config.embedder))
 
 

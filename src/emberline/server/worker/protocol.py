@@ -9,7 +9,7 @@ from typing import Any
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
 from emberline.api.call import ChatCall, CompletionCall
-from emberline.api.deltas import Renderer
+from emberline.api.deltas import Finish, Renderer, Started, TextDelta, Usage
 from emberline.api.openai import chat, chat_stream, completions, completions_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
@@ -65,16 +65,24 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 PROTOCOLS = {
-    "/v1/chat/completions": Protocol(chat.parse, chat_stream.Renderer, "chatcmpl-", b'{"messages":[%b]}' % MESSAGE),
-    "/v1/completions": Protocol(completions.parse, completions_stream.Renderer, "cmpl-", b'{"prompt":"a"}'),
-    "/v1/responses": Protocol(responses.parse, responses_stream.Renderer, "resp_", b'{"input":"a"}'),
+    "/v1/chat/completions": Protocol(
+        chat.parse, chat_stream.Renderer, "chatcmpl-", b'{"stream":true,"messages":[%b]}' % MESSAGE
+    ),
+    "/v1/completions": Protocol(
+        completions.parse, completions_stream.Renderer, "cmpl-", b'{"stream":true,"prompt":"a"}'
+    ),
+    "/v1/responses": Protocol(responses.parse, responses_stream.Renderer, "resp_", b'{"stream":true,"input":"a"}'),
     "/v1/messages": Protocol(
-        anthropic.parse, anthropic_stream.Renderer, "msg_", b'{"max_tokens":1,"messages":[%b]}' % MESSAGE
+        anthropic.parse, anthropic_stream.Renderer, "msg_", b'{"stream":true,"max_tokens":1,"messages":[%b]}' % MESSAGE
     ),
 }
 
 
 def prepare() -> None:
-    """Parse a body of each protocol and render its reply's start: their first use takes 10 to 30 ms."""
+    """Parse a body of each protocol and render a reply: their first use takes 10 to 30 ms."""
     for protocol in PROTOCOLS.values():
-        protocol.renderer(protocol.parse(protocol.smallest), protocol.prefix, 0, "").start()
+        reply = protocol.renderer(protocol.parse(protocol.smallest), protocol.prefix, 0, "")
+        reply.start()
+        for delta in (Started(1), TextDelta(0, "a"), TextDelta(0, "a"), Finish(0, "stop"), Usage(1, 2)):
+            reply.push(delta)
+        reply.end()
