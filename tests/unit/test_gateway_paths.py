@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from emberline.core.clock import WallClock
@@ -56,8 +57,40 @@ def test_other_encoded_paths_are_forwarded_as_they_are() -> None:
         assert target_of(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
     arn = "bedrock-runtime/us-east-1/model/arn%3Aaws%3Abedrock%3Aprofile%2Fx/converse"
     assert target_of(f"/v1/default/default/aws-bedrock/{arn}").endpoint == arn
-    with pytest.raises(InvalidRequest):
-        target_of("/v1/default/default/aws-bedrock/model/..%2f..%2fx")
+
+
+ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Aprofile%2Fx"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "aws-bedrock/model/..%2f..%2fx",
+        f"aws-bedrock/model/{ARN}%2f..%2f..%2fx/converse",
+        f"aws-bedrock/model/{ARN.replace('%2F', '%252F')}/converse",
+        "aws-bedrock/model/a%2fb/converse",
+        f"openai/aws-bedrock/{ARN}/x",
+        f"openai/v1/aws-bedrock/model/{ARN}/converse",
+        f"../aws-bedrock/{ARN}",
+    ],
+)
+def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
+    for place in ("default/default", f"default/{ARN}", f"{ARN}/default", "aws-bedrock/default", "default/aws-bedrock"):
+        with pytest.raises(InvalidRequest, match="the path"):
+            target_of(f"/v1/{place}/{path}")
+    provider, _, endpoint = path.partition("/")
+    step = {"provider": provider, "endpoint": endpoint, "query": {}}
+    with pytest.raises(InvalidRequest, match="the path"):
+        read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+
+
+def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
+    for place in (f"default/{ARN}", f"{ARN}/default"):
+        with pytest.raises(InvalidRequest, match="an encoded slash"):
+            target_of(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
+    step = {"provider": "aws-bedrock", "endpoint": f"bedrock-runtime/us-east-1/model/{ARN}/converse", "query": {}}
+    (read,) = read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+    assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 
 @pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
