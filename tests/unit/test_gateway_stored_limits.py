@@ -4,6 +4,7 @@ real PostgreSQL."""
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.errors import LimitExceeded, StoreBusy
-from emberline.gateway.limits.journal import CounterJournal
+from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
 from emberline.gateway.limits.rule import Claim, Rule
 from emberline.gateway.limits.stored import StoredLimiter
 from emberline.gateway.store.base import Counter
@@ -176,8 +177,8 @@ def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_coun
         async with Process(home, wall) as one, Process(home, wall) as other:
             await one.use(claim(DAILY), 1)
             assert not list(other.journal.abandoned())
-            with one.journal._path.open("ab") as file:
-                file.write(b'["default/default","daily')
+            one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page of it was not written
+            one.journal.write(b'["default/default","daily')
             await one.kill()
             assert [[each.used for each in changes] for _, changes in other.journal.abandoned()] == [[1]]
             await other.stop()
@@ -193,5 +194,42 @@ def test_counters_are_written_to_the_store_while_it_runs(home: Home) -> None:
                 while not await one.store.counters(0):
                     await asyncio.sleep(0.01)
             await one.stop()
+
+    asyncio.run(run())
+
+
+def test_a_journal_grows_and_ends_with_zeros(tmp_path: Path) -> None:
+    journal = CounterJournal(tmp_path)
+    line = b'["default/default","daily",1,2,3]\n'
+    count = 2 * GROWTH_BYTES // len(line) + 1
+    for _ in range(count):
+        journal.write(line)
+    name = journal.close()
+    journal.write(line)  # of a call that ends late: it neither fails nor is kept
+    size = (tmp_path / f"{name}.journal").stat().st_size
+    assert size == 3 * GROWTH_BYTES
+    [(found, changes)] = CounterJournal(tmp_path).abandoned()
+    assert found == name and len(changes) == count and set(changes) == {Counter("default/default", "daily", 1, 2, 3)}
+
+
+def test_limits_go_on_while_the_disk_is_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        async with Process(home, ManualClock(NOW)) as one:
+            await one.use(claim(DAILY), 1)
+            with monkeypatch.context() as patched:
+                patched.setattr("emberline.gateway.limits.journal.os.pwrite", full)
+                with pytest.raises(OSError, match="No space"):
+                    await one.limiter._write()
+                for _ in range(50):
+                    await one.use(claim(DAILY), 1)
+            assert await one.used(claim(DAILY)) == [51]
+            await one.stop()
+        async with Process(home, ManualClock(NOW)) as two:
+            assert await two.used(claim(DAILY)) == [51]
+            await two.stop()
+        assert not list(home.journals.glob("*.journal"))
 
     asyncio.run(run())
