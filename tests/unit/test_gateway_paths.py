@@ -8,10 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emberline.core.clock import WallClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.body import peek
+from emberline.gateway.body import check_names, peek
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.options import Options
 from emberline.gateway.paths import is_native, target_of
@@ -99,6 +101,21 @@ def test_a_key_that_comes_twice_is_refused_by_name(twice: bytes) -> None:
         peek(b"{%b}" % twice)
     assert refused.value.param == "model" and refused.value.status == 400
     assert peek(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
+
+
+_SPELLINGS = [("a", "a"), ("a", r"\u0061"), ("b", "b"), ("\u00e9", "\u00e9"), ("\u00e9", r"\u00e9"), ("/", "/"),
+              ("/", r"\/"), ('"', r"\""), ('"', r"\u0022"), ("\\", r"\\"), ("\x01", r"\u0001"), ("\x7f", "\x7f"),
+              ("\U0001f600", "\U0001f600"), ("\U0001f600", r"\ud83d\ude00")]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(_SPELLINGS), st.sampled_from(["1", "[ 1]", r'"\u0041"'])), max_size=6))
+def test_keys_that_come_twice_are_found_however_they_are_written(fields: list[tuple[tuple[str, str], str]]) -> None:
+    body = "{" + ",".join(f'"{written}":{value}' for (_, written), value in fields) + "}"
+    if len({key for (key, _), _ in fields}) < len(fields):
+        with pytest.raises(InvalidRequest, match="twice"):
+            check_names(body.encode())
+    else:
+        check_names(body.encode())
 
 
 def test_databases_are_their_owners_alone(tmp_path: Path) -> None:
