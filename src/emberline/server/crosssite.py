@@ -58,7 +58,9 @@ class CrossSiteGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
-            await self._check_host(scope, headers)
+            host = headers.get(b"host", b"")
+            if self._policy.checks_host and host and host not in self._known_hosts:
+                await self._check_host(scope, host)
             if b"origin" not in headers:
                 await self._app(scope, receive, send)
                 return
@@ -76,14 +78,11 @@ class CrossSiteGuard:
             return
         await self._app(scope, receive, _readable_by(origin if listed else None, send))
 
-    async def _check_host(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        sent = headers.get(b"host", b"")
-        if not self._policy.checks_host or not sent or sent in self._known_hosts:
-            return
-        host = sent.decode("latin-1")
+    async def _check_host(self, scope: Scope, header: bytes) -> None:
+        host = header.decode("latin-1")
         if self._policy.knows_host(host):
             if len(self._known_hosts) < MAX_KNOWN_HOSTS:
-                self._known_hosts.add(sent)
+                self._known_hosts.add(header)
             return
         if self._vouch is None or not await self._vouch(scope):
             raise HostNotAllowed(
