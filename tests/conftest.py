@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,6 +44,15 @@ def postgres() -> Iterator[Postgres]:
     started = start_postgres(tools)
     yield started
     stop_postgres(started)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty store of each kind; `tmp_path/store` is the directory of SQLite's."""
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path}/store"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.new_database()
 
 
 @pytest.fixture

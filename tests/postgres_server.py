@@ -3,6 +3,7 @@ or whoever Debian made for it."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pwd
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from emberline.core.freeport import free_port
 
@@ -23,6 +25,19 @@ class Postgres:
 
     def url(self, database: str) -> str:
         return f"postgresql://tester@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """Create an empty database and return its URL."""
+        name = f"t{uuid4().hex}"
+        asyncio.run(self._create(name))
+        return self.url(name)
+
+    async def _create(self, name: str) -> None:
+        import asyncpg
+
+        connection = await asyncpg.connect(self.url("postgres"))
+        await connection.execute(f"CREATE DATABASE {name}")
+        await connection.close()
 
     def control(self, *arguments: str) -> None:
         command = [str(self.tools / "pg_ctl"), "-D", str(self.data), "-w", "-t", "60", *arguments]

@@ -13,7 +13,7 @@ from emberline.core.clock import SystemClock
 from emberline.core.config import RouterConfig, ServerConfig, WorkerConfig
 from emberline.core.errors import InvalidRequest
 from emberline.router.upstream import Upstream
-from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
+from emberline.server.crosssite import MAX_KNOWN_HOSTS, CrossSiteGuard, CrossSitePolicy
 from emberline.server.listening import bind, check_exposed
 from emberline.server.routing.router_app import RouterApp
 from emberline.server.routing.routing import route
@@ -86,6 +86,32 @@ def test_hosts_that_are_configured_or_vouched_for_are_served() -> None:
     assert Page(beyond, "POST", {"host": "any.example"}).reached
     listed = CrossSitePolicy.of((), ("any.example",), loopback=False, authenticated=True)
     assert not Page(listed, "POST", {"host": "evil.example"}).reached
+
+
+def test_a_host_that_one_key_vouched_for_is_not_remembered() -> None:
+    reached = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["vouched"])
+
+    async def vouch(scope: Any) -> bool:
+        return bool(scope["vouched"])
+
+    async def ignore(*_: Any) -> Any:
+        return None
+
+    guard = CrossSiteGuard(app, OPEN, vouch)
+    asked = [(b"localhost", False), (b"any.example", True), (b"any.example", False), (b"localhost", False)]
+    asked += [(b"127.0.0.1:%d" % number, False) for number in range(2 * MAX_KNOWN_HOSTS)]  # each is another header
+
+    async def run() -> None:
+        for host, vouched in asked:
+            scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"host", host)], "vouched": vouched}
+            await guard(scope, ignore, ignore)
+
+    asyncio.run(run())
+    assert reached == [False, True, *[False] * (1 + 2 * MAX_KNOWN_HOSTS)]
+    assert len(guard._known_hosts) == MAX_KNOWN_HOSTS
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "SOCKET"])

@@ -601,7 +601,8 @@ def test_cloudflares_gateways(world: World) -> None:
     listed = world.ok("GET", f"{CF}/gateways", query="page=1&per_page=1")
     assert listed["result_info"] == {"count": 1, "page": 1, "per_page": 1, "total_count": 2}
     for wrong in ({"logpush": True}, {"rate_limiting_limit": 5}, {"log_management": 10000}, {"id": "other"}, {"x": 1}):
-        assert world.refused(400, "PUT", f"{CF}/gateways/cf", wrong)["code"] == 7001, wrong
+        refused = world.refused(400, "PUT", f"{CF}/gateways/cf", wrong)
+        assert refused["code"] == 7001 and (next(iter(wrong)) in refused["message"]), wrong
     world.ok("DELETE", f"{CF}/gateways/cf")
     status, gone = world("GET", f"{CF}/gateways/cf")
     assert status == 404 and not gone["success"] and gone["errors"][0]["code"] == 7002 and gone["result"] is None
@@ -623,6 +624,8 @@ def test_cloudflares_logs(world: World) -> None:
     world.refused(400, "GET", logs, query="page=1001&per_page=10")
     assert world.ok("GET", f"{logs}/{ids[1]}/request")["result"] == {"messages": []}
     assert world.ok("PATCH", f"{logs}/{ids[1]}", {"feedback": 1})["result"]["feedback"] == 1
+    assert world.ok("PATCH", f"{logs}/{ids[1]}", {})["result"]["feedback"] == 1  # nothing to change is no error there
+    assert world("PATCH", f"{logs}/{'0' * 32}", {})[0] == 404
     assert world("GET", f"{CF}/gateways/side/logs/{ids[1]}")[0] == 404
 
 
@@ -653,6 +656,8 @@ def test_cloudflares_logs_are_sorted_searched_and_filtered(world: World) -> None
     assert filtered(("tokens", "gt", [33]), ("duration", "lt", [90])) == [5, 7]
     assert filtered(("cost", "neq", [0.0003]), ("id", "neq", [ids[1]])) == [5, 7, 9]
     assert filtered(("success", "neq", ["false"]), ("cached", "eq", ["false"])) == [1, 3, 5, 7, 9]
+    at = world.ok("GET", f"{logs}/{ids[5]}")["result"]["created_at"]
+    assert filtered(("created_at", "eq", [at])) == [5] and filtered(("created_at", "gt", [at])) == [1, 3]
     assert filtered(("feedback", "neq", [1])) == [1, 3, 5, 7, 9]  # those without any too
     for wrong in (
         "filters.key=model&filters.operator=eq",
@@ -677,7 +682,14 @@ def test_cloudflares_custom_providers(world: World) -> None:
     assert (patched["enable"], patched["base_url"]) == (False, "https://llm.example")
     assert world.ok("GET", f"{CF}/custom-providers", query="enable=true")["result"] == []
     assert len(world.ok("GET", f"{CF}/custom-providers", query="search=our")["result"]) == 1
+    changes = {"headers": '{"x-team": "a"}', "position": 2}  # headers are a string there
+    patched = world.ok("PATCH", f"{CF}/custom-providers/ours", changes)["result"]
+    assert (patched["headers"], patched["position"]) == ({"x-team": "a"}, 2)
+    for wrong in ("headers", '["x-team"]', '{"x-team": 1}'):
+        world.refused(400, "PATCH", f"{CF}/custom-providers/ours", {"headers": wrong})
     world.ok("DELETE", f"{CF}/custom-providers/ours")
+    made = world.ok("POST", f"{CF}/custom-providers", {**given, "headers": '{"x-team": "b"}'})["result"]
+    assert made["headers"] == {"x-team": "b"}
 
 
 def test_cloudflares_routes(world: World) -> None:

@@ -148,3 +148,14 @@ def test_files_are_followed_and_a_broken_one_changes_nothing(tmp_path: Path) -> 
     mine.unlink()
     with pytest.raises(InvalidRequest):
         files.refresh()
+
+
+def test_names_that_callers_make_up_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emberline.gateway.costs.catalogue.MAX_FOUND", 8)
+    found = Catalogue.load()
+    known = found.model("openai", "gpt-4o")
+    assert known is not None
+    for number in range(100):
+        assert found.model("nowhere", f"made-up-{number}") is None
+        assert found.model("openai", "gpt-4o") is known
+    assert len(found._found) <= 8

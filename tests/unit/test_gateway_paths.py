@@ -6,11 +6,14 @@ import asyncio
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emberline.core.clock import WallClock
 from emberline.core.errors import InvalidRequest
-from emberline.gateway.body import peek
+from emberline.gateway.body import check_names, peek
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.options import Options
 from emberline.gateway.paths import is_native, target_of
@@ -56,8 +59,40 @@ def test_other_encoded_paths_are_forwarded_as_they_are() -> None:
         assert target_of(f"/v1/default/default/openai/{endpoint}").endpoint == endpoint
     arn = "bedrock-runtime/us-east-1/model/arn%3Aaws%3Abedrock%3Aprofile%2Fx/converse"
     assert target_of(f"/v1/default/default/aws-bedrock/{arn}").endpoint == arn
-    with pytest.raises(InvalidRequest):
-        target_of("/v1/default/default/aws-bedrock/model/..%2f..%2fx")
+
+
+ARN = "arn%3Aaws%3Abedrock%3Aus-east-1%3A1%3Aprofile%2Fx"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "aws-bedrock/model/..%2f..%2fx",
+        f"aws-bedrock/model/{ARN}%2f..%2f..%2fx/converse",
+        f"aws-bedrock/model/{ARN.replace('%2F', '%252F')}/converse",
+        "aws-bedrock/model/a%2fb/converse",
+        f"openai/aws-bedrock/{ARN}/x",
+        f"openai/v1/aws-bedrock/model/{ARN}/converse",
+        f"../aws-bedrock/{ARN}",
+    ],
+)
+def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
+    for place in ("default/default", f"default/{ARN}", f"{ARN}/default", "aws-bedrock/default", "default/aws-bedrock"):
+        with pytest.raises(InvalidRequest, match="the path"):
+            target_of(f"/v1/{place}/{path}")
+    provider, _, endpoint = path.partition("/")
+    step = {"provider": provider, "endpoint": endpoint, "query": {}}
+    with pytest.raises(InvalidRequest, match="the path"):
+        read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+
+
+def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
+    for place in (f"default/{ARN}", f"{ARN}/default"):
+        with pytest.raises(InvalidRequest, match="an encoded slash"):
+            target_of(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
+    step = {"provider": "aws-bedrock", "endpoint": f"bedrock-runtime/us-east-1/model/{ARN}/converse", "query": {}}
+    (read,) = read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+    assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 
 @pytest.mark.parametrize("twice", [b'"model": "a", "x": 1, "model": "b"', b'"mod\\u0065l": "a", "model": "a"'])
@@ -66,6 +101,21 @@ def test_a_key_that_comes_twice_is_refused_by_name(twice: bytes) -> None:
         peek(b"{%b}" % twice)
     assert refused.value.param == "model" and refused.value.status == 400
     assert peek(b'{"model": "a", "messages": [{"model": 1}, {"model": 2}]}').model == "a"
+
+
+_SPELLINGS = [("a", "a"), ("a", r"\u0061"), ("b", "b"), ("\u00e9", "\u00e9"), ("\u00e9", r"\u00e9"), ("/", "/"),
+              ("/", r"\/"), ('"', r"\""), ('"', r"\u0022"), ("\\", r"\\"), ("\x01", r"\u0001"), ("\x7f", "\x7f"),
+              ("\U0001f600", "\U0001f600"), ("\U0001f600", r"\ud83d\ude00")]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from(_SPELLINGS), st.sampled_from(["1", "[ 1]", r'"\u0041"'])), max_size=6))
+def test_keys_that_come_twice_are_found_however_they_are_written(fields: list[tuple[tuple[str, str], str]]) -> None:
+    body = "{" + ",".join(f'"{written}":{value}' for (_, written), value in fields) + "}"
+    if len({key for (key, _), _ in fields}) < len(fields):
+        with pytest.raises(InvalidRequest, match="twice"):
+            check_names(body.encode())
+    else:
+        check_names(body.encode())
 
 
 def test_databases_are_their_owners_alone(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
-"""Limits over restarts: what was counted comes back from the store, after a stop and after a kill."""
+"""Limits over restarts: what was counted comes back from the store, after a stop and after a kill, on SQLite and on a
+real PostgreSQL."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,11 @@ import pytest
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.errors import LimitExceeded, StoreBusy
-from emberline.gateway.limits.journal import CounterJournal
+from emberline.gateway.limits.journal import GROWTH_BYTES, CounterJournal
 from emberline.gateway.limits.rule import Claim, Rule
 from emberline.gateway.limits.stored import StoredLimiter
 from emberline.gateway.store.base import Counter
-from emberline.gateway.store.sqlite import SQLiteStore
+from emberline.gateway.store.opening import open_store
 
 NOW = 1_800_000_000.0
 DAILY = Rule(name="daily", limit=100, amount="requests", per="day")
@@ -28,15 +31,28 @@ def claim(rule: Rule, amount: int = 1, user: str = "ann") -> Claim:
     return rule.claim({"gateway": "default/default", "user": user}, amount)
 
 
+@dataclass(frozen=True)
+class Home:
+    """Where a gateway keeps its counters."""
+
+    store: str
+    journals: Path
+
+
+@pytest.fixture
+def home(store_url: str, tmp_path: Path) -> Home:
+    return Home(store_url, tmp_path / "store")
+
+
 class Process:
     """One life of a gateway. A kill leaves it without closing anything; of a dead process the file's lock is gone."""
 
-    def __init__(self, home: Path, wall: ManualClock, interval: float = NEVER) -> None:
+    def __init__(self, home: Home, wall: ManualClock, interval: float = NEVER) -> None:
         self.home, self.wall, self.interval = home, wall, interval
 
     async def __aenter__(self) -> Process:
-        self.store: Any = await SQLiteStore.open(self.home)
-        self.journal = CounterJournal(self.home)
+        self.store: Any = await open_store(self.home.store)
+        self.journal = CounterJournal(self.home.journals)
         self.limiter = StoredLimiter(self.store, self.journal, self.wall, self.interval)
         await self.limiter.start()
         return self
@@ -63,56 +79,56 @@ class Process:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_counters_come_back_after(end: str, tmp_path: Path) -> None:
+def test_counters_come_back_after(end: str, home: Home) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(tmp_path, wall) as one:
+        async with Process(home, wall) as one:
             for _ in range(7):
                 await one.use(claim(DAILY), 1)
             await one.use(claim(MONEY, 500), 123)
             await one.use(claim(MONEY, 500, "bob"), 45)
             await getattr(one, end)()
-        async with Process(tmp_path, wall) as two:
+        async with Process(home, wall) as two:
             assert await two.used(claim(DAILY), claim(MONEY), claim(MONEY, user="bob")) == [7, 123, 45]
             for _ in range(93):
                 await two.use(claim(DAILY), 1)
             with pytest.raises(LimitExceeded):
                 await two.use(claim(DAILY), 1)
             await getattr(two, end)()
-        async with Process(tmp_path, wall) as three:
+        async with Process(home, wall) as three:
             assert await three.used(claim(DAILY)) == [100]
             await three.stop()
-        assert not list(tmp_path.glob("*.journal"))
+        assert not list(home.journals.glob("*.journal"))
 
     asyncio.run(run())
 
 
-def test_what_was_reserved_when_it_was_killed_stays_counted(tmp_path: Path) -> None:
+def test_what_was_reserved_when_it_was_killed_stays_counted(home: Home) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(tmp_path, wall) as one:
+        async with Process(home, wall) as one:
             await one.limiter.reserve([claim(MONEY, 300)], NOW, 60.0)
             await one.kill()
-        async with Process(tmp_path, wall) as two:
+        async with Process(home, wall) as two:
             assert await two.used(claim(MONEY)) == [300]
             await two.stop()
 
     asyncio.run(run())
 
 
-def test_a_window_that_is_over_does_not_come_back_and_short_ones_are_not_kept(tmp_path: Path) -> None:
+def test_a_window_that_is_over_does_not_come_back_and_short_ones_are_not_kept(home: Home) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(tmp_path, wall) as one:
+        async with Process(home, wall) as one:
             await one.use(claim(DAILY), 1)
             await one.use(claim(MINUTE), 1)
             await one.stop()
-        async with Process(tmp_path, wall) as two:
+        async with Process(home, wall) as two:
             assert await two.used(claim(DAILY), claim(MINUTE)) == [1, 0]
             wall.advance(86_400)
             await two.use(claim(MONEY), 1)
             await two.stop()
-        async with Process(tmp_path, wall) as three:
+        async with Process(home, wall) as three:
             assert await three.used(claim(DAILY), claim(MONEY)) == [0, 1]
             assert [each.bucket.split(":")[0] for each in await three.store.counters(0)] == ["money"]
             await three.stop()
@@ -135,10 +151,10 @@ class Flaky:
             raise StoreBusy("the connection broke")
 
 
-def test_a_batch_whose_answer_was_lost_counts_once(tmp_path: Path) -> None:
+def test_a_batch_whose_answer_was_lost_counts_once(home: Home) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(tmp_path, wall) as one:
+        async with Process(home, wall) as one:
             flaky = Flaky(one.store)
             one.limiter._store = flaky
             await one.use(claim(DAILY), 1)
@@ -148,21 +164,21 @@ def test_a_batch_whose_answer_was_lost_counts_once(tmp_path: Path) -> None:
             with pytest.raises(StoreBusy):
                 await one.limiter._write()
             await one.kill()
-        async with Process(tmp_path, wall) as two:
+        async with Process(home, wall) as two:
             assert await two.used(claim(DAILY)) == [2]
             await two.stop()
 
     asyncio.run(run())
 
 
-def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_counted(tmp_path: Path) -> None:
+def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_counted(home: Home) -> None:
     async def run() -> None:
         wall = ManualClock(NOW)
-        async with Process(tmp_path, wall) as one, Process(tmp_path, wall) as other:
+        async with Process(home, wall) as one, Process(home, wall) as other:
             await one.use(claim(DAILY), 1)
             assert not list(other.journal.abandoned())
-            with one.journal._path.open("ab") as file:
-                file.write(b'["default/default","daily')
+            one.journal.write(b'["default/default","daily",1,\0\0,3]\n')  # a page of it was not written
+            one.journal.write(b'["default/default","daily')
             await one.kill()
             assert [[each.used for each in changes] for _, changes in other.journal.abandoned()] == [[1]]
             await other.stop()
@@ -170,13 +186,50 @@ def test_a_journal_of_a_living_process_is_left_alone_and_a_torn_line_is_not_coun
     asyncio.run(run())
 
 
-def test_counters_are_written_to_the_store_while_it_runs(tmp_path: Path) -> None:
+def test_counters_are_written_to_the_store_while_it_runs(home: Home) -> None:
     async def run() -> None:
-        async with Process(tmp_path, ManualClock(NOW), interval=0.01) as one:
+        async with Process(home, ManualClock(NOW), interval=0.01) as one:
             await one.use(claim(DAILY), 1)
             async with asyncio.timeout(30):
                 while not await one.store.counters(0):
                     await asyncio.sleep(0.01)
             await one.stop()
+
+    asyncio.run(run())
+
+
+def test_a_journal_grows_and_ends_with_zeros(tmp_path: Path) -> None:
+    journal = CounterJournal(tmp_path)
+    line = b'["default/default","daily",1,2,3]\n'
+    count = 2 * GROWTH_BYTES // len(line) + 1
+    for _ in range(count):
+        journal.write(line)
+    name = journal.close()
+    journal.write(line)  # of a call that ends late: it neither fails nor is kept
+    size = (tmp_path / f"{name}.journal").stat().st_size
+    assert size == 3 * GROWTH_BYTES
+    [(found, changes)] = CounterJournal(tmp_path).abandoned()
+    assert found == name and len(changes) == count and set(changes) == {Counter("default/default", "daily", 1, 2, 3)}
+
+
+def test_limits_go_on_while_the_disk_is_full(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        async with Process(home, ManualClock(NOW)) as one:
+            await one.use(claim(DAILY), 1)
+            with monkeypatch.context() as patched:
+                patched.setattr("emberline.gateway.limits.journal.os.pwrite", full)
+                with pytest.raises(OSError, match="No space"):
+                    await one.limiter._write()
+                for _ in range(50):
+                    await one.use(claim(DAILY), 1)
+            assert await one.used(claim(DAILY)) == [51]
+            await one.stop()
+        async with Process(home, ManualClock(NOW)) as two:
+            assert await two.used(claim(DAILY)) == [51]
+            await two.stop()
+        assert not list(home.journals.glob("*.journal"))
 
     asyncio.run(run())

@@ -20,7 +20,7 @@ from emberline.gateway.guardrails.normalized import NormalizedText
 from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, redacted
 from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import Window
+from emberline.gateway.guardrails.window import Piece, Window
 from emberline.gateway.layers.guarded import Guarded
 from emberline.gateway.settings import Settings
 
@@ -137,10 +137,11 @@ def test_no_digit_of_it_leaves_a_stream_cut_anywhere(name: str) -> None:
         window, pieces = Window(SCANNER), []
         for at in range(0, len(text), size):
             holder = [text[at : at + size]]
-            pieces.append((holder, window.add(Text(holder, 0, holder[0], ()))))
+            pieces.append((holder, Piece(Text(holder, 0, holder[0], ()))))
+            window.add(pieces[-1][1])
             window.look()
             assert name == "card and code" or all(
-                c not in "0123456789" for _, p in pieces if p.end <= window.decided and not p.cuts for c in p.at.text
+                c not in "0123456789" for _, p in pieces if p.is_decided and not p.cuts for c in p.at.text
             )
         window.look(last=True)
         for _, piece in pieces:

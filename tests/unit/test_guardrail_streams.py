@@ -19,7 +19,7 @@ from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner, redacted
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import Window
+from emberline.gateway.guardrails.window import Piece, Window
 
 CARD = "4111 1111 1111 1111"
 PEM = "-----BEGIN PRIVATE KEY-----\nMIIEpAIBAAKCAQEA7bq8\nZk3v9Qw8Lp2Xr7Tn\n-----END PRIVATE KEY-----"
@@ -119,7 +119,8 @@ def same_as_whole(text: str, places: list[int]) -> None:
     gone = 0
     for part in cut(text, places):
         holders.append({"text": part})
-        pieces.append(window.add(Text(holders[-1], "text", part, ())))
+        pieces.append(Piece(Text(holders[-1], "text", part, ())))
+        window.add(pieces[-1])
         window.look()
         assert window.decided >= gone, "what has gone does not come back"
         gone = window.decided
@@ -253,6 +254,94 @@ def test_several_answers_do_not_mix() -> None:
     for event in events:
         texts[event["choices"][0]["index"]] += event["choices"][0]["delta"]["content"]
     assert texts == {0: "[payment_card].", 1: "4111 1111 1111 1112."}
+
+
+def response_part(text: str, part: int, kind: str = "delta") -> bytes:
+    field = "delta" if kind == "delta" else "text"
+    event = {"type": f"response.output_text.{kind}", "output_index": 0, "content_index": part, field: text}
+    return sse.event(event["type"], event)
+
+
+def response_completed(*parts: str) -> bytes:
+    content = [{"type": "output_text", "text": text} for text in parts]
+    event = {"type": "response.completed", "response": {"output": [{"type": "message", "content": content}]}}
+    return sse.event("response.completed", event)
+
+
+def gemini_parts(*parts: str) -> bytes:
+    return sse.data({"candidates": [{"content": {"parts": [{"text": text} for text in parts]}, "index": 0}]})
+
+
+def block_edge(kind: str, index: int) -> bytes:
+    edge = {"type": kind, "index": index}
+    return sse.event(kind, {**edge, "content_block": {"type": "text", "text": ""}} if kind.endswith("start") else edge)
+
+
+@pytest.mark.parametrize(("first", "second"), [("4111 1111 ", "1111 1111."), ("41111111", "11111111."),
+                                               ("4111 1111", "1111 1111."), ("411", "1111111111111.")])  # fmt: skip
+def test_what_lies_across_parts_of_a_message_is_found(first: str, second: str) -> None:
+    """As in a whole reply: with or without a line between the parts."""
+    streams = [
+        [message(f"It is {first}", 0), block_edge("content_block_stop", 0), block_edge("content_block_start", 1),
+         message(second, 1)],
+        [response_part(f"It is {first}", 0), response_part(second, 1)],
+        [gemini_parts(f"It is {first}", second)],
+        [gemini_parts(f"It is {first}"), gemini_parts("", second)],
+    ]  # fmt: skip
+    for chunks in streams:
+        warden = Warden()
+        sent = b"".join(run(chunks, "redact", warden)).decode()
+        assert "11" not in sent and sent.count("[payment_card]") == 1, sent
+        assert {finding.entry for finding in warden.found} == {"payment_card"}
+        blocked = b"".join(run(chunks, "block"))
+        assert b"11" not in blocked and blocked.endswith(b"data: blocked payment_card\n\n")
+
+
+def test_parts_that_are_said_again_have_it_taken_out_too() -> None:
+    parts = ("It is 4111 1111 ", "1111 1111.")
+    chunks = [response_part(parts[0], 0), response_part(parts[0], 0, "done"), response_part(parts[1], 1)]
+    sent = b"".join(run([*chunks, response_part(parts[1], 1, "done"), response_completed(*parts)])).decode()
+    events = [json.loads(line[6:]) for line in sent.split("\n") if line.startswith("data: ")]
+    assert [each.get("delta") for each in events if "delta" in each] == ["It is [payment_card]", "."]
+    assert events[-2]["text"] == "[payment_card]."  # its first half was whole when it went
+    texts = [part["text"] for part in events[-1]["response"]["output"][0]["content"]]
+    assert texts == ["It is [payment_card]", "."]
+
+
+def test_parts_that_are_nothing_together_pass_as_they_came() -> None:
+    chunks = [message("In 2024", 0), block_edge("content_block_stop", 0), message("1111 of 4111 1111", 1)]
+    assert b"".join(run(chunks)) == b"".join(chunks)
+
+
+def tool_at(index: int, arguments: str) -> bytes:
+    call = {"index": index, "function": {"arguments": arguments}}
+    return sse.data({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]})
+
+
+@pytest.mark.parametrize(
+    "event",
+    [lambda i, text: tool_at(i, text), lambda i, text: message(text, i, "partial_json")],
+    ids=["openai", "anthropic"],
+)
+def test_arguments_of_calls_that_take_turns_are_never_whole(event: Any) -> None:
+    """Their ends do not hold each other up; but of a number that goes on after a turn no second half is sent."""
+    chunks = [event(0, '{"card": "4111 1111'), event(1, '{"a": "x'), event(0, ' 1111 1111"}'), event(1, 'y"}')]
+    warden = Warden()
+    sent = run(chunks, "redact", warden)
+    assert b"".join(sent).startswith(chunks[0])
+    assert b"".join(sent).count(b"1111") == 1 and b"[payment_card]" in b"".join(sent)
+    assert [finding.entry for finding in warden.found] == ["payment_card"]
+    blocked = b"".join(run(chunks, "block"))
+    assert blocked.count(b"1111") == 1 and blocked.endswith(b"data: blocked payment_card\n\n")
+
+
+def test_how_much_is_held_back_is_bounded() -> None:
+    """At most a word of 512 characters, or a private key: what follows never waits for the end."""
+    chunks = [message("9" * 100, 0) for _ in range(30)]
+    sent = run(chunks)
+    assert b"".join(sent) == b"".join(chunks)
+    held = [len(b"".join(chunks[: i + 6])) - len(b"".join(sent[: i + 1])) for i in range(len(sent) - 1)]
+    assert len(sent) > 20 and max(held) < 8 * len(chunks[0])
 
 
 def test_what_was_thought_does_not_hold_back_what_is_said() -> None:

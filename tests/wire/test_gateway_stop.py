@@ -1,7 +1,9 @@
-"""A gateway that is told to stop: what it has done is in its log, and the store is left in order."""
+"""A gateway that stops: what it has done is in its log, on SQLite and on a real PostgreSQL, and the store is left in
+order."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sqlite3
@@ -24,35 +26,48 @@ SRC = Path(__file__).parents[2] / "src"
 LIMIT = '[gateways.default]\nlimits = [{ name = "daily", limit = 3, per = "day" }]\n'
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_the_last_call_is_in_the_log(tmp_path: Path, how: signal.Signals) -> None:
-    with _gateway(tmp_path) as (process, url):
+@pytest.mark.parametrize(
+    ("store_url", "how"),
+    [("sqlite", signal.SIGTERM), ("sqlite", signal.SIGINT), ("postgres", signal.SIGTERM)],
+    indirect=["store_url"],
+)
+def test_the_last_call_is_in_the_log(tmp_path: Path, store_url: str, how: signal.Signals) -> None:
+    with _gateway(tmp_path, store_url) as (process, url):
         status, id = _call(url)
         process.send_signal(how)
         process.wait(15)
     assert not list((tmp_path / "store").glob("*-wal"))  # merged: the files alone are a whole copy
-    assert _rows(tmp_path) == [(id.upper(), status, 0)]
+    assert _rows(store_url) == [(id.upper(), status, 0)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_daily_limit_goes_on_after_a_restart(tmp_path: Path, how: signal.Signals) -> None:
-    with _gateway(tmp_path, LIMIT) as (process, url):
-        called = [_call(url) for _ in range(2)]
-        assert [status for status, _ in called] == [502, 502]
+def test_a_daily_limit_goes_on_after_a_restart(tmp_path: Path, store_url: str) -> None:
+    with _gateway(tmp_path, store_url, LIMIT) as (process, url):
+        assert [_call(url)[0] for _ in range(2)] == [502, 502]
         deadline = time.monotonic() + 30
-        while len(_rows(tmp_path)) < 2:  # also without an end of the process
+        while len(_rows(store_url)) < 2:  # also without an end of the process
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(how)
+        process.terminate()
         process.wait(15)
-    with _gateway(tmp_path, LIMIT) as (process, url):
+    with _gateway(tmp_path, store_url, LIMIT) as (process, url):
+        assert [_call(url)[0] for _ in range(2)] == [502, 429]
+
+
+def test_a_daily_limit_goes_on_after_a_kill(tmp_path: Path, store_url: str) -> None:
+    """The store has nothing of it yet: it is written to once a minute."""
+    limit = "flush = 60.0\n" + LIMIT
+    with _gateway(tmp_path, store_url, limit) as (process, url):
+        assert [_call(url)[0] for _ in range(2)] == [502, 502]
+        process.kill()
+        process.wait(15)
+    with _gateway(tmp_path, store_url, limit) as (process, url):
         assert [_call(url)[0] for _ in range(2)] == [502, 429]
 
 
 @contextmanager
-def _gateway(home: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def _gateway(home: Path, store: str, more: str = "") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     config = home / "gateway.toml"
-    config.write_text(f'store = "sqlite:{home}/store"\nmaster_key = "{home}/master.key"\n{more}')
+    config.write_text(f'store = "{store}"\nmaster_key = "{home}/master.key"\n{more}')
     port, nobody = free_port(), free_port()
     command = [sys.executable, "-m", "emberline.cli", "gateway", "--config", str(config), "--port", str(port)]
     with (home / "log").open("wb") as out:
@@ -60,7 +75,7 @@ def _gateway(home: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[byte
             [*command, "--engine", f"http://127.0.0.1:{nobody}"],
             stdout=out,
             stderr=out,
-            env={**os.environ, "PYTHONPATH": str(SRC)},
+            env={**os.environ, "PYTHONPATH": str(SRC), "EMBERLINE_CACHE": str(home / "cache")},
         )
     try:
         _ready(f"http://127.0.0.1:{port}/health", process, home / "log")
@@ -79,12 +94,26 @@ def _call(url: str) -> tuple[int, str]:
     return refused.value.code, refused.value.headers["cf-aig-log-id"]
 
 
-def _rows(home: Path) -> list[tuple[str, int, int]]:
-    files = list((home / "store").glob("logs-*.db"))
+def _rows(store: str) -> list[tuple[str, int, int]]:
+    """Id in upper-case hexadecimal, status and success of each log row."""
+    if store.startswith("postgresql:"):
+        return asyncio.run(_postgres_rows(store))
+    files = list(Path(store.removeprefix("sqlite:")).glob("logs-*.db"))
     if not files:
         return []
     with closing(sqlite3.connect(files[0])) as db:
         return db.execute("SELECT hex(id), status, success FROM logs").fetchall()
+
+
+async def _postgres_rows(url: str) -> list[tuple[str, int, int]]:
+    import asyncpg
+
+    connection = await asyncpg.connect(url)
+    try:
+        rows = await connection.fetch("SELECT upper(encode(id, 'hex')), status, success::int FROM logs")
+    finally:
+        await connection.close()
+    return [tuple(row) for row in rows]
 
 
 def _ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

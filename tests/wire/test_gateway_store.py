@@ -8,14 +8,12 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import msgspec
 import pytest
 from gateway_records import DAY, NOON, made
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from postgres_server import Postgres
 
 from emberline.core.clock import ManualClock
 from emberline.gateway.costs.usage import Usage
@@ -39,22 +37,9 @@ def run() -> Iterator[Callable[..., Any]]:
         yield runner.run
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request: pytest.FixtureRequest, tmp_path: Path, run: Run[Any]) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:{tmp_path}/store"
-    import asyncpg
-
-    server: Postgres = request.getfixturevalue("postgres")
-    name = f"t{uuid4().hex}"
-
-    async def create() -> None:
-        connection = await asyncpg.connect(server.url("postgres"))
-        await connection.execute(f"CREATE DATABASE {name}")
-        await connection.close()
-
-    run(create())
-    return server.url(name)
+@pytest.fixture
+def url(store_url: str) -> str:
+    return store_url
 
 
 @pytest.fixture

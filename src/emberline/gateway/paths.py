@@ -3,6 +3,7 @@ Cloudflare's, which name an account, a gateway and a provider."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 from urllib.parse import unquote
 
@@ -16,7 +17,7 @@ Kind = Literal["plain", "native", "compat", "universal"]
 DEFAULT = "default"
 MAX_DECODINGS = 4  # of percent-encoding within percent-encoding
 COUNT_TOKENS = "messages/count_tokens"
-SLASHED = "aws-bedrock"  # the provider whose model names, ARNs, have slashes that its clients encode
+ARN_PROVIDER = "aws-bedrock"  # its clients name models by ARNs, whose slashes they encode
 
 GEMINI_ACTIONS = {":generateContent": False, ":streamGenerateContent": True}  # whether it streams
 
@@ -46,7 +47,9 @@ def target_of(path: str) -> Target:
     """`path` as it was sent, percent-encoding and all."""
     plain = path.split("?")[0]
     if "%" in plain or "\\" in plain or "/." in plain:
-        check_path(plain)
+        segments = plain.strip("/").split("/")
+        native = segments[0] == "v1" and segments[3:4] == [ARN_PROVIDER]
+        check_path(plain, segments[4:] if native else ())
     match plain.strip("/").split("/"):
         case ["v1", *rest] if "/".join(rest) in PLAIN:
             return _plain("/".join(rest))
@@ -96,21 +99,31 @@ def models_at(path: str) -> tuple[Target, str] | None:
     return None
 
 
-def check_path(path: str, param: str | None = None) -> None:
+def check_path(path: str, arns: Sequence[str] = (), param: str | None = None) -> None:
     """Raises InvalidRequest for a path that another server may read as another path: one with dot segments, backslashes
-    or encoded slashes, however often they are encoded."""
-    decoded = path
-    for _ in range(MAX_DECODINGS):
-        decoded, before = unquote(decoded), decoded
-        if decoded == before:
-            break
+    or encoded slashes, however often they are encoded. `arns`: its segments that may be ARNs with encoded slashes."""
+    decoded = _decoded(path)
     if "\\" in decoded or any(segment in (".", "..") for segment in decoded.split("/")):
         what = "a backslash" if "\\" in decoded else "a dot segment"
-    elif decoded.count("/") != path.count("/") and f"/{SLASHED}/" not in f"/{path}":
+    elif decoded.count("/") != path.count("/") + sum(map(_arn_slashes, arns)):
         what = "an encoded slash"
     else:
         return
     raise InvalidRequest(f"the path {path[:200]!r} has {what} in it", param=param, hint="write the path out in full")
+
+
+def _decoded(path: str) -> str:
+    for _ in range(MAX_DECODINGS):
+        path, before = unquote(path), path
+        if path == before:
+            break
+    return path
+
+
+def _arn_slashes(segment: str) -> int:
+    """How many slashes an ARN has that is encoded once; 0 for any other segment."""
+    name = unquote(segment)
+    return name.count("/") if name.startswith("arn:") else 0
 
 
 def _gemini(version: str, rest: str) -> Target:

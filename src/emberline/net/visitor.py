@@ -201,15 +201,16 @@ class Visitor(asyncio.Protocol):
         parser = self._parser
         assert parser is not None
         self._heading, self._moved = False, True
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1 or (hosts == 0 and parser.get_http_version() == "1.1"):
+        version = parser.get_http_version()
+        names = [name for name, _ in self._headers]
+        hosts = names.count(b"host")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
             raise _BadHost  # a check of its name would look at another one than whoever reads it next
         upgrades = parser.should_upgrade()
         if upgrades and self._wants_socket():
             return
-        version = parser.get_http_version()
         keep = version == "1.1" and parser.should_keep_alive() and not upgrades
-        awaited = dict(self._headers).get(b"expect", b"").lower() == b"100-continue"
+        awaited = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
         turn = Turn(self, self._host, self._scope("http", parser.get_method().decode("ascii"), version), keep, awaited)
         self._reading = turn
         if self._turn is None:

@@ -22,6 +22,7 @@ from emberline.gateway.admin.logs import ORDER, LogDesk, view
 from emberline.gateway.admin.shapes import CustomProvider, FeedbackWish, Strict
 from emberline.gateway.admin.shelf import Stored
 from emberline.gateway.settings import Backoff, Logging, Retries, Settings
+from emberline.net.notjson import NOT_JSON
 
 ROOT = "/accounts/{account}/ai-gateway"
 PAGES = ("page", "per_page")
@@ -116,7 +117,7 @@ class CloudflareDesk:
             Endpoint("GET", logs, "A gateway's log", self.logs, query=paged),
             Endpoint("DELETE", logs, "Delete records that pass the filters", self._logs.erase, query=erased),
             Endpoint("GET", f"{logs}/{{id}}", "One record", self._logs.get),
-            Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self._logs.patch, FeedbackWish),
+            Endpoint("PATCH", f"{logs}/{{id}}", "Give feedback on it", self.edit_log, FeedbackWish),
             Endpoint("GET", f"{logs}/{{id}}/request", "What was asked", self._logs.request),
             Endpoint("GET", f"{logs}/{{id}}/response", "What was answered", self._logs.response),
             Endpoint("GET", custom, "Custom providers", self.providers, query=listed),
@@ -181,6 +182,10 @@ class CloudflareDesk:
         }
         return Paged([view(each) for each in shown], info)
 
+    async def edit_log(self, ask: Ask) -> dict[str, Any]:
+        """All fields may be left out: then nothing changes."""
+        return await (self._logs.get(ask) if ask.read(FeedbackWish) == FeedbackWish() else self._logs.patch(ask))
+
     async def _saved(self, ask: Ask, gateway: str) -> list[logquery.Asked]:
         """The filters of the dataset that the query names."""
         if not (id := ask.query.get("dataset")):
@@ -202,11 +207,12 @@ class CloudflareDesk:
         return provider_view(await self._providers.get(ask))
 
     async def create_provider(self, ask: Ask) -> dict[str, Any]:
-        slug = ask.read(CustomProvider).slug
-        return provider_view(await self._providers.create(with_parts(ask, {"slug": slug})))
+        given = _with_headers(ask)
+        slug = given.read(CustomProvider).slug
+        return provider_view(await self._providers.create(with_parts(given, {"slug": slug})))
 
     async def patch_provider(self, ask: Ask) -> dict[str, Any]:
-        return provider_view(await self._providers.patch(ask))
+        return provider_view(await self._providers.patch(_with_headers(ask)))
 
     async def delete_provider(self, ask: Ask) -> dict[str, Any]:
         return await self._providers.delete(ask)
@@ -248,7 +254,10 @@ def envelope(found: Any) -> dict[str, Any]:
 
 
 def error_envelope(error: EmberlineError) -> dict[str, Any]:
-    told = {"code": _CODES.get(error.status, 7000), "message": str(error)}
+    param, message = getattr(error, "param", None), str(error)
+    if param and param not in message:
+        message = f"{param}: {message}"
+    told = {"code": _CODES.get(error.status, 7000), "message": message}
     return {"success": False, "errors": [told], "messages": [], "result": None}
 
 
@@ -265,6 +274,19 @@ def numbered(ask: Ask, found: Sequence[Any]) -> Paged:
 
 def page_of(ask: Ask, default: int) -> tuple[int, int]:
     return ask.number("page", 1, 1, 10_000), ask.number("per_page", default, 1, 100)
+
+
+def _with_headers(ask: Ask) -> Ask:
+    """With the headers of a custom provider as an object: Cloudflare's clients send them as a string of JSON."""
+    body = ask.read(dict[str, Any])
+    if not isinstance(headers := body.get("headers"), str):
+        return ask
+    try:
+        found = msgspec.json.decode(headers or "{}", type=dict[str, str])
+    except NOT_JSON as e:
+        hint = '{"x-name": "value"} as a string'
+        raise InvalidRequest(f"headers is not an object of strings: {e}", param="headers", hint=hint) from e
+    return with_parts(ask, {}, {**body, "headers": found})
 
 
 def _rate_rule(settings: Settings) -> dict[str, Any]:

@@ -116,12 +116,13 @@ def _add(given: dict[str, Any], asked: list[Asked]) -> None:
             given["containing"] += (Containing((name,), tuple(values)),)
         elif name in _SPANS and each.operator != "contains":
             given[_SPANS[name]] = _narrowed(given[_SPANS[name]], each)
-        elif name == "created_at" and each.operator in ("gt", "lt"):
+        elif name == "created_at" and each.operator != "contains":
             ms = moment(values[0], name)
-            if each.operator == "gt":
-                given["since"] = max(ms + 1, given.get("since", 0))
-            else:
-                given["until"] = min(ms, given.get("until", ms))
+            if each.operator != "lt":
+                given["since"] = max(ms + (each.operator == "gt"), given.get("since", 0))
+            if each.operator != "gt":
+                last = ms + (each.operator == "eq")
+                given["until"] = min(last, given.get("until", last))
         elif each.operator != "eq":
             raise InvalidRequest(f"the filter {name[:40]!r} does not take {each.operator}", param="filters")
         elif given.get("status" if name == "status_code" else name) not in (None, ()):

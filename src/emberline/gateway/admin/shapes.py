@@ -92,6 +92,7 @@ class CustomProvider(Strict, frozen=True, kw_only=True):
     js_example: Text = ""
     speaks: tuple[str, ...] | None = None  # dialects; None: OpenAI's
     headers: dict[Label, Text] = {}  # sent with every request
+    position: int = 0  # in lists, for clients that sort by it
 
 
 class Budget(Strict, frozen=True, kw_only=True):

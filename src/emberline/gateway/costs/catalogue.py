@@ -31,6 +31,7 @@ OURS = Path(__file__).with_name("catalogue.toml")
 PRICES = ("input", "output", "cached_read", "cache_write", "cache_write_long", "audio", "image")
 COUNTS = ("context", "max_output")
 OTHERS = ("aliases", "source", "as_of", "long")
+MAX_FOUND = 4096  # names whose models are remembered
 DATED = re.compile(r"[-@](\d{4}-\d{2}-\d{2}|\d{8})$")
 
 
@@ -59,6 +60,7 @@ class Catalogue:
             for name in model.aliases:
                 self._names[model.provider, name] = model
         self._names.update(self._models)
+        self._found: dict[tuple[str, str], Model | None] = {}  # by what callers asked for
 
     @staticmethod
     def load(*files: Path) -> Catalogue:
@@ -78,6 +80,14 @@ class Catalogue:
         return Catalogue(models, like)
 
     def model(self, provider: str, name: str) -> Model | None:
+        key = (provider, name)
+        if key not in self._found:
+            if len(self._found) >= MAX_FOUND:  # callers choose names
+                self._found.clear()
+            self._found[key] = self._find(provider, name)
+        return self._found[key]
+
+    def _find(self, provider: str, name: str) -> Model | None:
         return (
             self._names.get((provider, name))
             or self._names.get((provider, DATED.sub("", name)))

@@ -1,6 +1,8 @@
 """GuardedStream: a streamed reply whose events pass, byte by byte as they came, when their text is decided. What is
 redacted is taken out of the events that had it; what is blocked ends the stream before the first event that has any of
-it. `hold` keeps everything until the end: for judges that may block."""
+it. Where a text is interrupted by one of another kind (a tool's arguments), its end goes, so that the other does not
+wait; if the text goes on, what both halves make is found, and its second half is held back. `hold` keeps everything
+until the end: for judges that may block."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.guardrails.scanner import Scanner, Span
 from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
-from emberline.gateway.guardrails.window import Piece, Window
+from emberline.gateway.guardrails.window import Piece, Series, Window
 from emberline.gateway.streams.splitter import Splitter, payload_of
 
 LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
@@ -45,17 +47,18 @@ class Held:
     event: bytes
     name: bytes = b""
     found: Any = None  # decoded
-    pieces: list[tuple[Window, Piece]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     @property
     def decided(self) -> bool:
-        return all(piece.end <= window.decided for window, piece in self.pieces)
+        return all(piece.is_decided for piece in self.pieces)
 
     def has(self, window: Window, span: Span) -> bool:
-        return any(w is window and p.start < span.end and span.start < p.end for w, p in self.pieces)
+        placed = (each for piece in self.pieces for each in piece.placed if each.window is window)
+        return any(each.start < span.end and span.start < each.end for each in placed)
 
     def written(self) -> bytes:
-        edited = [piece.edit() for _, piece in self.pieces]
+        edited = [piece.edit() for piece in self.pieces]
         if not any(edited):
             return self.event
         silence(self.found)
@@ -72,7 +75,8 @@ class GuardedStream:
         self._judged, self._hold = judged, hold
         self._splitter = Splitter()
         self._events: deque[Held] = deque()
-        self._voices: dict[Path, tuple[Path, Window]] = {}  # voice -> what it says just now
+        self._series: dict[Path, Series] = {}
+        self._voices: dict[Path, Path] = {}  # voice -> the series that it speaks of just now
         self._stop: tuple[Window, Span] | None = None  # what is blocked
         self._said: list[str] = []
         self._size = 0
@@ -117,33 +121,40 @@ class GuardedStream:
                 held.found = msgspec.json.decode(payload)
             except (msgspec.MsgspecError, UnicodeError):  # what is nested too deep must not pass for that
                 held.found = {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
-            for text in event_texts(held.found):
-                self._heard(held, text)
+            texts = list(event_texts(held.found))
+            if isinstance(kind := held.found.get("type"), str) and kind.endswith(_REPEATS):
+                self._repeated(held, texts)
+            else:
+                for text in texts:
+                    self._heard(held, text)
         return held
+
+    def _repeated(self, held: Held, texts: list[Text]) -> None:
+        """Whole texts: they do not wait for what may follow."""
+        touched = {text.series: self._series.setdefault(text.series, Series(self._scanner)) for text in texts}
+        held.pieces += [touched[text.series].add(text) for text in texts]
+        for series in touched.values():
+            self._look(series, last=True)
 
     def _heard(self, held: Held, text: Text) -> None:
         if not text.grows:
-            window = Window(self._scanner)
-            held.pieces.append((window, window.add(text)))
-            self._looked(window, last=True)
+            self._add(held, text, Series(self._scanner), last=True)
             return
-        if self._judged and not str(text.path[0][0]).endswith(_REPEATS):
+        series = self._series.setdefault(text.series, Series(self._scanner))
+        if self._judged:
             self._said.append(text.text)
-        window = self._window(text)
-        held.pieces.append((window, window.add(text)))
-        self._looked(window)
+        before = self._voices.get(text.voice)
+        if before is not None and before != text.series:  # what it said must go: it may never be continued
+            self._look(self._series[before], last=True)
+        self._voices[text.voice] = text.series
+        self._add(held, text, series)
 
-    def _window(self, text: Text) -> Window:
-        spoken = self._voices.get(text.voice)
-        if spoken is not None and spoken[0] == text.path:
-            return spoken[1]
-        if spoken is not None:  # it speaks of something else now: what it said is all
-            self._looked(spoken[1], last=True)
-        self._voices[text.voice] = text.path, Window(self._scanner)
-        return self._voices[text.voice][1]
+    def _add(self, held: Held, text: Text, series: Series, *, last: bool = False) -> None:
+        held.pieces.append(series.add(text))
+        self._look(series, last=last)
 
-    def _looked(self, window: Window, *, last: bool = False) -> None:
-        for span in window.look(last=last):
+    def _look(self, series: Series, *, last: bool = False) -> None:
+        for window, span in series.look(last=last):
             self._warden.note(self._scanner.finding(span))
             if span.rule.action == "block" and self._stop is None:
                 self._stop = window, span
@@ -179,8 +190,8 @@ class GuardedStream:
         return self._warden.last_words(finding)
 
     async def _last(self) -> bytes:
-        for _, window in self._voices.values():
-            self._looked(window, last=True)
+        for series in self._series.values():
+            self._look(series, last=True)
         if self._stop is not None:
             return await self._blocked()
         if self._judged and (finding := await self._warden.judge("".join(self._said))) is not None:

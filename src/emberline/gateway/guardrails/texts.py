@@ -20,6 +20,8 @@ SAID = frozenset({"messages", "system", "input", "instructions", "contents", "sy
                   "prompt"})  # fmt: skip
 GROWING = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "thinking", "arguments",
                      "partial_json", "delta"})  # fmt: skip  # come in pieces, one an event
+JOINED = frozenset({"content", "text"})  # of the parts of one message; clients show them as one text
+JOINED_EVENTS = ("output_text.delta", "output_text.done")  # those of OpenAI's responses
 APART = ("choices", "candidates")  # each of these has texts of its own, beside the others
 PLACES = ("type", "output_index", "content_index", "summary_index", "index")  # tell an event's texts from another's
 
@@ -49,8 +51,22 @@ class Text(NamedTuple):
 
     @property
     def voice(self) -> Path:
-        """What is said in one voice comes one after the other."""
-        return self.path[:3] if len(self.path) > 2 and self.path[1] in APART else ()
+        """What is said in one voice comes one after the other. Of an event's text."""
+        return self.path[1 : self._answer]
+
+    @property
+    def series(self) -> Path:
+        """The same for texts that clients put together: pieces of a text, and parts of a message. Of an event's."""
+        kind = self.path[0][0]
+        if self.key not in JOINED and not str(kind).endswith(JOINED_EVENTS):
+            return self.path
+        rest = self.path[self._answer :]
+        return (kind, *self.voice, *(step for step in rest if not isinstance(step, int)))
+
+    @property
+    def _answer(self) -> int:
+        """How many steps of the path tell which answer of several it is."""
+        return 3 if len(self.path) > 2 and self.path[1] in APART else 1
 
 
 def texts_of(value: Any, path: Path = (), skipped: frozenset[str] = NAMES) -> Iterator[Text]:

@@ -1,80 +1,155 @@
 """Window: a text that comes in pieces. What is decided can go; what may still become part of a finding is held back, so
-that not one character of one ever leaves, however the text was cut. `stream.py` lets events go by it."""
+that not one character of one ever leaves, however the text was cut. `stream.py` lets events go by it.
+
+Series: texts that clients put together, such as the parts of one message. They are read as one text, with and without a
+line between two parts, as those of a whole reply are (`inspection.py`)."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from emberline.gateway.guardrails.scanner import Scanner, Span, cuts
-from emberline.gateway.guardrails.texts import Text
+from emberline.gateway.guardrails.texts import Path, Text
 
 CONTEXT = 16  # characters that are kept of what has gone: finders look at what stands before
 
 
-@dataclass(slots=True)
-class Piece:
-    """Part of the text, which lies in an event. Positions are of the whole text."""
+class Placed(NamedTuple):
+    """Where a piece is in a window. Positions are of the window's whole text."""
 
-    at: Text
+    window: Window
     start: int
-    cuts: list[tuple[int, int, str]] = field(default_factory=list)
+    end: int
+    piece: Piece
 
     @property
-    def end(self) -> int:
-        return self.start + len(self.at.text)
+    def is_decided(self) -> bool:
+        return self.end <= self.window.decided
+
+
+@dataclass(slots=True)
+class Piece:
+    """Part of a text, which lies in an event."""
+
+    at: Text
+    placed: list[Placed] = field(default_factory=list)  # one for each window that reads it
+    cuts: list[tuple[int, int, str]] = field(default_factory=list)  # positions in it; below 0: begun before it
+
+    @property
+    def is_decided(self) -> bool:
+        return all(each.is_decided for each in self.placed)
 
     def edit(self) -> bool:
         """In its event, in place. False: nothing of it was cut."""
         if not self.cuts:
             return False
-        parts, at = [], 0
-        for start, end, label in self.cuts:
-            parts += [self.at.text[at : max(0, start - self.start)], label if start >= self.start else ""]
-            at = min(len(self.at.text), end - self.start)
-        self.at.holder[self.at.key] = "".join([*parts, self.at.text[at:]])
+        text, parts, at = self.at.text, [], 0
+        for start, end, label in sorted(self.cuts):
+            if start >= at:
+                parts += [text[at:start], label]
+            at = max(at, min(len(text), end))
+        self.at.holder[self.at.key] = "".join([*parts, text[at:]])
         return True
 
 
 class Window:
-    def __init__(self, scanner: Scanner) -> None:
-        self._scanner = scanner
+    def __init__(self, scanner: Scanner, joint: str = "") -> None:
+        """`joint`: what stands between two parts."""
+        self._scanner, self._joint = scanner, joint
         self._text = ""
         self._base = 0  # where it begins
         self._decided = 0
-        self._pieces: list[Piece] = []  # not wholly decided
+        self._from = 0  # where to look from: what went in a pause is looked at again with what follows
+        self._placed: list[Placed] = []  # not wholly decided
 
     @property
     def decided(self) -> int:
         return self._decided
 
-    def add(self, text: Text) -> Piece:
-        piece = Piece(text, self._base + len(self._text))
-        self._text += text.text
-        self._pieces.append(piece)
-        return piece
+    def joined_by(self, joint: str) -> Window:
+        """The same text so far, to be continued with another joint."""
+        made = Window(self._scanner, joint)
+        made._text, made._base, made._decided, made._from = self._text, self._base, self._decided, self._from
+        for each in self._placed:
+            made._place(each.piece, each.start)
+        return made
+
+    def add(self, piece: Piece, *, is_new_part: bool = False) -> int:
+        """Return where it begins."""
+        if is_new_part:
+            self._text += self._joint
+        start = self._base + len(self._text)
+        self._text += piece.at.text
+        self._place(piece, start)
+        return start
+
+    def _place(self, piece: Piece, start: int) -> None:
+        placed = Placed(self, start, start + len(piece.at.text), piece)
+        self._placed.append(placed)
+        piece.placed.append(placed)
 
     def look(self, *, last: bool = False) -> list[Span]:
-        """What has been found by now and cannot change. `last`: nothing follows."""
-        text, start = self._text, self._decided - self._base
+        """What has been found by now and cannot change. `last`: nothing follows, or not before this must go."""
+        text, start = self._text, self._from - self._base
         found = self._scanner.find(text, start)
-        until = len(text) if last else self._scanner.undecided(text, start)
-        growing = len(text) if not last else -1  # what reaches the end may not have ended
-        while open_ := [s.start for s in found if s.start < until and (s.end > until or s.end == growing)]:
-            until = min(open_)
-        done = [span for span in found if span.end <= until]
+        undecided = self._before_findings(found, self._scanner.undecided(text, start), len(text))
+        until = len(text) if last else undecided
+        done = [span for span in found if span.end <= until and span.end + self._base > self._decided]
         for cut_start, cut_end, label in cuts(done):
             self._cut(self._base + cut_start, self._base + cut_end, label)
         spans = [span._replace(start=span.start + self._base, end=span.end + self._base) for span in done]
-        self._go(until)
+        self._go(max(until, self._decided - self._base), undecided)
         return spans
 
-    def _cut(self, start: int, end: int, label: str) -> None:
-        for piece in self._pieces:
-            if piece.start < end and start < piece.end:
-                piece.cuts.append((start, end, label))
+    def release(self) -> None:
+        """Nothing in it is held back any longer: another window decides about the same text."""
+        self._decided = sys.maxsize
 
-    def _go(self, until: int) -> None:
-        self._decided = self._base + until
-        self._pieces = [piece for piece in self._pieces if piece.end > self._decided]
-        gone = max(0, until - CONTEXT)
+    @property
+    def looks_from(self) -> int:
+        return self._from
+
+    @staticmethod
+    def _before_findings(found: list[Span], until: int, end: int) -> int:
+        """The last position up to `until` that lies in no finding. One that reaches the text's end may go on."""
+        while open_ := [s.start for s in found if s.start < until and (s.end > until or s.end == end)]:
+            until = min(open_)
+        return until
+
+    def _cut(self, start: int, end: int, label: str) -> None:
+        for placed in self._placed:
+            if placed.start < end and start < placed.end:
+                first = start >= placed.start or placed is self._placed[0]
+                begin = max(start - placed.start, 0 if first else -1)
+                placed.piece.cuts.append((begin, end - placed.start, label))
+
+    def _go(self, until: int, undecided: int) -> None:
+        self._decided, self._from = self._base + until, self._base + min(until, undecided)
+        self._placed = [placed for placed in self._placed if placed.end > self._decided]
+        gone = max(0, min(until, undecided) - CONTEXT)
         self._text, self._base = self._text[gone:], self._base + gone
+
+
+class Series:
+    def __init__(self, scanner: Scanner) -> None:
+        self.windows = [Window(scanner)]  # for a while after a part began a second one, with a line between
+        self._part: Path | None = None
+        self._began = 0  # where the part did, in the second window
+
+    def add(self, text: Text) -> Piece:
+        is_new_part = self._part is not None and self._part != text.path
+        self._part, piece = text.path, Piece(text)
+        if is_new_part and len(self.windows) == 1:
+            self.windows.append(self.windows[0].joined_by("\n"))
+        starts = [window.add(piece, is_new_part=is_new_part) for window in self.windows]
+        if is_new_part:
+            self._began = starts[-1]
+        return piece
+
+    def look(self, *, last: bool = False) -> list[tuple[Window, Span]]:
+        found = [(window, span) for window in self.windows for span in window.look(last=last)]
+        if len(self.windows) > 1 and self.windows[1].looks_from > self._began:
+            self.windows.pop().release()
+        return found

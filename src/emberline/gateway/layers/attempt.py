@@ -18,7 +18,7 @@ from emberline.gateway.keys.secrets import Secrets
 from emberline.gateway.providers.base import CHANGED, HELD, Provider
 from emberline.gateway.providers.breakers import Breakers
 from emberline.gateway.providers.registry import Registry
-from emberline.gateway.providers.wire import Wire, safe_header, wired_apart
+from emberline.gateway.providers.wire import Wire, safe_header, wired, wired_apart
 from emberline.gateway.refusal import refused
 from emberline.gateway.streams.eventmeter import EventStreamMeter
 from emberline.gateway.streams.meter import Meter, RawMeter, check_whole
@@ -63,7 +63,8 @@ class Attempts:
         key = await self._secrets.key(call, provider)
         most = self._prices.max_output(call.provider, call.model)
         call.notes.pop(CHANGED, None)  # of a step before
-        wire = await wired_apart(call, provider, key, most, int(self._wall.now()))
+        wiring = (call, provider, key, most, int(self._wall.now()))
+        wire = wired(*wiring) if len(call.body) < LARGE else await wired_apart(*wiring)
         if CHANGED in call.notes:
             call.notes[CHANGED] = safe_header(call.notes[CHANGED])
         tries = call.options.max_attempts or call.settings.retries.attempts

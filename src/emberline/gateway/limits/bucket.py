@@ -27,6 +27,7 @@ class Bucket:
     window: Window
     slot: int = 0  # the current one
     turns: int = 0  # when the next one begins
+    ends: int = 0  # when what is used in the current one no longer counts
     total: int = 0  # of the slots that count
     used: dict[int, int] = field(default_factory=dict)  # slot -> amount, the oldest first
     held: dict[str, Held] = field(default_factory=dict)  # reservation -> what of `used` is not settled
@@ -45,7 +46,7 @@ class Bucket:
         if now < self.turns:
             return
         self.slot, live = self.window.slot(now), self.window.live
-        self.turns = self.window.ends(self.slot + 1 - live)
+        self.turns, self.ends = self.window.ends(self.slot + 1 - live), self.window.ends(self.slot)
         while self.used and (oldest := next(iter(self.used))) <= self.slot - live:
             self.total -= self.used.pop(oldest)
 
@@ -79,11 +80,11 @@ class Bucket:
             left += used
             if left >= min(amount, limit):
                 return self.window.ends(slot) - now
-        return self.window.ends(self.slot) - now
+        return self.ends - now
 
     def resets(self, now: int) -> int:
         """Milliseconds until all that is used now no longer counts."""
-        return self.window.ends(self.slot) - now
+        return self.ends - now
 
     @property
     def empty(self) -> bool:

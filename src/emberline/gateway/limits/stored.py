@@ -7,18 +7,16 @@ import asyncio
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from emberline.core.clock import Clock
-from emberline.gateway.limits.base import Reservation
 from emberline.gateway.limits.bucket import Bucket
 from emberline.gateway.limits.journal import CounterJournal
 from emberline.gateway.limits.local import LocalLimiter
-from emberline.gateway.limits.rule import Amount, Claim
+from emberline.gateway.limits.rule import Claim
 from emberline.gateway.limits.window import Window
 from emberline.gateway.store.base import Counter
 
@@ -28,6 +26,8 @@ MIN_STORED_WINDOW_MS = (
     600_000  # shorter windows of requests and tokens are not kept: they are over soon after a restart
 )
 CLOSE_TIMEOUT_S = 5.0
+
+_Place = tuple[str, str, int, int]  # gateway, bucket, slot, when the slot ends
 
 
 class CounterStore(Protocol):
@@ -42,8 +42,7 @@ class StoredLimiter(LocalLimiter):
         super().__init__()
         self._store, self._journal, self._wall, self._interval = store, journal, wall, interval
         self._restored: dict[tuple[str, str], dict[int, int]] = {}
-        self._lines: list[bytes] = []  # not in the journal yet
-        self._pending: defaultdict[tuple[str, str, int, int], int] = defaultdict(int)  # in the journal only
+        self._pending: defaultdict[_Place, int] = defaultdict(int)  # in the journal only
         self._batch: tuple[str, list[Counter]] | None = None  # being written to the store, until that has worked
         self._task: asyncio.Task[None] | None = None
 
@@ -56,15 +55,6 @@ class StoredLimiter(LocalLimiter):
         for each in await self._store.counters(self._now()):
             self._restored.setdefault((each.gateway, each.bucket), {})[each.slot] = each.used
         self._task = asyncio.create_task(self._run())
-
-    async def reserve(self, claims: Sequence[Claim], now: float, hold: float) -> Reservation:
-        made = await super().reserve(claims, now, hold)
-        self._record()
-        return made
-
-    def settle(self, reservation: Reservation, actual: Mapping[Amount, int]) -> None:
-        super().settle(reservation, actual)
-        self._record()
 
     async def close(self) -> None:
         if self._task is not None:
@@ -87,19 +77,8 @@ class StoredLimiter(LocalLimiter):
             bucket = self._buckets[key] = Bucket(claim.window)
             if _is_stored(claim):
                 bucket.restore(self._restored.pop(key, {}))
-                start = msgspec.json.encode(key)[:-1]  # of a line: a Counter as JSON, without what differs each time
-                bucket.changed = partial(self._changed, start, *key, claim.window)
+                bucket.changed = _Changes(key, claim.window, self._journal, self._pending).add
         return bucket
-
-    def _changed(self, start: bytes, gateway: str, bucket: str, window: Window, slot: int, amount: int) -> None:
-        ends = window.ends(slot)
-        self._lines.append(b"%b,%d,%d,%d]\n" % (start, slot, amount, ends))
-        self._pending[gateway, bucket, slot, ends] += amount
-
-    def _record(self) -> None:
-        if self._lines:
-            self._journal.write(b"".join(self._lines))
-            self._lines = []
 
     async def _run(self) -> None:
         while True:
@@ -113,10 +92,10 @@ class StoredLimiter(LocalLimiter):
         if self._batch is not None:
             await self._apply(*self._batch)
         if self._pending:
-            self._record()
+            name = self._journal.rotate()
             changes = [Counter(gw, bucket, slot, n, ends) for (gw, bucket, slot, ends), n in self._pending.items()]
             self._pending.clear()
-            self._batch = self._journal.rotate(), changes
+            self._batch = name, changes
             await self._apply(*self._batch)
 
     async def _apply(self, name: str, changes: list[Counter]) -> None:
@@ -126,6 +105,30 @@ class StoredLimiter(LocalLimiter):
 
     def _now(self) -> int:
         return round(self._wall.now() * 1000)
+
+
+class _Changes:
+    """Changes of one bucket, written to the journal and added up for the store."""
+
+    __slots__ = ("_head", "_journal", "_key", "_pending", "_place", "_slot", "_tail", "_window")
+
+    def __init__(
+        self, key: tuple[str, str], window: Window, journal: CounterJournal, pending: defaultdict[_Place, int]
+    ) -> None:
+        self._key, self._window, self._journal, self._pending = key, window, journal, pending
+        self._slot: int | None = None
+
+    def add(self, slot: int, amount: int) -> None:
+        if slot != self._slot:
+            self._begin(slot)
+        self._journal.write(b"%b%d%b" % (self._head, amount, self._tail))
+        self._pending[self._place] += amount
+
+    def _begin(self, slot: int) -> None:
+        """Prepare all of a line but the amount: a Counter as JSON."""
+        ends = self._window.ends(slot)
+        self._slot, self._place = slot, (*self._key, slot, ends)
+        self._head, self._tail = b"%b,%d," % (msgspec.json.encode(self._key)[:-1], slot), b",%d]\n" % ends
 
 
 def _is_stored(claim: Claim) -> bool:

@@ -47,23 +47,24 @@ class Breakers:
     ) -> T:
         """Run `attempt` and count its outcome; raise Resting instead while the breaker is open. `key`: of the provider,
         None where the caller's own is in its headers. `attempt` is given what reports a failure after its return."""
-        name = _name(call, provider, key)
-        if (breaker := self._failing.get(name)) is not None:
+        breaker = self._failing.get(_name(call, provider, key)) if self._failing else None
+        if breaker is not None:
             now = self._clock.now()
             if not breaker.allows(now):
                 what = f"{provider.slug} failed {breaker.failures} times in a row for this model and key"
                 raise Resting(f"{what} and is not asked for {max(0.0, breaker.until - now):.2g} s")
             breaker.began(now)
         try:
-            done = await attempt(lambda: self._failed(name, call))
+            done = await attempt(lambda: self._failed(_name(call, provider, key), call))
         except UpstreamFailed as e:
-            self._count(name, call, e)
+            self._count(_name(call, provider, key), call, e)
             raise
         except BaseException:
             if breaker is not None:
                 breaker.neither()
             raise
-        self._succeeded(name)
+        if self._failing:  # seldom: only then a name is worth its making
+            self._succeeded(_name(call, provider, key))
         return done
 
     def _count(self, name: Key, call: Call, error: UpstreamFailed) -> None:

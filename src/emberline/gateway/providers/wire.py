@@ -9,7 +9,7 @@ import msgspec
 
 from emberline.api.parse import decode
 from emberline.core.errors import InvalidRequest
-from emberline.core.offload import LARGE, offload
+from emberline.core.offload import offload
 from emberline.gateway.body import edited, peek
 from emberline.gateway.call import Call, Dialect
 from emberline.gateway.dialects.asked import Asked, asked_of
@@ -60,9 +60,7 @@ def _translated(body: bytes, source: Spoken, target: Spoken, asked: Asked | None
 
 
 async def wired_apart(call: Call, provider: Provider, key: str | None, max_output: int | None, created: int) -> Wire:
-    """As `wired`; a large body is worked on in another process."""
-    if len(call.body) < LARGE:
-        return wired(call, provider, key, max_output, created)
+    """As `wired`, in another process: for large bodies."""
     bare = call.moved(steps=(), redacted=[], trail=[], surveyed=None)  # with no other body
     wire, notes = await offload.run(len(call.body), _wired_and_notes, bare, provider, key, max_output, created)
     call.notes |= notes

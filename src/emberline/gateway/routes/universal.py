@@ -11,7 +11,7 @@ from emberline.gateway.body import Peek, peek
 from emberline.gateway.call import VIRTUAL, Step
 from emberline.gateway.keys.keys import is_ours
 from emberline.gateway.options import Options
-from emberline.gateway.paths import COUNT_TOKENS, PLAIN, check_path
+from emberline.gateway.paths import ARN_PROVIDER, COUNT_TOKENS, PLAIN, check_path
 from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.routes.named import resolve
@@ -75,7 +75,7 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
     seen = peek(query)
     endpoint = step.endpoint.strip("/")
     path, _, asked_of = endpoint.partition("?")
-    check_path(f"{step.provider}/{path}", param="endpoint")
+    check_path(f"{step.provider}/{path}", path.split("/") if step.provider == ARN_PROVIDER else (), "endpoint")
     options = Options.read(headers).over(_config(step.config)).over(asked)
     if step.provider == COMPAT:
         return _compat_step(path, headers, query, seen, options, settings)
