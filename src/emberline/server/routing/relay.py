@@ -196,7 +196,9 @@ class Relay:
             return None
         trip.may_split = False
         patience = self._config.ticket_timeout
-        decision = self._dispatch.handover(trip.ask, leg.decision, trip.origin.worker) if trip.origin else None
+        decision = None
+        if trip.origin is not None:
+            decision = self._dispatch.handover(trip.ask, trip.said_tokens, leg.decision, trip.origin.worker)
         if decision is not None:
             patience = HANDOVER_S
         else:
