@@ -13,7 +13,7 @@ from bytelevel import EOS, byte_level
 from tokenizers import AddedToken
 
 from emberline.api.reasoning import THINK
-from emberline.api.toolstyle import HERMES
+from emberline.api.toolstyle import HERMES, ToolStyle
 from emberline.core.config import ServerConfig, WorkerConfig
 from emberline.core.errors import EmberlineError
 from emberline.core.events import Output, Timing
@@ -131,16 +131,16 @@ class ScriptedEngine:
 
 
 class House:
-    def __init__(self, script: Script, **worker: Any) -> None:
+    def __init__(self, script: Script, tool_style: ToolStyle = HERMES, **worker: Any) -> None:
         inner = byte_level()
         inner.add_special_tokens([AddedToken("<|end|>", special=True)])
         inner.add_tokens([AddedToken(marker, normalized=False) for marker in THINK.markers])
         self.tokenizer = Tokenizer(inner)
         self.engine = ScriptedEngine(self.tokenizer, script)
         engine = cast("AsyncEngine", self.engine)
-        prompts = Prompts(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), HERMES, 4000)
+        prompts = Prompts(self.tokenizer, ChatTemplate({"default": TEMPLATE}, {}), tool_style, 4000)
         self.metrics = Metrics("m")
-        style: dict[str, Any] = {"tool_style": HERMES, "reasoning": THINK}
+        style: dict[str, Any] = {"tool_style": tool_style, "reasoning": THINK}
         guard = cast("GrammarGuard", self)
         generator = Generator(engine, prompts, guard, self.metrics, served_name="m", timeout=60.0, **style)
         self.catalog = Catalog([Served("m", generator, guard, self.metrics, "fp")])

@@ -67,3 +67,23 @@ def test_a_server_with_keys_is_asked_with_one(capsys: pytest.CaptureFixture[str]
 
 def test_without_its_parent_it_ends() -> None:
     assert not started.wait_until_ready("http://127.0.0.1:9", lambda: False)
+
+
+def test_a_server_that_is_loading_is_waited_for() -> None:
+    statuses, waits = [503, 503, 200], iter([True, True, True, False])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(statuses.pop(0))
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True, kwargs={"poll_interval": 0.05}).start()
+    assert started.wait_until_ready(f"http://127.0.0.1:{server.server_port}", lambda: next(waits))
+    assert statuses == []
+    server.shutdown()
+    server.server_close()

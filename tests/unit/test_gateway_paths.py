@@ -17,6 +17,7 @@ from emberline.gateway.body import check_names, peek
 from emberline.gateway.cache.sqlite import SqliteCache
 from emberline.gateway.options import Options
 from emberline.gateway.paths import is_native, target_of
+from emberline.gateway.providers.emberline import Emberline
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.routes.universal import read_steps
 from emberline.gateway.settings import Settings
@@ -140,3 +141,9 @@ async def _use(home: Path) -> None:
     await cache.put("key", b"value", 60.0)
     assert await cache.get("key") == b"value"
     await cache.close()
+
+
+@pytest.mark.parametrize("base", ["http://proxy:8000/serving/a", "http://proxy:8000/serving/a/v1/"])
+def test_a_path_in_the_engines_url_is_kept(base: str) -> None:
+    engine = Emberline(base)
+    assert engine.url("v1/chat/completions", "") == "http://proxy:8000/serving/a/v1/chat/completions"

@@ -153,7 +153,7 @@ def test_what_cannot_be_resumed_or_published_is_refused() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             e.add(replace(ask(), **wrong))
         assert refusal.value.param == param
-    with pytest.raises(InvalidRequest, match="one new completion"):
+    with pytest.raises(InvalidRequest, match="only one completion"):
         engine("p").add(replace(ask(n=2), publish=True))
     assert e.idle
 
@@ -310,6 +310,43 @@ def test_resumed_with_a_source() -> None:
     ticket = prefilled(p, ask())[-1].ticket
     assert tokens(run(d, replace(ask(), source=ticket, resumed=(tuple(EXPECTED[:2]),)))) == EXPECTED[2:]
     assert d.stats().prompt_tokens == 1
+    settle(p, d)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(8, 8), (8, 16), (16, 8)])
+@pytest.mark.parametrize("said", [1, 6, 7, 8, 30, 39])
+def test_what_was_said_is_handed_over_with_the_prompt(theirs: int, ours: int, said: int) -> None:
+    wish = ask(max_tokens=40)
+    expected = tokens(run(engine(), wish))
+    p, d = engine("p", size=theirs), engine("d", size=ours)
+    acquaint(p, d)
+    resumed = replace(wish, resumed=(tuple(expected[:said]),))
+    *_, last = prefilled(p, resumed)
+    assert last.finish is FinishReason.HANDOFF and last.tokens == expected[said : said + 1]
+    got = run(d, replace(resumed, source=last.ticket))
+    assert tokens(got) == expected[said:] and got[-1].finish is FinishReason.LENGTH
+    stats = d.stats().transfer
+    assert stats is not None and stats.hit_tokens == (41 + said) // theirs * theirs and stats.recomputed == 0
+    settle(p, d)
+
+
+def test_a_ticket_of_other_output_is_refused() -> None:
+    """What was said is part of what the ticket is of: its blocks would be wrong after other tokens."""
+    p, d = pair_of()
+    ticket = prefilled(p, replace(ask(max_tokens=40), resumed=(tuple(range(20)),)))[-1].ticket
+    other = replace(ask(max_tokens=40), resumed=(tuple(range(1, 21)),))
+    assert tokens(run(d, replace(other, source=ticket))) == tokens(run(engine(), other))
+    stats = d.stats().transfer
+    assert stats is not None and stats.hit_tokens == 0 and stats.recomputed == 1
+
+
+def test_whoever_wants_log_probabilities_samples_the_next_token_itself() -> None:
+    p, d = pair_of()
+    wish = ask(max_tokens=40, logprobs=1)
+    expected = tokens(run(engine(), wish))
+    resumed = replace(wish, resumed=(tuple(expected[:20]),))
+    ticket = prefilled(p, resumed)[-1].ticket
+    assert tokens(run(d, replace(resumed, source=ticket))) == expected[20:] and d.stats().generated_tokens == 20
     settle(p, d)
 
 

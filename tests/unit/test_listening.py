@@ -3,50 +3,80 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvloop
 
 from emberline.core.errors import InvalidRequest
-from emberline.server.listening import bind, listen
+from emberline.server.listening import answer_while_loading, bind, listen
 
 
-async def nothing(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("nobody asks")
-
-
-def test_the_second_on_a_port_is_told() -> None:
+def test_a_port_is_taken_from_when_it_is_bound() -> None:
+    """Two sockets with SO_REUSEADDR could both bind while neither listens: the second failed only after loading."""
     first = bind("127.0.0.1", 0)
-    port = first.getsockname()[1]
-    second = bind("127.0.0.1", port)  # as long as nobody listens, that is no mistake
-    first.listen()
-    failed: list[BaseException] = []
-
-    def serve() -> None:
-        try:
-            listening = listen(nothing, second, lambda: failed.append(AssertionError("ready")))
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(asyncio.wait_for(listening, 5))
-        except (InvalidRequest, TimeoutError) as e:
-            failed.append(e)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join(20)
-    first.close()
-    second.close()
-    assert [type(error) for error in failed] == [InvalidRequest]
-
-
-def test_a_port_where_somebody_listens_is_refused_at_once() -> None:
-    first = bind("127.0.0.1", 0)
-    first.listen()
-    with pytest.raises(InvalidRequest, match="choose another --port"):
+    with pytest.raises(InvalidRequest, match=r"another process uses this port.*choose another --port"):
         bind("127.0.0.1", first.getsockname()[1])
     first.close()
+
+
+def test_requests_are_answered_while_the_model_is_loaded_and_served_afterwards() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def main() -> None:
+        listener = bind("127.0.0.1", 0)
+        port = listener.getsockname()[1]
+        early = await asyncio.open_connection("127.0.0.1", port)  # before anything takes connections: it waits
+        server = await answer_while_loading(listener)
+        body = b'{"model": "m", "messages": []}'
+        status, headers, told = await ask(early, "/v1/chat/completions", body)
+        assert status == 503 and b"retry-after" in headers and json.loads(told)["error"]["code"] == "loading"
+        later = await asyncio.open_connection("127.0.0.1", port)
+        assert (await ask(later, "/v1/messages", body))[0] == 503
+        assert (await ask(later, "/health/ready"))[0] == 503
+        assert (await ask(later, "/health"))[2] == b'{"status":"loading"}'
+        assert (await ask(later, "/health/live"))[0] == 200
+        ready = asyncio.Event()
+        listening = asyncio.create_task(listen(app, listener, ready.set, server=server))
+        await ready.wait()
+        for connection in (later, await asyncio.open_connection("127.0.0.1", port)):
+            status, _, told = await ask(connection, "/v1/models")
+            assert (status, told) == (200, b"ok")
+            connection[1].close()
+        early[1].close()
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait_for(listening, 20)
+
+    with sigterm_restored():
+        asyncio.run(main())
+
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def ask(connection: Streams, path: str, body: bytes | None = None) -> tuple[int, dict[bytes, bytes], bytes]:
+    """The reply's status, headers and body."""
+    reader, writer = connection
+    head = f"POST {path} HTTP/1.1\r\ncontent-length: {len(body)}" if body is not None else f"GET {path} HTTP/1.1"
+    writer.write(f"{head}\r\nhost: localhost\r\n\r\n".encode() + (body or b""))
+    async with asyncio.timeout(20):
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
+        headers = dict(line.split(b": ", 1) for line in lines if line)
+        return int(first.split()[1]), headers, await reader.readexactly(int(headers[b"content-length"]))
+
+
+@contextmanager
+def sigterm_restored() -> Iterator[None]:
+    old = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCaptureFixture) -> None:
@@ -76,9 +106,6 @@ def test_a_stop_with_open_requests_says_how_long_it_waits(caplog: pytest.LogCapt
         await asyncio.wait_for(listening, 20)
         writer.close()
 
-    old = signal.getsignal(signal.SIGTERM)
-    try:
+    with sigterm_restored():
         asyncio.run(main())
-    finally:
-        signal.signal(signal.SIGTERM, old)
     assert "stopping: open requests get up to 10 s to end (1 open)" in caplog.text

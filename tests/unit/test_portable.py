@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import shutil
@@ -25,7 +24,6 @@ from emberline.cli.__main__ import main
 from emberline.core import config
 from emberline.kernels.cpu import build as kernels
 from emberline.kv.transfer import shm, unix
-from emberline.server import listening
 
 
 @pytest.fixture
@@ -46,16 +44,6 @@ def test_the_doctor_works_without_proc(no_proc: None) -> None:
 def test_cores_are_counted_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert config.core_count() == (os.cpu_count() or 1)
-
-
-@pytest.mark.parametrize(("number", "listens"), [(errno.ENOPROTOOPT, True), (errno.EBADF, False)])
-def test_a_listener_is_trusted_where_the_system_does_not_tell(number: int, listens: bool) -> None:
-    """macOS does not know SO_ACCEPTCONN: no server would start there if that meant a taken port."""
-
-    def refuse(*_: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    assert listening._listens(SimpleNamespace(getsockopt=refuse, fileno=lambda: 3)) is listens  # type: ignore[arg-type]
 
 
 def test_a_limit_that_the_system_refuses_does_not_end_the_guard(tmp_path: Path) -> None:

@@ -154,3 +154,22 @@ def test_a_drain_moves_only_streams_that_another_can_continue() -> None:
         register(dispatch, "c", "both")
         dispatch.drain("a", True, move=True)
         assert one.lost == "drained"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "worth"), [(4000, 0, True), (40, 0, False), (40, 20, False), (40, 500, True)]
+)
+def test_blocks_are_handed_over_where_much_would_be_computed_again(prompt: int, said: int, worth: bool) -> None:
+    """Of a stream with a short prompt too, if it has a long output by then."""
+    dispatch = Dispatch(RouterConfig(), SystemClock())
+    for name, paired in (("old", ()), ("new", ("eold",))):
+        model = ModelCard("m", max_running=8, peer={"incarnation": f"e{name}"}, numerics=BFLOAT16)
+        dispatch.register(Card(name, f"i{name}", f"http://{name}", (model,)))
+        dispatch.beat(Beat(name, f"i{name}", paired=paired))
+    ask = Ask("m", prompt, True, None, single=True)
+    dispatch.drain("old", True)
+    answering = dispatch.choose(ask, set())
+    assert answering.worker.name == "new"
+    decision = dispatch.handover(ask, said, answering, dispatch.workers["old"])
+    assert (decision is not None) == worth
+    assert decision is None or decision.worker.name == "old"

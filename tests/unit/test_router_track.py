@@ -76,6 +76,15 @@ def test_a_stream_without_groups_passes_and_cannot_be_moved() -> None:
         assert track.push(b"ta: 2\n\n: ping\n\ndata") == b"data: 2\n\n" and track.rest() == b"data" and track.count == 2
 
 
+@pytest.mark.parametrize("begin", [b"", b": ping\r\n\r\n", b": ping\n\n"])
+def test_lines_may_end_otherwise_wherever_the_bytes_are_cut(begin: bytes) -> None:
+    stream = begin + b"event: a\r\ndata: 1\r\n\r\n: ping\r\n\r\ndata: [DONE]\r\n\r\n"
+    for cut in range(len(stream) + 1):
+        track = Track()
+        assert feed(track, stream, [cut]) == b"event: a\ndata: 1\n\ndata: [DONE]\n\n"
+        assert track.ended and track.count == 2 and not track.torn and not track.movable
+
+
 @pytest.mark.parametrize(
     "next_",
     [b"data: 1\n\n", b": said 0 1\n\n", b": said 0 1 x\n\n", b": cached -1\n\n", b": said 0 1 %d\n\n" % LARGEST],

@@ -57,14 +57,19 @@ def test_a_system_prompt_that_all_share_does_not_send_them_to_one_worker(begin_s
 
 
 def test_a_router_that_knows_what_caches_hold_saves_more() -> None:
+    """On the mean of three seeds: over 16 the margin of one seed is between -0.01 and 0.13, and 0.041 on average."""
     crowd, small = replace(HABITS, sessions=30, systems=3), replace(SHAPE, kv_tokens=1024)
-    inferred = SimCluster(small, by_policy).run(sessions(crowd, 1))
-    aware = SimCluster(small, by_policy, kv_events=True)
-    seen = aware.run(sessions(crowd, 1))
-    assert inferred.cached_share + 0.02 < seen.cached_share <= seen.oracle_share
-    assert aware.dispatch.kv is not None
-    for worker in aware.dispatch.workers.values():
-        assert aware.dispatch.kv.state(worker.id) is State.EXACT
+    margins = []
+    for seed in (1, 2, 3):
+        inferred = SimCluster(small, by_policy).run(sessions(crowd, seed))
+        aware = SimCluster(small, by_policy, kv_events=True)
+        seen = aware.run(sessions(crowd, seed))
+        assert seen.cached_share <= seen.oracle_share
+        margins.append(seen.cached_share - inferred.cached_share)
+        assert aware.dispatch.kv is not None
+        for worker in aware.dispatch.workers.values():
+            assert aware.dispatch.kv.state(worker.id) is State.EXACT
+    assert sum(margins) / len(margins) > 0.03, margins
 
 
 def test_a_shared_store_saves_nearly_all_wherever_a_request_goes() -> None:

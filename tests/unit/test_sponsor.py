@@ -67,6 +67,25 @@ def test_a_server_without_a_health_check_is_found_by_its_models(health: int) -> 
     assert set(looked_for(Server(health=health)).workers) == {"vllm v:8000"}
 
 
+def test_two_servers_behind_one_host_have_names_of_their_own() -> None:
+    dispatch, server = Dispatch(RouterConfig(), SystemClock()), Server()
+    places = [Foreign.parsed(f"vllm=http://v:8000/{name}/") for name in ("a", "b")]
+    sponsor = Sponsor(dispatch, cast("Upstream", server), places, 0.01)
+
+    async def main() -> None:
+        looking = asyncio.create_task(sponsor.run())
+        async with asyncio.timeout(20):
+            while len(dispatch.workers) < 2:
+                await asyncio.sleep(0.01)
+        looking.cancel()
+
+    asyncio.run(main())
+    assert {name: dispatch.url(worker) for name, worker in dispatch.workers.items()} == {
+        "vllm v:8000/a": "http://v:8000/a",
+        "vllm v:8000/b": "http://v:8000/b",
+    }
+
+
 def test_a_server_with_a_key() -> None:
     assert set(looked_for(Server(key="secret"), "secret").workers) == {"vllm v:8000"}
 

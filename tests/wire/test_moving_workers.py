@@ -118,6 +118,23 @@ def test_who_goes_on_takes_the_blocks_from_who_has_them(workers: Workers) -> Non
     until(lambda: workers.transfer("prefill")["leases"] == 0)
 
 
+def test_who_goes_on_takes_the_blocks_of_what_was_said_too(workers: Workers) -> None:
+    """Without them a stream that moves after 500 tokens pauses until 500 tokens are computed again."""
+    body = ALWAYS | {"messages": [{"role": "user", "content": "and again: " + STORY}], "max_tokens": 90}
+    body |= {"ignore_eos": True}
+    whole = groups_of(workers.ask("prefill", CHAT, body, TRACKED))
+    prompt = json.loads(events_of(whole).split(b"data: ")[-2])["usage"]["prompt_tokens"]
+    before, cut = workers.transfer("decode")["hit_tokens"], 70
+    lines = workers.ask("prefill", "/cluster/prefill", envelope(CHAT, body, whole[:cut], NEW)).splitlines()
+    ticket = json.loads(lines[0])["ticket"]
+    asked = envelope(CHAT, body, whole[:cut], name_of(events_of(whole)), ticket)
+    made = groups_of(workers.ask("decode", "/cluster/resume", asked))
+    assert events_of(made) == events_of(whole[cut:])
+    said = sum(len(group.said.tokens) for group in whole[:cut])
+    assert workers.transfer("decode")["hit_tokens"] - before > prompt + said - 32
+    until(lambda: workers.transfer("prefill")["leases"] == 0)
+
+
 def test_a_ticket_that_is_void_only_costs_time(workers: Workers) -> None:
     path, body = TEXT, ALWAYS | {"prompt": "void: " + STORY, "max_tokens": 8}
     lines = workers.ask("prefill", "/cluster/prefill", envelope(path, body, (), NEW)).splitlines()

@@ -461,6 +461,7 @@ def test_a_drain_moves_streams(tmp_path: Path) -> None:
         assert moves(fakes) == {("drained", "went on"): 1} and fakes.row(first)["moved"] == 1
         other = "b" if first == "a" else "a"
         assert fakes.tell(first)["prefilled"] == 1 and fakes.tell(other)["pulled"] == 1, "its blocks go along"
+        assert fakes.tell(first)["offered_output"] > 0, "those of what it has said too"
         until(lambda: quiet(fakes))
     finally:
         fakes.close()

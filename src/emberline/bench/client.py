@@ -50,10 +50,13 @@ class Client:
         self._path = base + ("/chat/completions" if chat else "/completions")
         self._free: list[Connection] = []
 
-    async def complete(self, prompt: list[int], tokens: int, leave_after: int | None = None) -> Trace:
-        """Streams one completion. `leave_after`: hang up after so many events, as impatient people do."""
+    async def complete(
+        self, prompt: list[int], tokens: int, leave_after: int | None = None, *, into: Trace | None = None
+    ) -> Trace:
+        """Streams one completion. `leave_after`: hang up after so many events, as impatient people do. `into`: a trace
+        of the caller's, who can read it as it grows."""
         connection = self._free.pop() if self._free else Connection(self._url, self._key)
-        trace = Trace(time.perf_counter())
+        trace = into or Trace(time.perf_counter())
         try:
             async with aclosing(connection.stream(self._path, self._body(prompt, tokens))) as parts:  # type: ignore[type-var]
                 async for event in events(parts):

@@ -37,10 +37,8 @@ class Cluster:
         """`worker`: the model and options of each. `pinned`: each has a core of its own, as far as there are enough."""
         logs.mkdir(parents=True, exist_ok=True)
         self.logs, self._pinned = logs, pinned
-        self.url = f"http://127.0.0.1:{(port := free_port())}"
-        made = children(
-            ["--port", str(port), *router], workers, worker, url=self.url, key=secrets.token_hex(16), logs=logs
-        )
+        self.url, self.key = f"http://127.0.0.1:{(port := free_port())}", secrets.token_hex(16)
+        made = children(["--port", str(port), *router], workers, worker, url=self.url, key=self.key, logs=logs)
         self.router, self.workers = made[0], made[1:]
         self._urls = {child.name: f"http://127.0.0.1:{free_port()}" for child in self.workers}
         for child in self.workers:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from emberline.bench import report as reports
+from emberline.cli import bench_crash, bench_drain
 from emberline.cli.interrupt import interruptible
 from emberline.core.config import DEFAULT_MODEL
 from emberline.core.jsonfile import read_object
@@ -32,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _routing(kinds.add_parser("routing", help="what ways of routing save, on a simulated cluster"))
     _churn(kinds.add_parser("churn", help="a cluster under load whose workers are restarted at random"))
     _split(kinds.add_parser("split", help="prompts and answers on separate workers, against workers that do both"))
+    bench_drain.add_arguments(kinds.add_parser("drain", help="how long streams pause when their worker is drained"))
     _gateway(kinds.add_parser("gateway", help="what the gateway adds, with a provider that is a fake"))
     _gateway_logs(kinds.add_parser("gateway-logs", help="a log of many rows: its pages, and dropping a day"))
+    bench_crash.add_arguments(kinds.add_parser("gateway-crash", help="log rows that kill -9 of a gateway loses"))
     _event_loop(kinds.add_parser("event-loop", help="how long one heavy request delays /health on each server"))
     plot = kinds.add_parser("plot", help="result files as an SVG")
     plot.add_argument("files", type=Path, nargs="+")
@@ -54,12 +57,14 @@ def run(args: argparse.Namespace) -> int:
         "router": _run_router,
         "routing": _run_routing,
         "split": _run_split,
+        "drain": bench_drain.run,
         "churn": _run_churn,
         "transfer": _run_transfer,
         "tiers": _run_tiers,
         "kv-codec": _run_kv_codec,
         "gateway": _run_gateway,
         "gateway-logs": _run_gateway_logs,
+        "gateway-crash": bench_crash.run,
         "event-loop": _run_event_loop,
     }[args.what](args)
 

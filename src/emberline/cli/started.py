@@ -32,8 +32,10 @@ def wait_until_ready(url: str, needed: Callable[[], bool]) -> bool:
         try:
             urllib.request.urlopen(f"{url}/health", timeout=REQUEST_TIMEOUT_S).close()
             return True
-        except urllib.error.HTTPError:  # it may want a key; it answers
-            return True
+        except urllib.error.HTTPError as e:  # it may want a key; it answers
+            if e.code != 503:  # 503: it is loading
+                return True
+            time.sleep(POLL_S)
         except OSError:
             time.sleep(POLL_S)
     return False

@@ -20,6 +20,7 @@ from emberline.cluster.speech import Asked, Envelope, Speech
 from emberline.core.config import Role
 from emberline.core.errors import InvalidRequest
 from emberline.core.events import TransferStats
+from emberline.core.handoff import Handoff
 from emberline.core.numerics import Numerics
 from emberline.net.server import Server
 
@@ -65,6 +66,7 @@ class FakeWorker:
         self.fault = Fault()
         self.asked = self.gone = self.running = self.step = self.prompts = self.generated = 0
         self.resumed = self.prefilled = self.pulled = 0
+        self.offered_output = 0  # tokens of output that prefills were asked to offer with the prompt
         self.transfer = TransferStats()
         self.seen: list[dict[str, str]] = []  # headers of the last requests
 
@@ -115,7 +117,8 @@ class FakeWorker:
         return await work if work.done() else None
 
     def _counts(self) -> dict[str, Any]:
-        names = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled", "seen")
+        names = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
+        names = (*names, "offered_output", "seen")
         return {name: getattr(self, name) for name in names}
 
     def _strikes(self, path: str) -> Fault:
@@ -140,6 +143,7 @@ class FakeWorker:
 
     async def _prefill(self, envelope: Envelope, fault: Fault, send: Send) -> None:
         self.prompts += len(bytes(envelope.body)) // 4
+        self.offered_output += sum(len(group.tokens) for group in Handoff.parsed(envelope.handoff).said)
         ticket = {"id": uuid.uuid4().hex, "peer": self.peer}
         lines = ({"ticket": ticket}, {"done": {"token": 1, "cached": 0, "seconds": self.pace}})
         await self._write([msgspec.json.encode(line) + b"\n" for line in lines], LINES, fault, send)

@@ -131,6 +131,15 @@ class EngineUnavailable(EmberlineError):
     code = "engine_unavailable"
 
 
+class Loading(EngineUnavailable):
+    code = "loading"
+
+    def __init__(
+        self, message: str = "the server is loading its model", *, hint: str = "retry in a few seconds"
+    ) -> None:
+        super().__init__(message, hint=hint)
+
+
 class ShuttingDown(EngineUnavailable):
     code = "shutting_down"
 

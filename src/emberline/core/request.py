@@ -56,8 +56,8 @@ class Submission:
     timeout: float = math.inf  # seconds until it ends with an error, wherever it is
     model: str = ""  # which, where there are several: engine.fleet's to read
     resumed: tuple[tuple[int, ...], ...] = ()  # output that each of the n has already, elsewhere; (): none has any
-    source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket): blocks of the prompt may be had there
-    publish: bool = False  # for another engine to go on: blocks of the prompt under a lease, one token, HANDOFF
+    source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket): blocks of what it comes with may be had there
+    publish: bool = False  # for another engine to go on: blocks of all it comes with under a lease, one token, HANDOFF
     token_timeout: float = 600.0  # seconds to the first token, and between two tokens, until it ends with an error
 
 
@@ -78,8 +78,9 @@ class Request:
     token_timeout: float = math.inf  # seconds to the first token, and between two
     leader: str | None = None  # n > 1: the sibling that computes the prompt first
     resumed: int = 0  # output tokens that it came with
-    source: dict[str, Any] | None = None  # where blocks of its prompt may be had; None once that was tried
+    source: dict[str, Any] | None = None  # where blocks of what it came with may be had; None once that was tried
     note: Note | None = None  # what its source said in the end
+    note_len: int = 0  # tokens after which the note's token comes
     pulled: Pulled | None = None  # what came from there
     publish: bool = False
     status: Status = Status.WAITING
@@ -103,6 +104,11 @@ class Request:
         return len(self.tokens) + self.pending
 
     @property
+    def arrived_len(self) -> int:
+        """Tokens that it came with: the prompt, and the output that it had already, elsewhere."""
+        return self.prompt_len + self.resumed
+
+    @property
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
@@ -114,7 +120,8 @@ class Request:
     @property
     def told(self) -> Note | None:
         """A note whose first token is as good as one that is sampled here."""
-        plain = self.params.logprobs is None and self.params.prompt_logprobs is None and self.output_len == 0
+        params = self.params
+        plain = params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.note_len
         return self.note if plain and self.note is not None and self.note.tokens else None
 
     @property

@@ -86,8 +86,8 @@ class Intake:
         params = submission.params
         if not self.publishes:
             raise InvalidRequest("this engine keeps its blocks to itself", param="publish", hint="start it as a worker")
-        if params.n != 1 or params.prompt_logprobs is not None or submission.resumed:
-            raise InvalidRequest("only one new completion without prompt_logprobs can be published", param="publish")
+        if params.n != 1 or params.prompt_logprobs is not None:
+            raise InvalidRequest("only one completion without prompt_logprobs can be published", param="publish")
 
 
 def _child_seed(seed: int, index: int) -> int:

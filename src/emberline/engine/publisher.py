@@ -34,8 +34,8 @@ class Publisher:
         self._blocks = 0
 
     def publish(self, request: Request) -> dict[str, Any] | None:
-        """What has been computed of its prompt since the last time. The ticket, if that was the first."""
-        full = min(request.computed, request.prompt_len) // self._kv.block_size
+        """What has been computed since the last time of all it came with. The ticket, if that was the first."""
+        full = min(request.computed, request.arrived_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets
         if full == 0 or (ticket is None and not first):
@@ -89,7 +89,7 @@ class Publisher:
         self._requests += 1
         self._blocks += len(blocks)
         self._kv.pin(blocks)
-        subject = subject_of(self._sender.region.layout, request.salt, request.tokens[: request.prompt_len])
+        subject = subject_of(self._sender.region.layout, request.salt, request.tokens[: request.arrived_len])
         return self._sender.publish(blocks, self._lease, complete=False, deadline=request.deadline, subject=subject)
 
     def _extend(self, request: Request, blocks: list[int]) -> None:

@@ -224,9 +224,9 @@ class KVManager:
         here, ended = self.pulls.take(pull)
         if ended:
             del self._pulling[request.id]
-            request.note, request.pulled = pull.note, pull.told
+            request.note, request.note_len, request.pulled = pull.note, pull.covered, pull.told
         # Something is left to compute, for its logits: the last token, or the one that is known to come after it.
-        here = min(here, request.prompt_len, request.known - (request.told is None))
+        here = min(here, pull.covered, request.known - (request.told is None))
         if here > request.computed:
             self.pulls.count(here - request.computed)
             request.computed = request.planned = here

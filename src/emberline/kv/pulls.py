@@ -52,6 +52,7 @@ class Source(Protocol):
 class Pull:
     ticket: Ticket
     into: Sequence[int]  # the request's blocks
+    covered: int  # tokens that the ticket is of, from the first of the prompt on
     first: int  # of the ticket's blocks, that is missing here
     deadline: float
     moved: float  # when bytes were last seen to land
@@ -79,7 +80,16 @@ class Expected:
     """A ticket whose request waits: its lease is to last until then."""
 
     ticket: Ticket
+    covered: int  # tokens that it is of
     renewed: float
+
+
+def _covered(ticket: Ticket, request: Request) -> int:
+    """How many of the request's tokens the ticket is of: its prompt, or all it came with. BadTransfer: neither."""
+    for count in {request.prompt_len, request.arrived_len}:
+        if ticket.subject == subject_of(ticket.peer.layout, request.salt, request.tokens[:count]):
+            return count
+    raise BadTransfer("the ticket is of another prompt")
 
 
 def in_thread(work: Callable[[], None]) -> None:
@@ -112,15 +122,14 @@ class Pulls:
         assert request.source is not None
         try:
             ticket = Ticket.parsed(request.source)
-            if ticket.subject != subject_of(ticket.peer.layout, request.salt, request.tokens[: request.prompt_len]):
-                raise BadTransfer("the ticket is of another prompt")
+            covered = _covered(ticket, request)
             self._source.region.layout.check_pair(ticket.peer.layout)
         except TransferError as error:
             self._count(error)
             request.source = None
             return
         with self._lock:
-            self._expected[request.id] = Expected(ticket, self._clock.now())
+            self._expected[request.id] = Expected(ticket, covered, self._clock.now())
             self._keeping = self._keeping or self._beside(self._keep)
 
     def grain(self, request: Request) -> int:
@@ -128,15 +137,16 @@ class Pulls:
         return self._expected[request.id].ticket.peer.layout.tokens
 
     def start(self, request: Request, into: Sequence[int]) -> Pull | None:
-        """Of all full blocks of its prompt that are missing; None if none is."""
+        """Of all full blocks that the ticket covers and that are missing; None if none is."""
         with self._lock:
-            ticket = self._expected.pop(request.id).ticket
+            expected = self._expected.pop(request.id)
+        ticket = expected.ticket
         request.source = None
         size, now = ticket.peer.layout.tokens, self._clock.now()
-        if request.cached // size >= request.prompt_len // size:
+        if request.cached // size >= expected.covered // size:
             self._beside(lambda: self._release(ticket))
             return None
-        pull = Pull(ticket, list(into), request.cached // size, request.deadline, now)
+        pull = Pull(ticket, list(into), expected.covered, request.cached // size, request.deadline, now)
         self._source.region.fence()
         if not self._beside(lambda: self._run(pull)):
             self._count(TransferError("there is no thread to pull with"))

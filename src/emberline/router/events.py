@@ -1,5 +1,6 @@
 """Events: cuts a stream of server-sent events between them, so that an error can follow what has been sent. Events are
-never changed, only kept back until they are whole; comments are left out."""
+kept back until they are whole. Comments are left out, and lines end with LF whether they came with LF, CRLF or CR, all
+of which the format allows; nothing else is changed."""
 
 from __future__ import annotations
 
@@ -13,9 +14,12 @@ class Events:
     def __init__(self) -> None:
         self.torn = False  # part of an event has been let through: nothing can follow it
         self._kept = b""
+        self._after_cr = False  # a LF that comes next is the second half of a CRLF
 
     def push(self, data: bytes) -> bytes:
         """What may be sent on."""
+        if self._after_cr or b"\r" in data:
+            data = self._with_lf(data)
         if self._kept:
             data = self._kept + data
         end = data.rfind(b"\n\n") + 2
@@ -26,6 +30,12 @@ class Events:
             self.torn = False
         whole, self._kept = data[:end], data[end:]
         return whole if self.torn else without_comments(whole)
+
+    def _with_lf(self, data: bytes) -> bytes:
+        if self._after_cr:
+            data = data.removeprefix(b"\n")
+        self._after_cr = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
     def rest(self) -> bytes:
         """At the end of the reply: what was kept, whatever it is."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from emberline.core.handoff import Handoff
+from emberline.core.handoff import Handoff, Said
 from emberline.net.notjson import NOT_JSON
 from emberline.router.call import Call
 from emberline.router.dialect import CHAIN, PRIVATE, TENANT, Garbled, Ticket, Word, Words
@@ -47,6 +47,7 @@ class Native:
     seed: int
     key: str | None  # the cluster's
     created: int | None = None  # when the reply is said to be made; None: whoever begins it says when
+    said: tuple[Said, ...] = ()  # of the reply so far: a prefill computes and offers it too
     computes: bool = True
     detached: bool = False
 
@@ -59,7 +60,7 @@ class Native:
         return self.call.with_headers(given | ({f"{PRIVATE}track": "1"} if stream else {}))
 
     def prefill(self, peer: Mapping[str, Any], timeout: float) -> tuple[Call, Words, Ticket | None]:
-        return self._between(PREFILL, Handoff(), timeout), Lines(), None
+        return self._between(PREFILL, Handoff(self.said), timeout), Lines(), None
 
     def answer(self, ticket: Ticket, timeout: float) -> Call:
         return self._between(RESUME, Handoff(source=ticket), timeout)

@@ -101,6 +101,10 @@ class Track:
         return None, None
 
     def _groups(self, data: bytes) -> bytes:
+        if not self._said and b"\r" in data:  # groups have none, and JSON escapes them: another server's comments
+            self._plain, kept = Events(), b"".join(self._kept)
+            self._kept.clear()
+            return self._plain.push(kept + data)
         if self._kept:
             self._kept.append(data)
             self._wanted -= len(data)

@@ -3,7 +3,9 @@ its death: nobody is asked again here."""
 
 from __future__ import annotations
 
+import functools
 from types import TracebackType
+from urllib.parse import urlsplit
 
 from emberline.net.errors import Broken, Unreached
 from emberline.net.pool import Pool
@@ -29,5 +31,14 @@ class Upstream:
         self._pool.close()
 
     async def request(self, at: str, call: Call) -> Reply:
-        """`at`: the worker's URL. The reply is the caller's to close."""
-        return await self._pool.ask(at, call.method, call.target, call.headers, call.body)
+        """`at`: the worker's URL; a path in it stands before that of the call, as behind a reverse proxy. The reply is
+        the caller's to close."""
+        origin, prefix = _split_url(at)
+        return await self._pool.ask(origin, call.method, prefix + call.target, call.headers, call.body)
+
+
+@functools.lru_cache(256)
+def _split_url(url: str) -> tuple[str, str]:
+    """What to connect to, and the path without a slash at its end."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/")

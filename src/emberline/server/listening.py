@@ -12,10 +12,12 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from emberline.core.errors import InvalidRequest
+from emberline.core.errors import InvalidRequest, Loading
 from emberline.net.host import App
-from emberline.net.server import Server
+from emberline.net.server import BACKLOG, Server
+from emberline.server.exchange import Exchange, Receive, Scope, Send
 from emberline.server.keys import is_loopback
+from emberline.server.site import refuse
 
 log = logging.getLogger("emberline.server")
 
@@ -24,11 +26,14 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises InvalidRequest if the port is taken, also by a process that is still loading: two
+    sockets with SO_REUSEADDR can bind one address until one of them listens, so this one listens at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except (OSError, OverflowError) as e:
         listener.close()
         raise InvalidRequest(f"cannot listen on {host}:{port}: {_why(e)}", hint=_hint(e, port)) from e
@@ -66,6 +71,23 @@ def check_exposed(listener: socket.socket, *, authenticated: bool, is_open: bool
         )
 
 
+async def answer_while_loading(listener: socket.socket) -> Server:
+    """Take connections from now on and answer them with 503 until `listen` is called with this server."""
+    server = Server(_loading)
+    await server.start(listener)
+    return server
+
+
+async def _loading(scope: Scope, receive: Receive, send: Send) -> None:
+    x = Exchange(scope, receive, send)
+    if x.path == "/health/live":
+        await x.json({"status": "live"})
+    elif x.path.startswith("/health"):
+        await x.json({"status": "loading"}, Loading.status)
+    else:
+        await refuse(x, Loading())
+
+
 async def listen(
     app: App,
     listener: socket.socket,
@@ -73,16 +95,16 @@ async def listen(
     leaving: Callable[[], Awaitable[None]] | None = None,
     *,
     largest_message: int = 0,
+    server: Server | None = None,
 ) -> None:
-    """`ready` is called when connections are taken, `leaving` before they no longer are. `largest_message`: bytes of
-    one over a WebSocket; 0: there are none."""
-    place = ":".join(map(str, listener.getsockname()[:2]))
-    server = Server(app, largest_message=largest_message)
+    """`ready` is called when requests are served, `leaving` before they no longer are. `largest_message`: bytes of
+    one over a WebSocket; 0: there are none. `server`: the one that answered while the application was loading."""
     with _stopped() as stop:
-        await server.start(listener)
-        if not _listens(listener):
-            # Two that start together can both bind; only one can listen, and the loop does not tell the other.
-            raise InvalidRequest(f"another process listens on {place}", hint="choose another --port")
+        if server is None:
+            server = Server(app, largest_message=largest_message)
+            await server.start(listener)
+        else:
+            server.host.app = app
         gc.freeze()  # what there is by now stays: to look through all of it again stops everything for 26 ms
         ready()
         await stop.wait()
@@ -110,11 +132,3 @@ def _stopped() -> Iterator[asyncio.Event]:
         for each in STOPS:
             loop.remove_signal_handler(each)
         signal.signal(signal.SIGTERM, lambda *_: None)  # what our caller began has still to be ended
-
-
-def _listens(listener: socket.socket) -> bool:
-    try:
-        return bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError as e:
-        # macOS does not know the option; EBADF: the event loop has closed the socket.
-        return e.errno == errno.ENOPROTOOPT and listener.fileno() >= 0

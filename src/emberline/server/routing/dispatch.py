@@ -34,6 +34,7 @@ from emberline.server.routing.router_metrics import GONE, RouterMetrics
 log = logging.getLogger("emberline.router")
 
 TICK = 0.25  # seconds from one to the next
+HANDOVER_TOKENS = 64  # to be computed where a stream goes on that are worth a call for their blocks
 STANDSTILL = 2 * TICK  # without a tick: what is beyond was our own, and is held against nobody
 
 
@@ -181,9 +182,10 @@ class Dispatch:
     def _agree(self, one: Worker, other: Worker, model: str) -> bool:
         return one.dialect == other.dialect == "native" and one.numerics.get(model) == other.numerics.get(model)
 
-    def handover(self, ask: Ask, answering: Decision, origin: Worker) -> Decision | None:
-        """The worker that a stream leaves, as the source of its prompt's blocks, which it has; None: not worth it."""
-        worth = ask.single and answering.load.prefill >= self._rules.split_tokens
+    def handover(self, ask: Ask, said: int, answering: Decision, origin: Worker) -> Decision | None:
+        """The worker that a stream leaves, as the source of its blocks, which it has; None: not worth it.
+        `said`: tokens of its output so far."""
+        worth = ask.single and answering.load.prefill + said >= HANDOVER_TOKENS
         there = self.workers.get(origin.name) is origin and answering.worker.takes_from(origin, ask.model)
         if not worth or not there:
             return None

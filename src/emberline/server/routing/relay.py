@@ -196,7 +196,9 @@ class Relay:
             return None
         trip.may_split = False
         patience = self._config.ticket_timeout
-        decision = self._dispatch.handover(trip.ask, leg.decision, trip.origin.worker) if trip.origin else None
+        decision = None
+        if trip.origin is not None:
+            decision = self._dispatch.handover(trip.ask, trip.said_tokens, leg.decision, trip.origin.worker)
         if decision is not None:
             patience = HANDOVER_S
         else:
@@ -257,11 +259,11 @@ class Relay:
         while data := await reply.read():
             self._extend(trip)
             if not trip.started:
-                await self._begin(trip, reply, leg)
+                await self._begin(trip, reply, leg, sized=True)
             self._dispatch.came(leg, 0)
             await trip.x.send(data)
         if not trip.started:
-            await self._begin(trip, reply, leg)
+            await self._begin(trip, reply, leg, sized=True)
         await trip.x.send(last=True)
 
     async def _stream(self, trip: Trip, reply: Reply, leg: Leg) -> None:
@@ -295,9 +297,10 @@ class Relay:
         trip.progressed(leg.decision.worker)
         leg.movable = trip.may_move and trip.track.movable
 
-    async def _begin(self, trip: Trip, reply: Reply, leg: Leg) -> None:
+    async def _begin(self, trip: Trip, reply: Reply, leg: Leg, *, sized: bool = False) -> None:
+        """`sized`: all bytes of the body are passed on as they are, so that the length stays what it was."""
         kind, headers = _head(reply.headers, trip, leg)
-        if "content-length" in reply.headers and "content-encoding" not in reply.headers:  # it comes unpacked
+        if sized and "content-length" in reply.headers and "content-encoding" not in reply.headers:  # it comes unpacked
             headers["content-length"] = reply.headers["content-length"]
         await trip.x.start(reply.status, kind, headers)
 

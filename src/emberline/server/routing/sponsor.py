@@ -130,4 +130,5 @@ def _card(server: Foreign, found: _Models) -> Card:
         ModelCard(model.id, max_context=model.max_model_len, max_running=RUNNING, peer=peer) for model in found.data
     )
     dialect: Dialect = "vllm" if server.dialect == "vllm" else "sglang"
-    return Card(f"{server.dialect} {at.netloc}"[:128], incarnation, server.url, models, server.role, dialect)
+    name = f"{server.dialect} {at.netloc}{at.path}"  # one host may have several servers, behind one proxy
+    return Card(name[:128], incarnation, server.url, models, server.role, dialect)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from emberline.core.handoff import Said
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.dialect import Dialect, Ticket
@@ -189,7 +190,15 @@ class Trip:
                 return VLLM(self._asked_of(to))
             case "sglang":
                 return SGLang(self._asked_of(to), secrets.randbits(63))
-        return Native(self.asked, self.seed, self.key, self.created)
+        return Native(self.asked, self.seed, self.key, self.created, self._said())
+
+    def _said(self) -> tuple[Said, ...]:
+        return self.track.handoff().said if self.started else ()
+
+    @property
+    def said_tokens(self) -> int:
+        """Tokens of the reply so far, of all its choices."""
+        return sum(len(group.tokens) for group in self._said())
 
     def call(self, to: Worker, now: float) -> Call | None:
         """What is asked of the next worker: all of it, or to go on after what the client has. None: it does not know

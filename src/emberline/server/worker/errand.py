@@ -47,8 +47,11 @@ class Errand:
         self._merging = merging
 
     def prefill(self) -> AsyncGenerator[Output, None]:
-        """The first token, and where the prompt's blocks can be had."""
-        return self._submit(self._order.jobs[0].ids, self._order.params, publish=True)
+        """The next token, and where blocks can be had: of the prompt, and of what was said elsewhere. Where reasoning
+        has a budget, the prompt's alone: what follows it may be two requests."""
+        job = self._order.jobs[0]
+        resumed = self._past.resumed([0]) if job.budget is None else ()
+        return self._submit(job.ids, self._order.params, resumed, publish=True)
 
     def steps(self, choices: Sequence[Choice]) -> AsyncGenerator[Step, None]:
         """`choices` take each before the next is asked for. Leaving early, or an error, aborts everything."""

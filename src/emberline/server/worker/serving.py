@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from emberline.core.config import EngineConfig, FleetConfig, ServerConfig, TransferConfig, WorkerConfig
@@ -19,7 +21,7 @@ from emberline.engine.messages import Facts
 from emberline.engine.stream import AsyncEngine, State
 from emberline.hub.source import resolve
 from emberline.server.crosssite import CrossSiteGuard, CrossSitePolicy
-from emberline.server.listening import bind, check_exposed, is_exposed, listen
+from emberline.server.listening import answer_while_loading, bind, check_exposed, is_exposed, listen
 
 if TYPE_CHECKING:
     from emberline.cluster.registrar import Registrar
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("emberline.server")
 
 HANDING_ON = 5.0  # seconds
+
+T = TypeVar("T")
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
@@ -39,7 +43,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         config = replace(config, worker=reachable(config.worker, config.host, port))
         assert config.worker is not None
         check_place(config.worker, config.host, port)
-    directories = {name: resolve(source) for name, source in config.models.items()}
+    server = await answer_while_loading(listener)
+    directories = await _in_thread(lambda: {name: resolve(source) for name, source in config.models.items()})
     if config.worker is not None:
         engine_config = replace(engine_config, transfer=_transfer(config.worker, config.host, port))
     configs = {
@@ -73,7 +78,8 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
                 if registrar is not None:
                     await registrar.leave()
 
-            await listen(CrossSiteGuard(assembled.app, _cross_site(config, listener)), listener, ready, leaving)
+            guarded = CrossSiteGuard(assembled.app, _cross_site(config, listener))
+            await listen(guarded, listener, ready, leaving, server=server)
             await handed_on(engine)
     finally:
         if registrar is not None:
@@ -82,6 +88,22 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         await engine.stop()
         if assembled is not None:
             assembled.close()
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """The work's result. It may be a download of minutes, during which requests are answered, and Ctrl-C must end the
+    process: asyncio's own threads would be waited for."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        done.set_running_or_notify_cancel()
+        try:
+            done.set_result(work())
+        except BaseException as e:
+            done.set_exception(e)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await asyncio.wrap_future(done)
 
 
 def _guarded(config: ServerConfig, listener: socket.socket) -> ServerConfig:

@@ -1,0 +1,113 @@
+"""`emberline bench drain`: how long streams pause when `emberline drain --move` empties their worker.
+
+A router and two workers, each on a core of its own. Streams begin, spread as the router decides. When all of them have
+some tokens, one worker is drained and its streams move to the other. A stream's pause is its longest time without a
+token from then on; the streams of the other worker count too, since what moves there may delay them. In the next round
+the other worker is drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from emberline.bench import workload
+from emberline.bench.client import Client, Trace
+from emberline.bench.cluster import Cluster
+from emberline.bench.connection import Connection
+from emberline.bench.report import Report
+from emberline.bench.split import OPTIONS, SERVED
+from emberline.core.errors import EmberlineError
+
+ROUND_TIMEOUT_S = 300.0
+LOOK_S = 0.02  # between looks at the streams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    streams: int
+    prompt: int  # tokens of each
+    output: int
+    after: int  # tokens that each stream has before the drain
+    rounds: int
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Of all rounds, in seconds."""
+
+    worst: list[float] = field(default_factory=list)  # of all streams of a round
+    median: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)  # the longest, before the drain
+    drain: list[float] = field(default_factory=list)  # until the drain call returned
+    moved: list[float] = field(default_factory=list)  # streams
+    errors: int = 0
+
+
+def bench(model: str, vocab: int, plan: Plan, logs: Path) -> Report:
+    report = Report("drain", {"model": model, **{name: getattr(plan, name) for name in plan.__slots__}})
+    pauses = asyncio.run(_rounds(model, vocab, plan, logs))
+    report.add("pause_worst", pauses.worst, "s")
+    report.add("pause_worst_of_all_rounds", max(pauses.worst), "s")
+    report.add("pause_median", pauses.median, "s")
+    report.add("pause_worst_before_the_drain", pauses.before, "s")
+    report.add("drain_call", pauses.drain, "s")
+    report.add("streams_moved", pauses.moved, "streams")
+    report.add("errors", pauses.errors, "streams")
+    return report
+
+
+async def _rounds(model: str, vocab: int, plan: Plan, logs: Path) -> Pauses:
+    rng, pauses = np.random.default_rng(0), Pauses()
+    async with Cluster({"both": 2}, [model, *OPTIONS], logs, pinned=True) as cluster:
+        client = Client(f"{cluster.url}/v1", SERVED)
+        await asyncio.gather(*(client.complete(workload.tokens(plan.prompt, rng, vocab), 8) for _ in range(4)))
+        for number in range(plan.rounds):
+            prompts = [workload.tokens(plan.prompt, rng, vocab) for _ in range(plan.streams)]
+            async with asyncio.timeout(ROUND_TIMEOUT_S):
+                await _round(cluster, client, plan, prompts, cluster.workers[number % 2].name, pauses)
+            print(f"round {number + 1}: worst pause {pauses.worst[-1]:.2f} s", flush=True)
+        client.close()
+    return pauses
+
+
+async def _round(
+    cluster: Cluster, client: Client, plan: Plan, prompts: list[list[int]], name: str, pauses: Pauses
+) -> None:
+    traces = [Trace(time.perf_counter()) for _ in prompts]
+    async with asyncio.TaskGroup() as group:
+        for prompt, trace in zip(prompts, traces, strict=True):
+            group.create_task(client.complete(prompt, plan.output, into=trace))
+        while any(len(trace.marks) < plan.after and trace.error is None for trace in traces):
+            await asyncio.sleep(LOOK_S)
+        moved, began = await _migrations(cluster), time.perf_counter()
+        await _drain(cluster, name, on=True, move=True)
+        pauses.drain.append(time.perf_counter() - began)
+    await _drain(cluster, name, on=False)
+    pauses.moved.append(await _migrations(cluster) - moved)
+    pauses.errors += sum(trace.error is not None for trace in traces)
+    longest = [max((b - a for a, b in pairwise(trace.marks) if b > began), default=0.0) for trace in traces]
+    pauses.worst.append(max(longest))
+    pauses.median.append(float(np.median(longest)))
+    pauses.before.append(max(b - a for trace in traces for a, b in pairwise(trace.marks) if b <= began))
+    if not any(trace.ended and trace.ended > began for trace in traces):
+        raise EmberlineError("all streams ended before the drain", hint="raise --output")
+
+
+async def _migrations(cluster: Cluster) -> int:
+    status = await cluster.status() or {}
+    return sum(row["count"] for row in status.get("migrations", ()) if row["outcome"] == "went on")
+
+
+async def _drain(cluster: Cluster, name: str, **more: Any) -> None:
+    connection = Connection(cluster.url, cluster.key)
+    try:
+        await connection.fetch("/cluster/drain", msgspec.json.encode({"name": name, **more}))
+    finally:
+        connection.close()

@@ -1,0 +1,137 @@
+"""`emberline bench gateway-crash`: how many rows of the request log `kill -9` of a gateway loses.
+
+Requests come at a steady rate to a gateway in front of a fake provider. At the end its process is killed, and the rows
+in its store are compared with the requests whose reply had arrived by then. The oldest of those that are missing must
+not be older than the setting `flush` says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from emberline.bench.connection import Connection, HTTPFailed
+from emberline.bench.launch import running
+from emberline.bench.report import Report
+from emberline.core.errors import EmberlineError
+from emberline.core.freeport import free_port
+
+READY_TIMEOUT_S = 60.0
+BODY = {"model": "fake/bench", "messages": [{"role": "user", "content": "hi"}]}
+CONFIG = """
+store = "sqlite:{home}/store"
+master_key = "{home}/master"
+flush = {flush}
+
+[gateways.default.providers.fake]
+base_url = "{provider}"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    flushes: Sequence[float]  # seconds
+    rate: float  # requests a second
+    seconds: float  # until the kill; up to one more, at random
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    answered: int  # requests, before the kill
+    lost: int  # of these, rows that are missing
+    oldest: float  # seconds from the first reply whose row is missing to the kill
+
+
+def bench(plan: Plan) -> Report:
+    report = Report("gateway-crash", {name: getattr(plan, name) for name in plan.__slots__})
+    port = free_port()
+    with running(sys.executable, "-m", "emberline.gateway.fakes.provider", "--port", str(port)):
+        for flush in plan.flushes:
+            crashes = [asyncio.run(_crash(plan, flush, f"http://127.0.0.1:{port}", n)) for n in range(plan.rounds)]
+            report.add(f"answered_flush_{flush:g}", [float(each.answered) for each in crashes], "requests")
+            report.add(f"lost_flush_{flush:g}", [float(each.lost) for each in crashes], "rows")
+            oldest = [each.oldest for each in crashes]
+            report.add(f"oldest_lost_flush_{flush:g}", oldest, "s", limit=flush)
+    return report
+
+
+def is_bounded(report: Report) -> bool:
+    """Whether no row was lost that was older than the setting says."""
+    figures = [result for name, result in report.results.items() if name.startswith("oldest_lost")]
+    return all(r.spread is not None and r.limit is not None and r.spread[1] <= r.limit for r in figures)
+
+
+async def _crash(plan: Plan, flush: float, provider: str, seed: int) -> Crash:
+    with tempfile.TemporaryDirectory() as folder:
+        home, port = Path(folder), free_port()
+        file = home / "gateway.toml"
+        file.write_text(CONFIG.format(home=home, flush=flush, provider=provider))
+        command = (sys.executable, "-m", "emberline.cli", "gateway", "--config", str(file), "--port", str(port))
+        with running(*command) as process:
+            url = f"http://127.0.0.1:{port}"
+            await _ready(url)
+            replies = await _load(plan, url, random.Random(seed), process.pid)
+        killed, answered = replies.pop(""), replies
+        rows = _rows(home / "store")
+    lost = [at for name, at in answered.items() if name not in rows]
+    return Crash(len(answered), len(lost), max((killed - at for at in lost), default=0.0))
+
+
+async def _load(plan: Plan, url: str, rng: random.Random, pid: int) -> dict[str, float]:
+    """When the reply to each request arrived, by the id of its row; under "", when the process was killed."""
+    arrived: dict[str, float] = {}
+    begun, until = time.perf_counter(), plan.seconds + rng.random()
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+
+        async def request() -> None:
+            try:
+                async with session.post(f"{url}/v1/chat/completions", json=BODY) as reply:
+                    await reply.read()
+                    if reply.status != 200:
+                        raise EmberlineError(f"the gateway answered {reply.status}: {await reply.text()}")
+                    arrived[reply.headers["cf-aig-log-id"].upper()] = time.perf_counter()
+            except (aiohttp.ClientError, OSError):
+                if "" not in arrived:
+                    raise
+
+        number = 0
+        while (now := time.perf_counter() - begun) < until:
+            while number < now * plan.rate:
+                group.create_task(request())
+                number += 1
+            await asyncio.sleep(0.002)
+        arrived[""] = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+    killed = arrived[""]
+    return {name: at for name, at in arrived.items() if at <= killed}
+
+
+async def _ready(url: str) -> None:
+    until = time.perf_counter() + READY_TIMEOUT_S
+    while time.perf_counter() < until:
+        try:
+            await Connection(url).fetch("/health")
+            return
+        except HTTPFailed:
+            await asyncio.sleep(0.1)
+    raise EmberlineError("the gateway did not get ready")
+
+
+def _rows(store: Path) -> set[str]:
+    found: set[str] = set()
+    for file in store.glob("logs-*.db"):
+        with closing(sqlite3.connect(file)) as db:
+            found |= {row[0] for row in db.execute("SELECT hex(id) FROM logs")}
+    return found

@@ -1,0 +1,35 @@
+"""`emberline bench drain`: the arguments, and the run."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from emberline.bench import report as reports
+from emberline.core.config import DEFAULT_MODEL
+from emberline.core.jsonfile import read_object
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=400, help="tokens of each")
+    parser.add_argument("--output", type=int, default=300, help="tokens of each")
+    parser.add_argument("--after", type=int, default=10, help="tokens that each stream has before the drain")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--logs", type=Path, help="folder (default: a new one in the temporary folder)")
+    reports.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from emberline.bench import drain
+    from emberline.hub.source import resolve
+    from emberline.models.config import ModelConfig
+
+    vocab = ModelConfig.from_hf(read_object(resolve(args.model) / "config.json")).vocab
+    plan = drain.Plan(args.streams, args.prompt, args.output, args.after, args.rounds)
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="emberline-drain-"))
+    report = drain.bench(args.model, vocab, plan, logs)
+    report.emit(args.json, args.commit)
+    return 1 if report.results["errors"].value else 0
