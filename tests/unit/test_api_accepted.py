@@ -39,6 +39,7 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
     (OPENAI, {"prompt_cache_retention": "24h"}, ["prompt_cache_retention"]),
     (OPENAI, {"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     (OPENAI, {"cache_prompt": True, "id_slot": 3}, ["cache_prompt", "id_slot"]),
+    (OPENAI, {"timings_per_token": True, "return_progress": True}, ["timings_per_token", "return_progress"]),
     (("chat",), {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     (
         OPENAI,
@@ -65,6 +66,8 @@ DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (OPENAI, {"kv_transfer_params": None}, {"kv_transfer_params": {"do_remote_decode": True}}),
     (OPENAI, {"mirostat": 0, "typical_p": 1.0}, {"mirostat": 2}),
     (OPENAI, {"spaces_between_special_tokens": True}, {"spaces_between_special_tokens": 3}),
+    (("responses",), {"include_reasoning": True}, {"include_reasoning": False}),
+    (("responses",), {"return_tokens_as_token_ids": False}, {"return_tokens_as_token_ids": True}),
     (("completions",), {"suffix": ""}, {"suffix": "x"}),
     (("chat", "responses"), {"documents": []}, {"documents": [{"text": "x"}]}),
     (("messages",), {"context_management": {}}, {"context_management": {"edits": [{"type": "clear"}]}}),
@@ -126,6 +129,18 @@ def test_formats_in_llama_cpps_places() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed("chat", response_format={"type": "json_schema"})
     assert caught.value.param == "response_format.json_schema"
+
+
+def test_the_limit_as_llama_cpp_names_it() -> None:
+    for protocol in ("chat", "completions"):
+        assert parsed(protocol, n_predict=7) == parsed(protocol, max_tokens=7)
+        assert parsed(protocol, n_predict=-1, max_tokens=7).params.max_tokens == 7
+        assert parsed(protocol, n_predict=-1).params.max_tokens is None
+        with pytest.raises(InvalidRequest, match="max_tokens and n_predict differ"):
+            parsed(protocol, n_predict=7, max_tokens=8)
+    with pytest.raises(InvalidRequest) as caught:
+        parsed("chat", n_predict=0)
+    assert caught.value.param == "n_predict"
 
 
 RESENT = {

@@ -19,7 +19,6 @@ class ChatFields(SamplingFields, kw_only=True):
     documents: Empty = None
     mm_processor_kwargs: Empty = None
     media_io_kwargs: Empty = None
-    include_reasoning: On = None
     separate_reasoning: On = None
     stream_reasoning: On = None
     parse_tool_calls: On = None

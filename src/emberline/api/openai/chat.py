@@ -45,6 +45,7 @@ class ChatRequest(ChatFields, kw_only=True):
     metadata: Metadata | None = None
     safety_identifier: str | None = None
     # vLLM's
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -59,6 +60,7 @@ class ChatRequest(ChatFields, kw_only=True):
 class Call(ChatCall):
     include_usage: bool = False
     legacy_functions: bool = False
+    show_reasoning: bool = True
     metadata: dict[str, str] = field(default_factory=dict)  # echoed
 
 
@@ -89,12 +91,14 @@ def parse(body: bytes) -> Call:
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
         return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         unset=asked.unset(max_tokens),
         ignored=ignored,
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
         running_usage=asked.stream_options is not None and asked.stream_options.running(),
         legacy_functions=tools.legacy,
+        show_reasoning=asked.include_reasoning is not False,
         metadata=asked.metadata or {},
     )
 
@@ -108,10 +112,10 @@ def _tools(asked: ChatRequest) -> Toolbox:
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
-    limits = {limit for limit in (asked.max_completion_tokens, asked.max_tokens) if limit is not None}
-    if len(limits) > 1:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens", hint="give one of them")
-    return limits.pop() if limits else None
+    limit = asked.limit(("max_tokens", asked.max_tokens), ("max_completion_tokens", asked.max_completion_tokens))
+    if limit == 0:
+        raise InvalidRequest("n_predict is 0, which asks for no answer", param="n_predict", hint="send 1 or more")
+    return limit
 
 
 def _logprobs(asked: ChatRequest) -> int | None:

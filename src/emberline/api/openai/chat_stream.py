@@ -32,6 +32,7 @@ class _Choice:
 
     index: int
     legacy: bool  # function_call in place of tool_calls
+    tokens_as_ids: bool = False
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class _Choice:
         self.texts.append(delta.text)
         chunk["delta"]["content"] = delta.text
         if delta.tokens:
-            tokens = chat_logprobs(delta.tokens)
+            tokens = chat_logprobs(delta.tokens, as_ids=self.tokens_as_ids)
             self.tokens += tokens
             chunk["logprobs"] = {"content": tokens, "refusal": None}
 
@@ -75,7 +76,7 @@ class _Choice:
         self.thoughts.append(delta.text)
         chunk["delta"]["reasoning_content"] = delta.text
         if delta.tokens:
-            tokens = chat_logprobs(delta.tokens)
+            tokens = chat_logprobs(delta.tokens, as_ids=self.tokens_as_ids)
             self.thought_tokens += tokens
             chunk["logprobs"] = {"content": [], "refusal": None, "reasoning_content": tokens}
 
@@ -138,7 +139,9 @@ class Renderer:
             "system_fingerprint": fingerprint,
             "service_tier": tier,
         }
-        self._choices = [_Choice(index, call.legacy_functions) for index in range(call.params.n)]
+        self._choices = [
+            _Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)
+        ]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
@@ -167,6 +170,8 @@ class Renderer:
             case Usage():
                 self._usage = usage_of(delta)
                 return [self._chunk([], self._usage)] if self._call.include_usage else []
+            case ReasoningDelta() if not self._call.show_reasoning:
+                return []
             case _:
                 chunks = [*self._openings(delta.index), self._choices[delta.index].take(delta)]
                 return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []

@@ -58,7 +58,10 @@ class Renderer:
         self._call = call
         self._head = {"id": id, "object": "text_completion", "created": created}
         self._head |= {"model": call.caller.model, "system_fingerprint": fingerprint}
-        self._choices = [_Choice(index) for index in range(len(call.prompts) * call.params.n)]
+        self._choices = [
+            _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
+            for index in range(len(call.prompts) * call.params.n)
+        ]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
 
@@ -105,7 +108,7 @@ class Renderer:
         top, logprobs = self._call.params.logprobs, None
         if top is not None:
             choice.logprobs.add(delta.tokens, top, choice.echoed)
-            logprobs = TextLogprobs().add(delta.tokens, top, choice.echoed).body()
+            logprobs = TextLogprobs(as_ids=self._call.tokens_as_ids).add(delta.tokens, top, choice.echoed).body()
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
         said = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}

@@ -73,8 +73,10 @@ class SamplingFields(GrammarFields, kw_only=True):
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: to what the context holds
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as "token_id:N"
     request_id: RequestId | None = None
     rid: RequestId | None = None  # the same, as SGLang names it
+    n_predict: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # max_tokens of llama.cpp; -1: no limit
     priority: int | None = None  # above 0: batch
     cache_salt: str | None = None
 
@@ -127,6 +129,16 @@ class SamplingFields(GrammarFields, kw_only=True):
             grammar=self.grammar(),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
+
+    def limit(self, *limits: tuple[str, int | None]) -> int | None:
+        """The one value that the fields for the largest number of tokens agree on."""
+        asked = [(name, value) for name, value in limits if value is not None]
+        if self.n_predict is not None and self.n_predict >= 0:
+            asked.append(("n_predict", self.n_predict))
+        for name, value in asked[1:]:
+            if value != asked[0][1]:
+                raise InvalidRequest(f"{asked[0][0]} and {name} differ", param=asked[0][0], hint="give one of them")
+        return asked[0][1] if asked else None
 
     def include_usage(self) -> bool:
         if self.stream_options is None:
