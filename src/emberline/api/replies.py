@@ -101,8 +101,8 @@ class ChatCompletion(Wire):
     service_tier: Literal["default", "flex"]
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_logprobs: list[Json | None] | None
     metadata: dict[str, str] | UnsetType = UNSET
-    prompt_logprobs: list[Json | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -120,7 +120,7 @@ class CompletionChoice(Wire):
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: str | int | None
     matched_stop: str | int | None
-    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

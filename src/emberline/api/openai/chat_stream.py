@@ -187,8 +187,7 @@ class Renderer:
         body |= {"choices": [choice.body() for choice in self._choices], "usage": self._usage}
         if self._call.metadata:
             body["metadata"] = self._call.metadata
-        if self._call.params.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._prompt
+        body["prompt_logprobs"] = self._prompt  # null where not asked for: vLLM's clients read it always
         if self._prompt_ids is not None:
             body["prompt_token_ids"] = self._prompt_ids
         return body
