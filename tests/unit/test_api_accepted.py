@@ -218,11 +218,14 @@ def test_a_request_names_its_reply() -> None:
         assert House(written).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
 
 
-def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+def test_a_prompt_is_cut_to_its_last_or_first_tokens() -> None:
     house = House(written)
     reply = house.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
     assert reply["usage"]["prompt_tokens"] == 4
     assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "6789"
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
+    assert house.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
+    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "0123"
     long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 1}
     assert house.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
 

@@ -29,7 +29,6 @@ class AcceptedFields(Wire, kw_only=True):
     early_stopping: Off = None
     detokenize: On = None
     spaces_between_special_tokens: Annotated[Any, only(True, False)] = None  # no tokenizer here writes any
-    truncation_side: Annotated[Any, only("left")] = None  # which end of a prompt is cut by truncate_prompt_tokens
     logits_processors: Empty = None
     kv_transfer_params: Empty = None
     vllm_xargs: Empty = None

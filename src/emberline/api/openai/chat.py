@@ -90,6 +90,7 @@ def parse(body: bytes) -> Call:
         add_special_tokens=bool(asked.add_special_tokens),
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
+        keep_first=asked.truncation_side == "right",
         return_token_ids=bool(asked.return_token_ids),
         tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         unset=asked.unset(max_tokens),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -72,6 +72,7 @@ class SamplingFields(GrammarFields, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: to what the context holds
+    truncation_side: Literal["left", "right"] | None = None  # the end that this cuts; vLLM's default is left
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as "token_id:N"
     request_id: RequestId | None = None

@@ -174,6 +174,7 @@ def parse(body: bytes) -> Call:
         add_special_tokens=bool(asked.add_special_tokens),
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
+        keep_first=asked.truncation_side == "right",
         unset=asked.unset(asked.max_output_tokens),
         ignored=ignored,
         stream=bool(asked.stream),
