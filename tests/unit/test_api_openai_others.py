@@ -184,6 +184,15 @@ def test_tokenize_a_text() -> None:
     assert not tokens(prompt="", add_special_tokens=False).add_special_tokens
 
 
+def test_tokenize_as_llama_cpp_asks() -> None:
+    call = tokens(content="hi", parse_special=True)
+    assert (call.prompt, call.add_special_tokens) == ("hi", False)
+    assert tokenize.render(call, [1, 2], [], 99)["tokens"] == [1, 2]
+    assert tokens(content="hi", add_special=True).add_special_tokens
+    pieces = tokenize.render(tokens(content="hi", with_pieces=True), [1, 2], ["h", "i"], 99)
+    assert pieces["tokens"] == [{"id": 1, "piece": "h"}, {"id": 2, "piece": "i"}]
+
+
 def test_tokenize_messages() -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     call = tokens(messages=[USER], tools=[tool], add_generation_prompt=False, chat_template_kwargs={"x": 1})
@@ -204,6 +213,10 @@ def test_tokenize_messages() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "chat_template": "x"}, "chat_template"),
+        ({"prompt": "a", "content": "a"}, "prompt"),
+        ({"content": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "with_pieces": True}, "with_pieces"),
+        ({"content": "a", "parse_special": False}, "parse_special"),
     ],
 )
 def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
@@ -215,7 +228,7 @@ def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
 def test_detokenize() -> None:
     call = tokenize.parse_detokenize(b'{"tokens":[1,2],"model":"m"}')
     assert (call.model, call.ids) == ("m", [1, 2])
-    assert tokenize.render_detokenized("hi") == {"prompt": "hi"}
+    assert tokenize.render_detokenized("hi") == {"prompt": "hi", "content": "hi"}
     with pytest.raises(InvalidRequest) as caught:
         tokenize.parse_detokenize(b'{"tokens":[1,"a"]}')
     assert caught.value.param == "tokens[1]"

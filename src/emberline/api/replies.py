@@ -177,12 +177,13 @@ class ModelList(Wire):
 class Tokens(Wire):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | Json]
     token_strs: list[str] | None
 
 
 class Text(Wire):
     prompt: str
+    content: str  # the same, as llama.cpp names it
 
 
 class TokenCount(Wire):
