@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -16,12 +17,16 @@ from emberline.core.request import Priority
 
 Name = Annotated[str, Meta(max_length=512)]  # empty: as if left out
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+MAX_TOKEN_ID = (1 << 31) - 1
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
 BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 
 class StreamOptions(Wire):
@@ -50,7 +55,7 @@ class SamplingFields(GrammarFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stream: bool | None = None
@@ -118,7 +123,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             repetition_penalty=1.0 if repetition is None else repetition,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=dict(self.logit_bias or {}),
+            logit_bias=_biases(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -147,3 +152,13 @@ class SamplingFields(GrammarFields, kw_only=True):
         if not self.stream:
             raise InvalidRequest("stream_options needs stream", param="stream_options", hint="send stream: true too")
         return bool(self.stream_options.include_usage)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """logit_bias by token id. Its keys are decoded here, so that the error names those that are no ids."""
+    wrong = [key[:40] for key in given if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:8]))
+        hint = f"use ids in [0, {MAX_TOKEN_ID}]; POST /tokenize gives those of a text"
+        raise InvalidRequest(f"logit_bias has keys that are no token ids: {shown}", param="logit_bias", hint=hint)
+    return {int(key): bias for key, bias in given.items()}
