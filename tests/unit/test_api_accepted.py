@@ -59,7 +59,7 @@ def test_hints_are_accepted_and_named(protocols: tuple[str, ...], fields: dict[s
 
 DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("chat", "completions"), {"best_of": 1}, {"best_of": 2}),
-    (("chat",), {"echo": False}, {"echo": True}),
+    (("responses",), {"echo": False}, {"echo": True}),
     (OPENAI, {"length_penalty": 1.0}, {"length_penalty": 2.0}),
     (OPENAI, {"use_beam_search": False}, {"use_beam_search": True}),
     (OPENAI, {"detokenize": True}, {"detokenize": False}),

@@ -152,6 +152,20 @@ def test_reasoning_is_left_out_where_asked() -> None:
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
 
 
+def test_a_continued_message_is_echoed_where_asked() -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    fields = {"echo": True, "continue_final_message": True, "messages": begun}
+    for more in ({}, USAGE):
+        renderer = chat(**fields, **more)
+        stream = play(renderer, TALK)
+        assert renderer.body()["choices"][0]["message"]["content"] == "Well, Héllo"
+        if more:
+            assert fold(stream)["choices"][0]["message"]["content"] == "Well, Héllo"
+    unanswered = chat(echo=True)
+    play(unanswered, TALK)
+    assert unanswered.body()["choices"][0]["message"]["content"] == "Héllo"
+
+
 def test_golden_chat_tools() -> None:
     goldens.check("openai_chat_tools_stream.sse", play(chat(stream=True, tools=[TOOL]), CALLING))
     renderer = chat(tools=[TOOL])

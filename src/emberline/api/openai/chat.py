@@ -14,7 +14,7 @@ from msgspec import Meta
 from emberline.api.call import ChatCall
 from emberline.api.fields import ignored_fields
 from emberline.api.openai.accepted_chat import ChatFields
-from emberline.api.openai.messages import Message, explain_parts, for_template
+from emberline.api.openai.messages import AssistantMessage, Message, explain_parts, for_template
 from emberline.api.openai.sampling import LogprobCount, RunningStreamOptions
 from emberline.api.openai.template import Thinking, continues_last, template_args, template_kwargs, wishes
 from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
@@ -46,6 +46,7 @@ class ChatRequest(ChatFields, kw_only=True):
     safety_identifier: str | None = None
     # vLLM's
     include_reasoning: bool | None = None
+    echo: bool | None = None  # the reply begins with the last message, if that is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -61,6 +62,7 @@ class Call(ChatCall):
     include_usage: bool = False
     legacy_functions: bool = False
     show_reasoning: bool = True
+    echo: str = ""  # text before what is generated
     metadata: dict[str, str] = field(default_factory=dict)  # echoed
 
 
@@ -100,6 +102,7 @@ def parse(body: bytes) -> Call:
         running_usage=asked.stream_options is not None and asked.stream_options.running(),
         legacy_functions=tools.legacy,
         show_reasoning=asked.include_reasoning is not False,
+        echo=_echo(asked),
         metadata=asked.metadata or {},
     )
 
@@ -117,6 +120,12 @@ def _max_tokens(asked: ChatRequest) -> int | None:
     if limit == 0:
         raise InvalidRequest("n_predict is 0, which asks for no answer", param="n_predict", hint="send 1 or more")
     return limit
+
+
+def _echo(asked: ChatRequest) -> str:
+    if not asked.echo or not isinstance(asked.messages[-1], AssistantMessage):
+        return ""
+    return for_template(asked.messages[-1:])[0].get("content") or ""
 
 
 def _logprobs(asked: ChatRequest) -> int | None:

@@ -154,7 +154,8 @@ class Renderer:
         match delta:
             case Started():
                 self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
-                return []
+                echoed = [TextDelta(choice.index, self._call.echo) for choice in self._choices if self._call.echo]
+                return [event for each in echoed for event in self.push(each)]
             case Progress():
                 self._so_far = replace(self._so_far, **asdict(delta))
                 return []

@@ -119,6 +119,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # its conversation is in `input` by now
     background: Off = None
     include_reasoning: On = None
+    echo: Off = None
     return_tokens_as_token_ids: Off = None
     truncation: Annotated[Any, only("disabled")] = None
     context_management: Empty = None
