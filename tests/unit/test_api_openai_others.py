@@ -129,16 +129,22 @@ VECTORS = [[0.5, -0.25], [1.0, 0.0]]
 def test_embeddings() -> None:
     call = embed(input=["a", "b"], dimensions=2, user="u")
     assert (call.dimensions, call.caller.user, call.encoding) == (2, "u", "float")
-    reply = openai_embeddings.render(call, VECTORS, 7)
+    reply = openai_embeddings.render(call, VECTORS, 7, "m")
     typed = CreateEmbeddingResponse.model_validate(reply)
     assert [entry.embedding for entry in typed.data] == VECTORS
     assert (typed.usage.prompt_tokens, typed.usage.total_tokens) == (7, 7)
 
 
 def test_embeddings_as_base64() -> None:
-    reply = openai_embeddings.render(embed(input=["a", "b"], encoding_format="base64"), VECTORS, 7)
+    reply = openai_embeddings.render(embed(input=["a", "b"], encoding_format="base64"), VECTORS, 7, "m")
     got = [struct.unpack("<2f", base64.b64decode(entry["embedding"])) for entry in reply["data"]]
     assert got == [tuple(vector) for vector in VECTORS]
+
+
+def test_the_only_embedder_need_not_be_named() -> None:
+    call = openai_embeddings.parse(b'{"input": "p"}')
+    assert call.caller.model == ""
+    assert openai_embeddings.render(call, VECTORS[:1], 1, "e")["model"] == "e"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,7 @@ def test_models_serve_both_clients() -> None:
     assert (reply["first_id"], reply["last_id"], reply["has_more"]) == ("m", "e", False)
     assert reply["data"][0]["created_at"] == "2023-11-14T22:13:20Z"
     assert openai_models.retrieve_model(SERVED, "e") == reply["data"][1]
+    assert (reply["data"][0]["root"], reply["data"][0]["parent"]) == ("m", None)
     assert openai_models.list_models([])["data"] == []
 
 

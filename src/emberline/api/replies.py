@@ -158,6 +158,8 @@ class ModelEntry(Wire):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
     kind: str
     type: Literal["model"]

@@ -119,7 +119,7 @@ class EngineApp:
         vectors, tokens = await self._embeddings.embed(call)
         if x.span is not None:
             x.span.about |= {"gen_ai.request.model": self._embeddings.name, "gen_ai.usage.input_tokens": tokens}
-        await x.json(embeddings.render(call, vectors, tokens))
+        await x.json(embeddings.render(call, vectors, tokens, self._embeddings.name))
 
     async def _tokenize(self, x: Exchange) -> None:
         call = await self._parsed(tokenize.parse, x)
