@@ -235,7 +235,9 @@ def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
 def test_detokenize() -> None:
     call = tokenize.parse_detokenize(b'{"tokens":[1,2],"model":"m"}')
     assert (call.model, call.ids) == ("m", [1, 2])
-    assert tokenize.render_detokenized("hi") == {"prompt": "hi", "content": "hi"}
+    assert tokenize.render_detokenized(call, "hi") == {"prompt": "hi"}
+    nameless = tokenize.parse_detokenize(b'{"tokens":[1,2]}')
+    assert tokenize.render_detokenized(nameless, "hi") == {"prompt": "hi", "content": "hi"}
     with pytest.raises(InvalidRequest) as caught:
         tokenize.parse_detokenize(b'{"tokens":[1,"a"]}')
     assert caught.value.param == "tokens[1]"

@@ -185,7 +185,7 @@ class Tokens(Wire):
 
 class Text(Wire):
     prompt: str
-    content: str  # the same, as llama.cpp names it
+    content: str | UnsetType = UNSET  # the same, as llama.cpp names it
 
 
 class TokenCount(Wire):

@@ -1,7 +1,7 @@
 """POST /tokenize and POST /detokenize, in vLLM's shapes and, where a request has `content`, in llama.cpp's.
 
 call = parse(body);             reply = render(call, ids, strings, max_context)
-call = parse_detokenize(body);  reply = render_detokenized(text)
+call = parse_detokenize(body);  reply = render_detokenized(call, text)
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_c
     }
 
 
-def render_detokenized(text: str) -> dict[str, Any]:
-    return {"prompt": text, "content": text}
+def render_detokenized(call: DetokenizeCall, text: str) -> dict[str, Any]:
+    """llama.cpp's clients read `content` and name no model; vLLM's reply has `prompt` alone."""
+    return {"prompt": text} if call.model else {"prompt": text, "content": text}
 
 
 def _plain(asked: TokenizeRequest) -> str:

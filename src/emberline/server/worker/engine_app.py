@@ -138,7 +138,7 @@ class EngineApp:
         tokenizer = self._catalog.chosen(call.model or None).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
-        await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
+        await x.json(tokenize.render_detokenized(call, tokenizer.decode(call.ids, skip_special=False)))
 
     async def _models(self, x: Exchange) -> None:
         await x.json(models.list_models(self.served()))
