@@ -46,6 +46,11 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         ["stream_options.include_obfuscation"],
     ),
+    (
+        ("chat", "completions"),
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        ["stream_options.continuous_usage_stats"],
+    ),
     (("responses",), {"text": {"verbosity": "low"}}, ["text.verbosity"]),
     (("messages",), {"betas": ["x"], "service_tier": "auto", "speed": "fast"}, ["speed", "betas", "service_tier"]),
 ]

@@ -301,7 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"logprobs": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),

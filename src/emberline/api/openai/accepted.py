@@ -33,6 +33,7 @@ class AcceptedFields(Wire, kw_only=True):
     kv_transfer_params: Empty = None
     vllm_xargs: Empty = None
     thinking_token_budget: Hint = None
+    logprob_token_ids: None = None  # known and not served
     # SGLang's
     no_stop_trim: Off = None
     stop_regex: Empty = None

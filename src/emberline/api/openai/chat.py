@@ -71,7 +71,7 @@ def parse(body: bytes) -> Call:
         asked = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise explain_parts(error) from None
-    ignored = ignored_fields(asked)
+    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
     tools, max_tokens = _tools(asked), _max_tokens(asked)
     kwargs = template_kwargs(asked.chat_template_kwargs, asked.enable_thinking, asked.thinking)
     field = "enable_thinking" if asked.enable_thinking is not None else "thinking"

@@ -48,7 +48,7 @@ class Call(CompletionCall):
 
 def parse(body: bytes) -> Call:
     asked = decode(body, CompletionRequest)
-    ignored = ignored_fields(asked)
+    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
     prompts = each_input(asked.prompt, "prompt")
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:

@@ -38,10 +38,11 @@ class RunningStreamOptions(StreamOptions):
     continuous_usage_stats: bool | None = None  # vLLM's: every chunk says what was used so far
 
     def running(self) -> bool:
-        if self.continuous_usage_stats and not self.include_usage:
-            param = "stream_options.continuous_usage_stats"
-            raise InvalidRequest(f"{param} needs include_usage", param=param, hint="send include_usage: true too")
-        return bool(self.continuous_usage_stats)
+        return bool(self.continuous_usage_stats and self.include_usage)
+
+    def ignored(self) -> list[str]:
+        """As in vLLM, continuous_usage_stats has no effect without include_usage."""
+        return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats and not self.running() else []
 
 
 # What a checkpoint may set (generation_config.json) where a request does not: by the names of SamplingParams.
