@@ -39,11 +39,17 @@ HINTS: list[tuple[tuple[str, ...], dict[str, Any], list[str]]] = [
     (OPENAI, {"prompt_cache_retention": "24h"}, ["prompt_cache_retention"]),
     (OPENAI, {"prompt_cache_key": "k"}, ["prompt_cache_key"]),
     (OPENAI, {"cache_prompt": True, "id_slot": 3}, ["cache_prompt", "id_slot"]),
+    (OPENAI, {"timings_per_token": True, "return_progress": True}, ["timings_per_token", "return_progress"]),
     (("chat",), {"prediction": {"type": "content", "content": "x"}}, ["prediction"]),
     (
         OPENAI,
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         ["stream_options.include_obfuscation"],
+    ),
+    (
+        ("chat", "completions"),
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        ["stream_options.continuous_usage_stats"],
     ),
     (("responses",), {"text": {"verbosity": "low"}}, ["text.verbosity"]),
     (("messages",), {"betas": ["x"], "service_tier": "auto", "speed": "fast"}, ["speed", "betas", "service_tier"]),
@@ -58,13 +64,15 @@ def test_hints_are_accepted_and_named(protocols: tuple[str, ...], fields: dict[s
 
 DEFAULTS: list[tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (("chat", "completions"), {"best_of": 1}, {"best_of": 2}),
-    (("chat",), {"echo": False}, {"echo": True}),
+    (("responses",), {"echo": False}, {"echo": True}),
     (OPENAI, {"length_penalty": 1.0}, {"length_penalty": 2.0}),
     (OPENAI, {"use_beam_search": False}, {"use_beam_search": True}),
     (OPENAI, {"detokenize": True}, {"detokenize": False}),
     (OPENAI, {"kv_transfer_params": None}, {"kv_transfer_params": {"do_remote_decode": True}}),
     (OPENAI, {"mirostat": 0, "typical_p": 1.0}, {"mirostat": 2}),
     (OPENAI, {"spaces_between_special_tokens": True}, {"spaces_between_special_tokens": 3}),
+    (("responses",), {"include_reasoning": True}, {"include_reasoning": False}),
+    (("responses",), {"return_tokens_as_token_ids": False}, {"return_tokens_as_token_ids": True}),
     (("completions",), {"suffix": ""}, {"suffix": "x"}),
     (("chat", "responses"), {"documents": []}, {"documents": [{"text": "x"}]}),
     (("messages",), {"context_management": {}}, {"context_management": {"edits": [{"type": "clear"}]}}),
@@ -126,6 +134,18 @@ def test_formats_in_llama_cpps_places() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parsed("chat", response_format={"type": "json_schema"})
     assert caught.value.param == "response_format.json_schema"
+
+
+def test_the_limit_as_llama_cpp_names_it() -> None:
+    for protocol in ("chat", "completions"):
+        assert parsed(protocol, n_predict=7) == parsed(protocol, max_tokens=7)
+        assert parsed(protocol, n_predict=-1, max_tokens=7).params.max_tokens == 7
+        assert parsed(protocol, n_predict=-1).params.max_tokens is None
+        with pytest.raises(InvalidRequest, match="max_tokens and n_predict differ"):
+            parsed(protocol, n_predict=7, max_tokens=8)
+    with pytest.raises(InvalidRequest) as caught:
+        parsed("chat", n_predict=0)
+    assert caught.value.param == "n_predict"
 
 
 RESENT = {
@@ -203,11 +223,14 @@ def test_a_request_names_its_reply() -> None:
         assert House(written).post("/v1/chat/completions", body).json["id"] == "chatcmpl-mine-1"
 
 
-def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+def test_a_prompt_is_cut_to_its_last_or_first_tokens() -> None:
     house = House(written)
     reply = house.post("/v1/completions", {"prompt": "0123456789", "truncate_prompt_tokens": 4}).json
     assert reply["usage"]["prompt_tokens"] == 4
     assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "6789"
+    cut = {"truncate_prompt_tokens": 4, "truncation_side": "right"}
+    assert house.post("/v1/completions", {"prompt": "0123456789", **cut}).json["usage"]["prompt_tokens"] == 4
+    assert house.tokenizer.decode(house.engine.submissions[-1].prompt) == "0123"
     long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 1}
     assert house.post("/v1/completions", long).json["usage"]["prompt_tokens"] == 3999
 

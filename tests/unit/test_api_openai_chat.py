@@ -295,11 +295,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": 10**30}, "seed"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"2147483648": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"logprobs": True, "logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
@@ -330,6 +332,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields) == param
+
+
+def test_a_bias_for_no_token_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="'bad1', 'bad2'"):
+        chat(logit_bias={"bad1": 1, "5": 1, "bad2": 1})
 
 
 def test_an_image_is_refused_with_its_reason() -> None:

@@ -129,16 +129,22 @@ VECTORS = [[0.5, -0.25], [1.0, 0.0]]
 def test_embeddings() -> None:
     call = embed(input=["a", "b"], dimensions=2, user="u")
     assert (call.dimensions, call.caller.user, call.encoding) == (2, "u", "float")
-    reply = openai_embeddings.render(call, VECTORS, 7)
+    reply = openai_embeddings.render(call, VECTORS, 7, "m")
     typed = CreateEmbeddingResponse.model_validate(reply)
     assert [entry.embedding for entry in typed.data] == VECTORS
     assert (typed.usage.prompt_tokens, typed.usage.total_tokens) == (7, 7)
 
 
 def test_embeddings_as_base64() -> None:
-    reply = openai_embeddings.render(embed(input=["a", "b"], encoding_format="base64"), VECTORS, 7)
+    reply = openai_embeddings.render(embed(input=["a", "b"], encoding_format="base64"), VECTORS, 7, "m")
     got = [struct.unpack("<2f", base64.b64decode(entry["embedding"])) for entry in reply["data"]]
     assert got == [tuple(vector) for vector in VECTORS]
+
+
+def test_the_only_embedder_need_not_be_named() -> None:
+    call = openai_embeddings.parse(b'{"input": "p"}')
+    assert call.caller.model == ""
+    assert openai_embeddings.render(call, VECTORS[:1], 1, "e")["model"] == "e"
 
 
 @pytest.mark.parametrize(
@@ -163,6 +169,7 @@ def test_models_serve_both_clients() -> None:
     assert (reply["first_id"], reply["last_id"], reply["has_more"]) == ("m", "e", False)
     assert reply["data"][0]["created_at"] == "2023-11-14T22:13:20Z"
     assert openai_models.retrieve_model(SERVED, "e") == reply["data"][1]
+    assert (reply["data"][0]["root"], reply["data"][0]["parent"]) == ("m", None)
     assert openai_models.list_models([])["data"] == []
 
 
@@ -182,6 +189,15 @@ def test_tokenize_a_text() -> None:
     }
     assert tokenize.render(tokens(prompt=""), [], [], 99)["token_strs"] is None
     assert not tokens(prompt="", add_special_tokens=False).add_special_tokens
+
+
+def test_tokenize_as_llama_cpp_asks() -> None:
+    call = tokens(content="hi", parse_special=True)
+    assert (call.prompt, call.add_special_tokens) == ("hi", False)
+    assert tokenize.render(call, [1, 2], [], 99)["tokens"] == [1, 2]
+    assert tokens(content="hi", add_special=True).add_special_tokens
+    pieces = tokenize.render(tokens(content="hi", with_pieces=True), [1, 2], ["h", "i"], 99)
+    assert pieces["tokens"] == [{"id": 1, "piece": "h"}, {"id": 2, "piece": "i"}]
 
 
 def test_tokenize_messages() -> None:
@@ -204,6 +220,10 @@ def test_tokenize_messages() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [USER], "continue_final_message": True}, "continue_final_message"),
         ({"prompt": "a", "chat_template": "x"}, "chat_template"),
+        ({"prompt": "a", "content": "a"}, "prompt"),
+        ({"content": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "with_pieces": True}, "with_pieces"),
+        ({"content": "a", "parse_special": False}, "parse_special"),
     ],
 )
 def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
@@ -215,7 +235,9 @@ def test_tokenize_refusals(fields: dict[str, Any], param: str) -> None:
 def test_detokenize() -> None:
     call = tokenize.parse_detokenize(b'{"tokens":[1,2],"model":"m"}')
     assert (call.model, call.ids) == ("m", [1, 2])
-    assert tokenize.render_detokenized("hi") == {"prompt": "hi"}
+    assert tokenize.render_detokenized(call, "hi") == {"prompt": "hi"}
+    nameless = tokenize.parse_detokenize(b'{"tokens":[1,2]}')
+    assert tokenize.render_detokenized(nameless, "hi") == {"prompt": "hi", "content": "hi"}
     with pytest.raises(InvalidRequest) as caught:
         tokenize.parse_detokenize(b'{"tokens":[1,"a"]}')
     assert caught.value.param == "tokens[1]"

@@ -128,6 +128,44 @@ def test_golden_chat_body() -> None:
     goldens.check("openai_chat_body.json", sse.dumps(renderer.body()))
 
 
+def test_logprobs_show_tokens_by_their_ids_where_asked() -> None:
+    renderer = chat(**LOGPROBS, **USAGE, return_tokens_as_token_ids=True)
+    streamed = fold(play(renderer, TALK))
+    assert essence(streamed)["choices"] == essence(renderer.body())["choices"]
+    first, second = renderer.body()["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["bytes"], second["token"]) == ("token_id:2", list("Hé".encode()), "token_id:3")
+    assert [other["token"] for other in first["top_logprobs"]] == ["token_id:2", "token_id:2"]
+    text = complete(logprobs=1, return_tokens_as_token_ids=True)
+    play(text, COMPLETION)
+    [choice] = text.body()["choices"]
+    assert choice["logprobs"]["tokens"] == ["token_id:2", "token_id:1"]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+
+
+def test_reasoning_is_left_out_where_asked() -> None:
+    for fields in ({}, USAGE):
+        renderer = chat(include_reasoning=False, **fields)
+        assert b"hm" not in play(renderer, TALK)
+        body = renderer.body()
+        assert "reasoning_content" not in body["choices"][0]["message"]
+        assert body["choices"][0]["message"]["content"] == "Héllo"
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+def test_a_continued_message_is_echoed_where_asked() -> None:
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+    fields = {"echo": True, "continue_final_message": True, "messages": begun}
+    for more in ({}, USAGE):
+        renderer = chat(**fields, **more)
+        stream = play(renderer, TALK)
+        assert renderer.body()["choices"][0]["message"]["content"] == "Well, Héllo"
+        if more:
+            assert fold(stream)["choices"][0]["message"]["content"] == "Well, Héllo"
+    unanswered = chat(echo=True)
+    play(unanswered, TALK)
+    assert unanswered.body()["choices"][0]["message"]["content"] == "Héllo"
+
+
 def test_golden_chat_tools() -> None:
     goldens.check("openai_chat_tools_stream.sse", play(chat(stream=True, tools=[TOOL]), CALLING))
     renderer = chat(tools=[TOOL])

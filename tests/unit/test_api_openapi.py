@@ -138,12 +138,13 @@ def test_replies_have_their_shape() -> None:
 def test_small_replies_have_their_shape() -> None:
     for form in (b"float", b"base64"):
         call = openai_embeddings.parse(b'{"model":"m","input":"p","encoding_format":"%b"}' % form)
-        holds(openai_embeddings.render(call, [[0.5]], 3), replies.Embeddings)
+        holds(openai_embeddings.render(call, [[0.5]], 3, "m"), replies.Embeddings)
     served = [openai_models.ServedModel("m", 1, 2)]
     holds(openai_models.list_models(served), replies.ModelList)
     holds(openai_models.retrieve_model(served, "m"), replies.ModelEntry)
     holds(tokenize.render(tokenize.parse(b'{"prompt":"a"}'), [1], ["a"], 9), replies.Tokens)
-    holds(tokenize.render_detokenized("a"), replies.Text)
+    for body in (b'{"tokens":[1]}', b'{"tokens":[1],"model":"m"}'):
+        holds(tokenize.render_detokenized(tokenize.parse_detokenize(body), "a"), replies.Text)
     holds(anthropic.token_count(3), replies.TokenCount)
     holds(openai_error(InvalidRequest("x")).body, replies.OpenAIError)
     holds(anthropic_error(InvalidRequest("x")).body, replies.AnthropicError)

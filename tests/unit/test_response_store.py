@@ -72,6 +72,8 @@ def test_a_response_is_read_and_deleted(store: ResponseStore) -> None:
     where = f"{PATH}/{said['id']}"
     assert call(made, "GET", where).json == said
     assert call(made, "POST", where).status == 405
+    assert call(made, "POST", f"{where}/cancel").status == 400
+    assert call(made, "POST", "/v1/responses/resp_other/cancel").status == 404
     assert call(made, "DELETE", where).json == {"id": said["id"], "object": "response", "deleted": True}
     assert call(made, "GET", where).status == call(made, "DELETE", where).status == 404
     assert ask(made, previous_response_id=said["id"]).status == 404

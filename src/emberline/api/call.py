@@ -42,7 +42,9 @@ class GenerationCall:
 
     bad_words: Sequence[str] = ()  # texts that are never written
     truncate: int | None = None  # tokens of the prompt that are kept, its last ones; -1: what the context holds
+    keep_first: bool = False  # `truncate` keeps the first tokens instead
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # logprobs show each token as "token_id:N"
     unset: frozenset[str] = frozenset()  # sampling settings that are left to the checkpoint's defaults
     ignored: Sequence[str] = ()  # fields that have no effect
     stream: bool = False

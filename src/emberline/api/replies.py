@@ -101,8 +101,8 @@ class ChatCompletion(Wire):
     service_tier: Literal["default", "flex"]
     choices: list[ChatChoice]
     usage: CompletionUsage
+    prompt_logprobs: list[Json | None] | None
     metadata: dict[str, str] | UnsetType = UNSET
-    prompt_logprobs: list[Json | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -120,7 +120,7 @@ class CompletionChoice(Wire):
     finish_reason: Literal["stop", "length", "abort"]
     stop_reason: str | int | None
     matched_stop: str | int | None
-    prompt_logprobs: list[Json | None] | UnsetType = UNSET
+    prompt_logprobs: list[Json | None] | None
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
@@ -158,6 +158,8 @@ class ModelEntry(Wire):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
     kind: str
     type: Literal["model"]
@@ -177,12 +179,13 @@ class ModelList(Wire):
 class Tokens(Wire):
     count: int
     max_model_len: int
-    tokens: list[int]
+    tokens: list[int | Json]
     token_strs: list[str] | None
 
 
 class Text(Wire):
     prompt: str
+    content: str | UnsetType = UNSET  # the same, as llama.cpp names it
 
 
 class TokenCount(Wire):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from emberline.api.fields import Empty, Hint, Off, only
+from emberline.api.fields import Empty, Hint, only
 from emberline.api.openai.accepted import On
 from emberline.api.openai.sampling import SamplingFields
 
@@ -15,11 +15,9 @@ class ChatFields(SamplingFields, kw_only=True):
     prediction: Hint = None  # it would speed the answer up, and not change it
     modalities: Annotated[Any, only(["text"])] = None
     best_of: Annotated[Any, only(1)] = None
-    echo: Off = None
     documents: Empty = None
     mm_processor_kwargs: Empty = None
     media_io_kwargs: Empty = None
-    include_reasoning: On = None
     separate_reasoning: On = None
     stream_reasoning: On = None
     parse_tool_calls: On = None

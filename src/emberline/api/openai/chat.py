@@ -14,7 +14,7 @@ from msgspec import Meta
 from emberline.api.call import ChatCall
 from emberline.api.fields import ignored_fields
 from emberline.api.openai.accepted_chat import ChatFields
-from emberline.api.openai.messages import Message, explain_parts, for_template
+from emberline.api.openai.messages import AssistantMessage, Message, explain_parts, for_template
 from emberline.api.openai.sampling import LogprobCount, RunningStreamOptions
 from emberline.api.openai.template import Thinking, continues_last, template_args, template_kwargs, wishes
 from emberline.api.openai.tools import Choice, FunctionChoice, Functions, Toolbox, Tools, legacy_toolbox, toolbox
@@ -45,6 +45,8 @@ class ChatRequest(ChatFields, kw_only=True):
     metadata: Metadata | None = None
     safety_identifier: str | None = None
     # vLLM's
+    include_reasoning: bool | None = None
+    echo: bool | None = None  # the reply begins with the last message, if that is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -59,6 +61,8 @@ class ChatRequest(ChatFields, kw_only=True):
 class Call(ChatCall):
     include_usage: bool = False
     legacy_functions: bool = False
+    show_reasoning: bool = True
+    echo: str = ""  # text before what is generated
     metadata: dict[str, str] = field(default_factory=dict)  # echoed
 
 
@@ -67,7 +71,7 @@ def parse(body: bytes) -> Call:
         asked = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise explain_parts(error) from None
-    ignored = ignored_fields(asked)
+    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
     tools, max_tokens = _tools(asked), _max_tokens(asked)
     kwargs = template_kwargs(asked.chat_template_kwargs, asked.enable_thinking, asked.thinking)
     field = "enable_thinking" if asked.enable_thinking is not None else "thinking"
@@ -88,13 +92,17 @@ def parse(body: bytes) -> Call:
         add_special_tokens=bool(asked.add_special_tokens),
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
+        keep_first=asked.truncation_side == "right",
         return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         unset=asked.unset(max_tokens),
         ignored=ignored,
         stream=bool(asked.stream),
         include_usage=asked.include_usage(),
         running_usage=asked.stream_options is not None and asked.stream_options.running(),
         legacy_functions=tools.legacy,
+        show_reasoning=asked.include_reasoning is not False,
+        echo=_echo(asked),
         metadata=asked.metadata or {},
     )
 
@@ -108,10 +116,16 @@ def _tools(asked: ChatRequest) -> Toolbox:
 
 
 def _max_tokens(asked: ChatRequest) -> int | None:
-    limits = {limit for limit in (asked.max_completion_tokens, asked.max_tokens) if limit is not None}
-    if len(limits) > 1:
-        raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_tokens", hint="give one of them")
-    return limits.pop() if limits else None
+    limit = asked.limit(("max_tokens", asked.max_tokens), ("max_completion_tokens", asked.max_completion_tokens))
+    if limit == 0:
+        raise InvalidRequest("n_predict is 0, which asks for no answer", param="n_predict", hint="send 1 or more")
+    return limit
+
+
+def _echo(asked: ChatRequest) -> str:
+    if not asked.echo or not isinstance(asked.messages[-1], AssistantMessage):
+        return ""
+    return for_template(asked.messages[-1:])[0].get("content") or ""
 
 
 def _logprobs(asked: ChatRequest) -> int | None:

@@ -32,6 +32,7 @@ class _Choice:
 
     index: int
     legacy: bool  # function_call in place of tool_calls
+    tokens_as_ids: bool = False
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -67,7 +68,7 @@ class _Choice:
         self.texts.append(delta.text)
         chunk["delta"]["content"] = delta.text
         if delta.tokens:
-            tokens = chat_logprobs(delta.tokens)
+            tokens = chat_logprobs(delta.tokens, as_ids=self.tokens_as_ids)
             self.tokens += tokens
             chunk["logprobs"] = {"content": tokens, "refusal": None}
 
@@ -75,7 +76,7 @@ class _Choice:
         self.thoughts.append(delta.text)
         chunk["delta"]["reasoning_content"] = delta.text
         if delta.tokens:
-            tokens = chat_logprobs(delta.tokens)
+            tokens = chat_logprobs(delta.tokens, as_ids=self.tokens_as_ids)
             self.thought_tokens += tokens
             chunk["logprobs"] = {"content": [], "refusal": None, "reasoning_content": tokens}
 
@@ -138,7 +139,9 @@ class Renderer:
             "system_fingerprint": fingerprint,
             "service_tier": tier,
         }
-        self._choices = [_Choice(index, call.legacy_functions) for index in range(call.params.n)]
+        self._choices = [
+            _Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)
+        ]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
@@ -160,7 +163,8 @@ class Renderer:
         match delta:
             case Started():
                 self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
-                return []
+                echoed = [TextDelta(choice.index, self._call.echo) for choice in self._choices if self._call.echo]
+                return [event for each in echoed for event in self.push(each)]
             case Progress():
                 self._so_far = replace(self._so_far, **asdict(delta))
                 return []
@@ -181,6 +185,8 @@ class Renderer:
                 choice.texts.append(delta.text)
                 before, after = self._around[delta.index]
                 return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
+            case ReasoningDelta() if not self._call.show_reasoning:
+                return []
             case _:
                 chunks = [*self._openings(delta.index), self._choices[delta.index].take(delta)]
                 return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []
@@ -196,8 +202,7 @@ class Renderer:
         body |= {"choices": [choice.body() for choice in self._choices], "usage": self._usage}
         if self._call.metadata:
             body["metadata"] = self._call.metadata
-        if self._call.params.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._prompt
+        body["prompt_logprobs"] = self._prompt  # null where not asked for: vLLM's clients read it always
         if self._prompt_ids is not None:
             body["prompt_token_ids"] = self._prompt_ids
         return body

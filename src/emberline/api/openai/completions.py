@@ -48,14 +48,16 @@ class Call(CompletionCall):
 
 def parse(body: bytes) -> Call:
     asked = decode(body, CompletionRequest)
-    ignored = ignored_fields(asked)
+    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
     prompts = each_input(asked.prompt, "prompt")
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:
         raise InvalidRequest(f"best_of is {asked.best_of} and n is {n}; they must be equal", param="best_of")
     if len(prompts) * n > MAX_INPUTS:
         raise InvalidRequest(f"{len(prompts)} prompts times n={n} is over {MAX_INPUTS} choices", param="prompt")
-    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    max_tokens = asked.limit(("max_tokens", asked.max_tokens))
+    if max_tokens is None and asked.n_predict is None:  # n_predict: -1 asks for no limit
+        max_tokens = DEFAULT_MAX_TOKENS
     if max_tokens == 0 and not asked.echo:
         raise InvalidRequest("max_tokens is 0, which asks for nothing without echo", param="max_tokens")
     if asked.prompt_logprobs is not None and asked.stream:
@@ -64,13 +66,17 @@ def parse(body: bytes) -> Call:
         caller=asked.caller(),
         prompts=prompts,
         params=asked.params(
-            max_tokens=max(max_tokens, 1), logprobs=asked.logprobs, prompt_logprobs=_prompt_logprobs(asked)
+            max_tokens=1 if max_tokens == 0 else max_tokens,
+            logprobs=asked.logprobs,
+            prompt_logprobs=_prompt_logprobs(asked),
         ),
         echo=bool(asked.echo),
         add_special_tokens=asked.add_special_tokens is not False,
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
+        keep_first=asked.truncation_side == "right",
         return_token_ids=bool(asked.return_token_ids),
+        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
         unset=asked.unset(max_tokens),
         ignored=ignored,
         stream=bool(asked.stream),

@@ -58,7 +58,10 @@ class Renderer:
         self._call = call
         self._head = {"id": id, "object": "text_completion", "created": created}
         self._head |= {"model": call.caller.model, "system_fingerprint": fingerprint}
-        self._choices = [_Choice(index) for index in range(len(call.prompts) * call.params.n)]
+        self._choices = [
+            _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
+            for index in range(len(call.prompts) * call.params.n)
+        ]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         # Most chunks differ in nothing but their text: what stands around it is encoded once.
@@ -118,7 +121,7 @@ class Renderer:
         top, logprobs = self._call.params.logprobs, None
         if top is not None:
             choice.logprobs.add(delta.tokens, top, choice.echoed)
-            logprobs = TextLogprobs().add(delta.tokens, top, choice.echoed).body()
+            logprobs = TextLogprobs(as_ids=self._call.tokens_as_ids).add(delta.tokens, top, choice.echoed).body()
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
         said = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
@@ -134,8 +137,7 @@ class Renderer:
     def _body(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.ending()}
-        if self._call.show_prompt_logprobs:
-            body["prompt_logprobs"] = choice.prompt
+        body["prompt_logprobs"] = choice.prompt if self._call.show_prompt_logprobs else None  # vLLM's clients read it
         if choice.ids is not None:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body

@@ -1,7 +1,7 @@
 """POST /v1/embeddings.
 
 call = parse(body)
-reply = render(call, vectors, prompt_tokens)    one vector for each of call.inputs, already cut to call.dimensions
+reply = render(call, vectors, prompt_tokens, model)    one vector for each of call.inputs, cut to call.dimensions
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from emberline.api.parse import Wire, decode
 
 
 class EmbeddingRequest(Wire):
-    model: Name
     input: Inputs
+    model: Name | None = None  # a server has one
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     user: str | None = None
@@ -31,19 +31,19 @@ class EmbeddingRequest(Wire):
 def parse(body: bytes) -> EmbeddingCall:
     asked = decode(body, EmbeddingRequest)
     return EmbeddingCall(
-        caller=Caller(asked.model, user=asked.user),
+        caller=Caller(asked.model or "", user=asked.user),
         inputs=each_input(asked.input, "input"),
         dimensions=asked.dimensions,
         encoding=asked.encoding_format or "float",
     )
 
 
-def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int) -> dict[str, Any]:
+def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int, model: str) -> dict[str, Any]:
     assert len(vectors) == len(call.inputs), "one vector for each input"
     encode = _base64 if call.encoding == "base64" else _floats
     return {
         "object": "list",
-        "model": call.caller.model,
+        "model": model,
         "data": [
             {"object": "embedding", "index": at, "embedding": encode(vector)} for at, vector in enumerate(vectors)
         ],

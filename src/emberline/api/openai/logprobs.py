@@ -12,8 +12,10 @@ from emberline.api.deltas import TokenInfo
 IMPOSSIBLE = -9999.0  # JSON has no infinity; OpenAI writes this
 
 
-def chat_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any]]:
-    return [{**_entry(token), "top_logprobs": [_entry(other) for other in token.top]} for token in tokens]
+def chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
+    return [
+        {**_entry(token, as_ids), "top_logprobs": [_entry(other, as_ids) for other in token.top]} for token in tokens
+    ]
 
 
 def prompt_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any] | None]:
@@ -28,13 +30,14 @@ class TextLogprobs:
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
+    as_ids: bool = False
 
     def add(self, tokens: Sequence[TokenInfo], top: int, before: int) -> TextLogprobs:
         """`before`: how many characters of echoed prompt stand before the text these offsets count in."""
         for token in tokens:
-            self.tokens.append(token.text)
+            self.tokens.append(_shown(token, self.as_ids))
             self.token_logprobs.append(None if token.logprob is None else _finite(token.logprob))
-            self.top_logprobs.append(None if token.logprob is None else _by_text(token, top))
+            self.top_logprobs.append(None if token.logprob is None else _by_text(token, top, self.as_ids))
             self.text_offset.append(before + token.offset)
         return self
 
@@ -42,15 +45,20 @@ class TextLogprobs:
         return {name: getattr(self, name) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
 
-def _entry(token: TokenInfo) -> dict[str, Any]:
-    return {"token": token.text, "bytes": list(token.bytes), "logprob": _finite(token.logprob)}
+def _shown(token: TokenInfo, as_ids: bool) -> str:
+    """A token as text or, since two tokens can have the same text, by its id as vLLM writes it."""
+    return f"token_id:{token.id}" if as_ids else token.text
 
 
-def _by_text(token: TokenInfo, top: int) -> dict[str, float]:
+def _entry(token: TokenInfo, as_ids: bool) -> dict[str, Any]:
+    return {"token": _shown(token, as_ids), "bytes": list(token.bytes), "logprob": _finite(token.logprob)}
+
+
+def _by_text(token: TokenInfo, top: int, as_ids: bool) -> dict[str, float]:
     """The best `top` and the token itself; of two tokens with the same text the likelier one shows."""
     found: dict[str, float] = {}
     for other in (*token.top[:top], token):
-        found.setdefault(other.text, _finite(other.logprob))
+        found.setdefault(_shown(other, as_ids), _finite(other.logprob))
     return found
 
 

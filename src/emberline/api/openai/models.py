@@ -40,6 +40,8 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": model.owned_by,
+        "root": model.id,  # vLLM's and SGLang's: what it is served from, and the base of an adapter
+        "parent": None,
         "max_model_len": model.max_context,
         "kind": model.kind,
         "type": "model",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -16,12 +17,16 @@ from emberline.core.request import Priority
 
 Name = Annotated[str, Meta(max_length=512)]  # empty: as if left out
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+MAX_TOKEN_ID = (1 << 31) - 1
+TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
 BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 
 class StreamOptions(Wire):
@@ -33,10 +38,11 @@ class RunningStreamOptions(StreamOptions):
     continuous_usage_stats: bool | None = None  # vLLM's: every chunk says what was used so far
 
     def running(self) -> bool:
-        if self.continuous_usage_stats and not self.include_usage:
-            param = "stream_options.continuous_usage_stats"
-            raise InvalidRequest(f"{param} needs include_usage", param=param, hint="send include_usage: true too")
-        return bool(self.continuous_usage_stats)
+        return bool(self.continuous_usage_stats and self.include_usage)
+
+    def ignored(self) -> list[str]:
+        """As in vLLM, continuous_usage_stats has no effect without include_usage."""
+        return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats and not self.running() else []
 
 
 # What a checkpoint may set (generation_config.json) where a request does not: by the names of SamplingParams.
@@ -50,7 +56,7 @@ class SamplingFields(GrammarFields, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stream: bool | None = None
@@ -72,9 +78,12 @@ class SamplingFields(GrammarFields, kw_only=True):
     bad_words: Annotated[list[BadWord], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: to what the context holds
+    truncation_side: Literal["left", "right"] | None = None  # the end that this cuts; vLLM's default is left
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as "token_id:N"
     request_id: RequestId | None = None
     rid: RequestId | None = None  # the same, as SGLang names it
+    n_predict: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # max_tokens of llama.cpp; -1: no limit
     priority: int | None = None  # above 0: batch
     cache_salt: str | None = None
 
@@ -115,7 +124,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             repetition_penalty=1.0 if repetition is None else repetition,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=dict(self.logit_bias or {}),
+            logit_bias=_biases(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -128,9 +137,29 @@ class SamplingFields(GrammarFields, kw_only=True):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
         )
 
+    def limit(self, *limits: tuple[str, int | None]) -> int | None:
+        """The one value that the fields for the largest number of tokens agree on."""
+        asked = [(name, value) for name, value in limits if value is not None]
+        if self.n_predict is not None and self.n_predict >= 0:
+            asked.append(("n_predict", self.n_predict))
+        for name, value in asked[1:]:
+            if value != asked[0][1]:
+                raise InvalidRequest(f"{asked[0][0]} and {name} differ", param=asked[0][0], hint="give one of them")
+        return asked[0][1] if asked else None
+
     def include_usage(self) -> bool:
         if self.stream_options is None:
             return False
         if not self.stream:
             raise InvalidRequest("stream_options needs stream", param="stream_options", hint="send stream: true too")
         return bool(self.stream_options.include_usage)
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """logit_bias by token id. Its keys are decoded here, so that the error names those that are no ids."""
+    wrong = [key[:40] for key in given if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
+    if wrong:
+        shown = ", ".join(map(repr, wrong[:8]))
+        hint = f"use ids in [0, {MAX_TOKEN_ID}]; POST /tokenize gives those of a text"
+        raise InvalidRequest(f"logit_bias has keys that are no token ids: {shown}", param="logit_bias", hint=hint)
+    return {int(key): bias for key, bias in given.items()}

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from emberline.api.call import ChatCall, Tool, ToolChoice
 from emberline.api.fields import Empty, Hint, Off, ignored_fields, only
+from emberline.api.openai.accepted import On
 from emberline.api.openai.accepted_chat import ChatFields
 from emberline.api.openai.grammar import JsonObjectFormat, TextFormat
 from emberline.api.openai.messages import FunctionName, explain_parts
@@ -117,6 +118,9 @@ class ResponsesRequest(ChatFields, kw_only=True):
     store: bool | None = None
     previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # its conversation is in `input` by now
     background: Off = None
+    include_reasoning: On = None
+    echo: Off = None
+    return_tokens_as_token_ids: Off = None
     truncation: Annotated[Any, only("disabled")] = None
     context_management: Empty = None
     # known and not served
@@ -124,6 +128,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     response_format: None = None
     prompt_logprobs: None = None
     return_token_ids: None = None
+    n_predict: None = None
     conversation: None = None
     prompt: None = None
     moderation: None = None
@@ -170,6 +175,7 @@ def parse(body: bytes) -> Call:
         add_special_tokens=bool(asked.add_special_tokens),
         bad_words=asked.bad_words or (),
         truncate=asked.truncate_prompt_tokens,
+        keep_first=asked.truncation_side == "right",
         unset=asked.unset(asked.max_output_tokens),
         ignored=ignored,
         stream=bool(asked.stream),

@@ -26,7 +26,7 @@ class Embeddings:
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
         """One unit vector for each input, and the tokens they took."""
-        if call.caller.model != self.name:
+        if call.caller.model not in ("", self.name):
             raise ModelNotFound(
                 f"there is no embedding model {call.caller.model[:200]!r} here",
                 param="model",

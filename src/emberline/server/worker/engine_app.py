@@ -119,7 +119,7 @@ class EngineApp:
         vectors, tokens = await self._embeddings.embed(call)
         if x.span is not None:
             x.span.about |= {"gen_ai.request.model": self._embeddings.name, "gen_ai.usage.input_tokens": tokens}
-        await x.json(embeddings.render(call, vectors, tokens))
+        await x.json(embeddings.render(call, vectors, tokens, self._embeddings.name))
 
     async def _tokenize(self, x: Exchange) -> None:
         call = await self._parsed(tokenize.parse, x)
@@ -138,7 +138,7 @@ class EngineApp:
         tokenizer = self._catalog.chosen(call.model or None).generator.prompts.tokenizer
         if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
             raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
-        await x.json(tokenize.render_detokenized(tokenizer.decode(call.ids, skip_special=False)))
+        await x.json(tokenize.render_detokenized(call, tokenizer.decode(call.ids, skip_special=False)))
 
     async def _models(self, x: Exchange) -> None:
         await x.json(models.list_models(self.served()))

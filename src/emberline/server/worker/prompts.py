@@ -97,11 +97,11 @@ class Prompts:
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
 
     def truncated(self, ids: list[int], call: GenerationCall) -> list[int]:
-        """The last tokens of a prompt, as many as its request keeps."""
+        """The last or first tokens of a prompt, as many as its request keeps."""
         if call.truncate is None:
             return ids
         kept = self.max_context - 1 if call.truncate < 0 else call.truncate
-        return ids[-kept:] if kept else []
+        return ids[:kept] if call.keep_first or not kept else ids[-kept:]
 
     def forbidding(self, call: ChatCall | CompletionCall) -> SamplingParams:
         """The call's params, with its bad words as tokens: each as it begins a text, and as it follows a space."""

@@ -17,6 +17,7 @@ from emberline.server.worker.response_store import ResponseStore, StoredResponse
 PATH = "/v1/responses"
 BELOW = f"{PATH}/"
 ITEMS = "/input_items"
+CANCEL = "/cancel"
 MAX_ITEMS = 100
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -54,13 +55,17 @@ class StoredResponses:
         return body, Memory(self._store, tenant, given) if wanted and self._store is not None else None
 
     async def answer(self, x: Exchange) -> None:
-        """GET and DELETE of one response, and GET of its input items."""
+        """GET and DELETE of one response, and GET of its input items. A response that is stored is over: no cancel."""
         id_ = x.path.removeprefix(BELOW)
         if x.method == "DELETE":
             await self._found(self._tenant_of(x), id_)
             assert self._store is not None
             await asyncio.to_thread(self._store.delete, self._tenant_of(x), id_)
             await x.json({"id": id_, "object": "response", "deleted": True})
+        elif x.method == "POST" and id_.endswith(CANCEL):
+            await self._found(self._tenant_of(x), id_.removesuffix(CANCEL))
+            hint = "it has ended; background: true, whose responses could be cancelled, is not served"
+            raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # OpenAI's words, as vLLM's
         elif x.method not in ("GET", "HEAD"):
             raise MethodNotAllowed(f"{PATH}/ID takes GET and DELETE, not {x.method[:20]}", allowed="GET, DELETE")
         elif id_.endswith(ITEMS):
@@ -77,7 +82,7 @@ class StoredResponses:
             raise InvalidRequest("responses are not stored here", param=param, hint=hint)
         if (found := await asyncio.to_thread(self._store.get, tenant, id_)) is None:
             hint = "it was never stored, has been deleted, made room for newer ones, or belongs to another API key"
-            raise NotFound(f"there is no response {id_[:200]!r} here", param=param, hint=hint)
+            raise NotFound(f"Response with id {id_[:200]!r} not found.", param=param, hint=hint)
         return found
 
 

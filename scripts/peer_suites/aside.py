@@ -1,0 +1,28 @@
+"""The tests that are set aside by name, from aside.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).resolve().with_name("aside.toml")
+
+
+@cache
+def _groups(suite: str) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = tomllib.loads(FILE.read_text())[suite]
+    return groups
+
+
+def reason_to_set_aside(suite: str, test: str) -> str | None:
+    for reason, patterns in _groups(suite).items():
+        if any(_matches(test, pattern) for pattern in patterns):
+            return reason
+    return None
+
+
+def _matches(test: str, pattern: str) -> bool:
+    """A pattern is the beginning of a test's id; * stands for any characters."""
+    return re.match(".*".join(map(re.escape, pattern.split("*"))), test) is not None
