@@ -117,9 +117,8 @@ class FakeWorker:
         return await work if work.done() else None
 
     def _counts(self) -> dict[str, Any]:
-        names = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
-        names = (*names, "offered_output", "seen")
-        return {name: getattr(self, name) for name in names}
+        counters = ("asked", "gone", "running", "prompts", "generated", "resumed", "prefilled", "pulled")
+        return {name: getattr(self, name) for name in (*counters, "offered_output", "seen")}
 
     def _strikes(self, path: str) -> Fault:
         fault = self.fault

@@ -139,9 +139,7 @@ class Renderer:
             "system_fingerprint": fingerprint,
             "service_tier": tier,
         }
-        self._choices = [
-            _Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)
-        ]
+        self._choices = [_Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)]
         self._so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
