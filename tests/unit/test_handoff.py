@@ -330,6 +330,26 @@ def test_what_was_said_is_handed_over_with_the_prompt(theirs: int, ours: int, sa
     settle(p, d)
 
 
+def test_tickets_and_tokens_that_are_known_do_not_wait_for_a_step() -> None:
+    """A step on a CPU may take long: what a stream that moves waits for leaves before it."""
+    p, d = pair_of()
+    run(p, ask())  # its blocks are cached from now on
+    p.add(replace(ask("again"), publish=True))
+    steps = p.stats().step
+    (early,) = p.step()
+    assert early.ticket is not None and p.stats().step == steps and not p.idle
+    *_, last = run(p)
+    assert last.finish is FinishReason.HANDOFF and last.tokens == EXPECTED[:1]
+    d.add(replace(ask(), source=early.ticket))
+    outputs: list[Output] = []
+    ends = time.monotonic() + 30
+    while not outputs and time.monotonic() < ends:
+        outputs = d.step()
+    assert tokens(outputs) == EXPECTED[:1] and d.stats().step == 0, "the token came with the blocks"
+    assert tokens(run(d)) == EXPECTED[1:]
+    settle(p, d)
+
+
 def test_a_ticket_of_other_output_is_refused() -> None:
     """What was said is part of what the ticket is of: its blocks would be wrong after other tokens."""
     p, d = pair_of()

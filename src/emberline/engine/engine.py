@@ -120,6 +120,7 @@ class Engine:
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._preparing = runner if isinstance(runner, PreparingRunner) else None
         self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
+        self._planned: StepPlan | None = None  # not run yet: outputs that were known before it left first
         self._children: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0
@@ -169,7 +170,10 @@ class Engine:
 
     def _step_plainly(self) -> list[Output]:
         began = time.perf_counter()
-        plan = self.scheduler.schedule()
+        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        if plan is not None and self.scheduler.has_early_outputs:
+            self._planned = plan  # it runs next, whatever comes: nothing else is planned before
+            return self._collect()
         if plan is not None:
             started = time.perf_counter()
             result = self.runner.run(plan)
@@ -211,7 +215,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._under_way
+        return self.scheduler.idle and not self._under_way and self._planned is None
 
     @property
     def attentive(self) -> bool:

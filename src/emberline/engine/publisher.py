@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from emberline.core.events import TransferStats
+from emberline.core.events import Output, TransferStats
 from emberline.core.handoff import Note
 from emberline.core.plan import Sampled
 from emberline.core.request import Request
@@ -47,6 +47,13 @@ class Publisher:
         if blocks:
             self._extend(request, blocks)
         return None
+
+    def offer(self, request: Request, outputs: list[Output]) -> bool:
+        """Publish what is computed; append the ticket to `outputs` and return True if that made it."""
+        if (ticket := self.publish(request)) is None:
+            return False
+        outputs.append(Output(request.parent, request.index, ticket=ticket))
+        return True
 
     def complete(self, request: Request, sampled: Sampled) -> dict[str, Any] | None:
         """Its first token is known. The ticket as it is in the end; None if there is none, or nobody wants it."""

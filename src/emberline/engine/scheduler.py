@@ -57,6 +57,7 @@ class Scheduler:
         self._ended: list[str] = []
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
+        self.has_early_outputs = False  # made while planning: another engine, or a stream that moved, waits for them
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
@@ -82,6 +83,7 @@ class Scheduler:
 
     def drain(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
+        self.has_early_outputs = False
         return outputs
 
     @property
@@ -175,8 +177,8 @@ class Scheduler:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
         if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block has become full
             self.kv.commit(request)
-        if request.publish and self.publisher is not None and (ticket := self.publisher.publish(request)):
-            self._outputs.append(Output(request.parent, request.index, ticket=ticket))
+        if request.publish and self.publisher is not None:
+            self.publisher.offer(request, self._outputs)
         if self._followers and request.computed >= request.prompt_len:
             self._release_followers(request)
 
@@ -201,6 +203,8 @@ class Scheduler:
             request.status = Status.LOADING
             self._loading[request.id] = request
             self._load(request)
+        elif request.publish and self.publisher is not None:  # what it found in the cache
+            self.has_early_outputs |= self.publisher.offer(request, self._outputs)
         return request
 
     def _load(self, request: Request) -> None:
@@ -211,6 +215,7 @@ class Scheduler:
             del self._loading[request.id]
             request.status = Status.RUNNING
             if (told := request.told) is not None:
+                self.has_early_outputs = True
                 self._advance(request, Sampled(told.tokens[0], stop=told.stop), self.clock.now())
 
     def _introduce(self, planned: dict[str, int]) -> list[Admission]:
