@@ -34,7 +34,7 @@ def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
             target_of(path)
     body = b'[{"provider": "openai", "endpoint": "v1/%b", "query": {}}]' % odd.replace("\\", "\\\\").encode()
     with pytest.raises(InvalidRequest, match="the path"):
-        read_steps(body, Options(), Settings.read({}), Registry())
+        asyncio.run(read_steps(body, Options(), Settings.read({}), Registry()))
 
 
 def test_geminis_paths_have_the_model_in_them() -> None:
