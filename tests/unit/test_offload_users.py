@@ -116,6 +116,13 @@ def test_keys_of_different_objects_and_quotes_within_text_are_not_taken_for_it(b
     assert bodies.peek(body.encode()).model == "a"
 
 
+def test_bytes_that_are_no_text_and_long_numbers_do_not_hide_a_key() -> None:
+    odd = b'"user":"\xff \\u0022","x":' + b"1" * 5000
+    assert bodies.peek(b'{"model":"a",%b}' % odd).model == "a", "they are the provider's to refuse"
+    with pytest.raises(InvalidRequest, match="the key 'k' twice"):
+        bodies.peek(b'{"model":"a",%b,"metadata":{"k":1,"k":2}}' % odd)
+
+
 # -- the gateway -------------------------------------------------------------------------------------------------------
 
 

@@ -74,11 +74,12 @@ def check_names(body: bytes) -> None:
     and a provider may go by the first."""
     try:
         same = _has_same_quotes(body, msgspec.json.encode(msgspec.json.decode(body)))
-    except NOT_JSON:  # such as half of a surrogate pair, which providers may take
+    except NOT_JSON:  # such as bytes that are no UTF-8, which are the provider's to refuse
         same = False
     if not same:
+        text = body.decode("utf-8", "replace")
         try:
-            json.loads(body, object_pairs_hook=_check_pairs)
+            json.loads(text, object_pairs_hook=_check_pairs, parse_int=len, strict=False)  # of any number of digits
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"the body is not JSON: {e}") from e
 
