@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -185,7 +185,8 @@ class WebSocket(asyncio.Protocol):
         their turn between two, and a client that does not read is not written to."""
         text = message.get("text")
         data = message["bytes"] if text is None else text.encode()
-        send, at = self._talk.send_binary if text is None else self._talk.send_text, 0
+        send: Callable[..., None] = self._talk.send_binary if text is None else self._talk.send_text
+        at = 0
         try:
             while len(data) - at > FRAGMENT_BYTES:
                 send(data[at : at + FRAGMENT_BYTES], fin=False)
