@@ -43,7 +43,7 @@ from emberline.gateway.run.question import WrittenQuestion
 from emberline.gateway.run.runs import read_batch, read_native, read_outline, read_question
 from emberline.gateway.settings import Settings
 from emberline.gateway.streams import splitter
-from emberline.gateway.streams.meter import Meter
+from emberline.gateway.streams.meter import Meter, RawMeter
 from emberline.gateway.streams.passage import Passage
 from emberline.gateway.survey import survey
 from emberline.gateway.upstream.decoder import Decoded, Given
@@ -282,6 +282,11 @@ def test_a_large_event_is_gauged_beside_the_loop(used: Any) -> None:
     said, meter = passed()
     assert used() == 1 and said == b"".join(STREAM)
     assert meter.signs.ended and meter.signs.characters == len(HUGE_TEXT) + 1 and meter.broken is None
+
+
+def test_bytes_that_are_no_events_are_not_taken_for_a_large_one() -> None:
+    data = b"x" * HUGE
+    assert Meter("openai-chat").is_heavy(data) and not RawMeter().is_heavy(data) and RawMeter().push(data) == data
 
 
 def test_a_large_event_is_translated_beside_the_loop(used: Any) -> None:

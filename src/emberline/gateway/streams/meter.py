@@ -120,6 +120,9 @@ class RawMeter(Meter):
     def __init__(self) -> None:
         super().__init__("raw")
 
+    def is_heavy(self, data: bytes) -> bool:
+        return False
+
     def push(self, data: bytes) -> bytes:
         self.signs.begun = True
         self.progress += 1
