@@ -27,7 +27,7 @@ from emberline.gateway.guardrails.policy import PatternRule
 from emberline.gateway.guardrails.scanner import Scanner
 from emberline.gateway.guardrails.stream import GuardedStream
 from emberline.gateway.guardrails.texts import Text
-from emberline.gateway.guardrails.window import AT_ONCE, Window
+from emberline.gateway.guardrails.window import AT_ONCE, Piece, Window
 from emberline.gateway.layers.balanced import _seed
 from emberline.gateway.layers.continued import _continuable
 from emberline.gateway.layers.routed import at_step
@@ -365,12 +365,13 @@ def test_an_event_of_very_many_texts_is_looked_at_as_one(used: Any) -> None:
 
 def test_a_window_looks_at_a_long_text_in_pieces() -> None:
     window, holder = Window(SCANNER), ["x" * AT_ONCE + " ada@example.com " + "y" * AT_ONCE]
-    piece = window.add(Text(holder, 0, holder[0], (0,)))
+    piece = Piece(Text(holder, 0, holder[0], (0,)))
+    window.add(piece)
     spans, looks = window.look(last=True), 1
     while window.is_behind:
         spans, looks = spans + window.look(last=True), looks + 1
     assert looks == 3 and [span.end - span.start for span in spans] == [len("ada@example.com")]
-    assert window.decided == piece.end and piece.edit() and "[email]" in holder[0] and "ada" not in holder[0]
+    assert piece.is_decided and piece.edit() and "[email]" in holder[0] and "ada" not in holder[0]
 
 
 def test_gaps_between_events_are_the_same_in_large_data(monkeypatch: pytest.MonkeyPatch) -> None:
