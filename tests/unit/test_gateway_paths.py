@@ -34,7 +34,7 @@ def test_a_path_that_can_be_read_in_two_ways_is_refused(odd: str) -> None:
             target_of(path)
     body = b'[{"provider": "openai", "endpoint": "v1/%b", "query": {}}]' % odd.replace("\\", "\\\\").encode()
     with pytest.raises(InvalidRequest, match="the path"):
-        read_steps(body, Options(), Settings.read({}), Registry())
+        asyncio.run(read_steps(body, Options(), Settings.read({}), Registry()))
 
 
 def test_geminis_paths_have_the_model_in_them() -> None:
@@ -84,7 +84,7 @@ def test_encoded_slashes_are_for_arns_of_bedrock_alone(path: str) -> None:
     provider, _, endpoint = path.partition("/")
     step = {"provider": provider, "endpoint": endpoint, "query": {}}
     with pytest.raises(InvalidRequest, match="the path"):
-        read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+        asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry()))
 
 
 def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
@@ -92,7 +92,7 @@ def test_an_encoded_slash_is_refused_before_bedrocks_own_path() -> None:
         with pytest.raises(InvalidRequest, match="an encoded slash"):
             target_of(f"/v1/{place}/aws-bedrock/model/{ARN}/converse")
     step = {"provider": "aws-bedrock", "endpoint": f"bedrock-runtime/us-east-1/model/{ARN}/converse", "query": {}}
-    (read,) = read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry())
+    (read,) = asyncio.run(read_steps(msgspec.json.encode([step]), Options(), Settings.read({}), Registry()))
     assert read.model == "arn:aws:bedrock:us-east-1:1:profile/x"
 
 

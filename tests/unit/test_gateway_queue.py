@@ -18,7 +18,7 @@ from emberline.gateway.gateway import Request
 from emberline.gateway.keys.identity import ANONYMOUS, Identity
 from emberline.gateway.run import batch as batches
 from emberline.gateway.run import queue as queues
-from emberline.gateway.run.queue import Queue
+from emberline.gateway.run.queue import Queue, checked_requests
 from emberline.gateway.store.sqlite import SQLiteStore
 
 WHO = Identity("k1", "a key", "virtual")
@@ -76,7 +76,7 @@ def test_two_processes_ask_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ids = []
         for _ in range(3):
             wall.advance(0.002)
-            ids.append((await one.add("a", "g", "m", "k1", REQUESTS)).id)
+            ids.append((await one.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))).id)
         assert ids == sorted(ids), "the oldest comes first"
         async with one.running(), two.running():
             found = [await done(two, id) for id in ids]
@@ -92,7 +92,7 @@ def test_a_process_that_died(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.pause = 3600
         dead, alive = (Queue(store, model, lambda: 0, wall) for _ in range(2))
-        batch = await dead.add("a", "g", "m", "k1", REQUESTS)
+        batch = await dead.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
         claimed = asyncio.create_task(dead._step())
         while (await alive.look("a", batch.id, WHO))["status"] != "running":
             await asyncio.sleep(0.01)
@@ -115,13 +115,13 @@ def test_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: int) -> N
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = Queue(store, model, lambda: 0, wall)
         for _ in range(2):
-            batch = await queue.add("a", "g", "m", "k1", REQUESTS)
+            batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
         with pytest.raises(Overloaded):
-            await queue.add("a", "g", "m", "k1", REQUESTS)
-        await queue.add("b", "g", "m", "k1", REQUESTS)
+            await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
+        await queue.add("b", "g", "m", "k1", checked_requests("m", REQUESTS))
         for wrong in ([], "x", [1], [{"prompt": "x", "stream": True}], [{}], [{"prompt": "x"}] * 10_001):
             with pytest.raises(InvalidRequest):
-                await queue.add("c", "g", "m", "k1", wrong)
+                checked_requests("m", wrong)
         for account, who in (("b", WHO), ("a", ANONYMOUS)):
             with pytest.raises(NotFound):
                 await queue.look(account, batch.id, who)
@@ -136,7 +136,7 @@ def test_no_room_and_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = Queue(store, model, lambda: others.pop(0) if len(others) > 1 else others[0], wall)
         model.busy = ["upstream_refused", "rate_limit_exceeded", "store_failed"]
-        batch = await queue.add("a", "g", "m", "k1", REQUESTS)
+        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
         assert await queue._step()
         assert all(row["success"] for row in (await done(queue, batch.id))["responses"]) and others == [0]
 
@@ -152,7 +152,7 @@ def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, o
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         model.odd = {"3": odd}
         queue = Queue(store, model, lambda: 0, wall)
-        batch = await queue.add("a", "g", "m", "k1", REQUESTS)
+        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
         assert await queue._step() and not await queue._step()
         rows = (await done(queue, batch.id))["responses"]
         assert [row["id"] for row in rows if not row["success"]] == [3]
@@ -164,7 +164,7 @@ def test_one_that_goes_wrong_is_asked_once_and_holds_nobody_up(tmp_path: Path, o
 def test_answers_are_kept_for_a_day(tmp_path: Path) -> None:
     async def play(store: SQLiteStore, model: Model, wall: ManualClock) -> None:
         queue = Queue(store, model, lambda: 0, wall)
-        batch = await queue.add("a", "g", "m", "k1", REQUESTS)
+        batch = await queue.add("a", "g", "m", "k1", checked_requests("m", REQUESTS))
         assert await queue._step() and not await queue._step()
         await done(queue, batch.id)
         wall.advance(queues.KEPT + 1)

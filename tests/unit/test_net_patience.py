@@ -184,6 +184,7 @@ def test_a_socket_is_refused_with_any_number() -> None:
 
 def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket, "GOODBYE", 0.05)
+    monkeypatch.setattr(websocket, "PING", 0.05)
 
     async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         await send({"type": "websocket.accept"})
@@ -196,5 +197,45 @@ def test_who_never_takes_a_sockets_messages_is_sent_away(monkeypatch: pytest.Mon
         assert (await one.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
         one.writer.transport.pause_reading()
         await all_left(server)
+
+    run(app, work)
+
+
+def test_a_large_message_of_a_socket_goes_in_fragments_with_no_other_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "FRAGMENT_BYTES", 4)
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        large, small = {"type": "websocket.send", "text": "0123456789"}, {"type": "websocket.send", "bytes": b"ab"}
+        await asyncio.gather(send(large), send(small))
+
+    async def work(client: Any, server: Server) -> None:
+        server.host.largest_message = 1 << 20
+        one = await client()
+        one.say(UPGRADE)
+        await one.reader.readuntil(b"\r\n\r\n")
+        frames = [await one.reader.readexactly(size) for size in (6, 6, 4, 4)]
+        assert frames == [b"\x01\x040123", b"\x00\x044567", b"\x80\x0289", b"\x82\x02ab"]
+
+    run(app, work)
+
+
+def test_a_socket_whose_large_message_was_stopped_half_way_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "FRAGMENT_BYTES", 4)
+
+    async def app(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        await send({"type": "websocket.accept"})
+        sending = asyncio.ensure_future(send({"type": "websocket.send", "bytes": b"0123456789"}))
+        await asyncio.sleep(0)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+    async def work(client: Any, server: Server) -> None:
+        server.host.largest_message = 1 << 20
+        one = await client()
+        one.say(UPGRADE)
+        await one.reader.readuntil(b"\r\n\r\n")
+        assert await one.reader.readexactly(6) == b"\x02\x040123"
+        assert (await one.reader.readexactly(4))[0] == 0x88, "no message follows: the rest of this one is missing"
 
     run(app, work)

@@ -116,5 +116,5 @@ def test_requests_to_it_carry_its_key_and_not_the_clients() -> None:
         for key, expected in (("secret", "Bearer secret"), (None, "Bearer client")):
             exchange: Any = SimpleNamespace(status=None)
             trip = Trip(exchange, Ask("m", 0, False, None), call, 1, 2, None, 9.0, 3, 3, generates, False, key)
-            sent = trip.call(worker, 0.0)
+            sent = asyncio.run(trip.call(worker, 0.0))
             assert sent is not None and sent.headers["authorization"] == expected

@@ -9,13 +9,16 @@ where they cost less than the way to a child:
 There are two children, each started when it is first needed: one for inputs up to HUGE bytes and one for larger ones,
 so that a request of 200 kB does not wait for one of 30 MB. A call that takes more than CPU_SECONDS of processor time
 ends its child and raises WorkTooLarge; the next call starts another. The function is named by its module, so it must be
-importable; arguments, result and error are pickled.
+importable; arguments, result and error are pickled. Unpickling holds the interpreter's lock in the server's process:
+a function returns few objects, or refuses the request, where its input may have a million. Children run at a lower
+priority than the server, whose event loop gets a core first where there are few.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import signal
 import struct
@@ -32,6 +35,7 @@ LARGE = 1 << 17  # bytes: smaller inputs are worked on where they are
 HUGE = 1 << 20  # bytes: larger inputs have a child of their own
 CPU_SECONDS = 10.0  # processor time of one call, so that a busy machine does not refuse what an idle one takes
 WALL_SECONDS = 120.0  # for a child that gets no processor time; its start included
+NICENESS = 10  # added to the server's own
 _LENGTH = struct.Struct("!Q")
 _COMMAND = (sys.executable, "-m", "emberline.core.offload")
 
@@ -121,6 +125,10 @@ class Offload:
         error, WorkTooLarge, or EngineUnavailable if the child was killed by something else."""
         return await (self.large if size <= HUGE else self.huge).run(function, *args, **kwargs)
 
+    async def run_by_size(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `run`; an input of less than LARGE bytes is worked on at once, in this process."""
+        return function(*args, **kwargs) if size < LARGE else await self.run(size, function, *args, **kwargs)
+
 
 offload = Offload()  # of this process
 
@@ -136,6 +144,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def serve() -> None:
     """The child: one pickled call after the other, until its input ends."""
+    _lower_priority()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is for the server
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a server that was killed wants no answer
     questions, answers = sys.stdin.buffer, sys.stdout.buffer
@@ -149,6 +158,14 @@ def serve() -> None:
         answers.write(_LENGTH.pack(len(data)))
         answers.write(data)
         answers.flush()
+
+
+def _lower_priority() -> None:
+    """With two cores and two busy children, waking event loops waited up to 60 ms for a core."""
+    os.nice(NICENESS)
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _answered(question: bytes | None, *apart: bytes | None) -> bytes:

@@ -46,6 +46,8 @@ class Step(msgspec.Struct, frozen=True):
     stream: bool | None = None
     options: Options | None = None  # already laid over the request's
     plain: bool = False  # the endpoint is the dialect's, not yet a provider's own
+    seen: Peek | None = None  # of its body, where it has one
+    surveyed: Survey | None = None  # of a large one
 
 
 class Call(msgspec.Struct):

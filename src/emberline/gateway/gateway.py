@@ -152,9 +152,9 @@ class Gateway:
             deadline=began + settings.timeouts.total,
             trace={name: headers[name] for name in TRACES if name in headers},
         )
-        if len(call.body) >= LARGE:
+        if len(call.body) >= LARGE and target.kind != "universal":
             call.surveyed = await offload.run(len(call.body), survey, call.body)
-        self._addressed(call, target)
+        await self._addressed(call, target)
         if len(call.body) >= LARGE and call.surveyed is None:  # the body is that of a step
             call.surveyed = await offload.run(len(call.body), survey, call.body)
         return call
@@ -193,11 +193,11 @@ class Gateway:
             kept.pop(name, None)
         return identity or ANONYMOUS, kept
 
-    def _addressed(self, call: Call, target: Target) -> None:
+    async def _addressed(self, call: Call, target: Target) -> None:
         """Where it goes: by its path, by its model, or by its steps."""
         match target.kind:
             case "universal":
-                steps = read_steps(call.body, call.options, call.settings, self._registry)
+                steps = await read_steps(call.body, call.options, call.settings, self._registry)
                 self._stepped(call, steps[0], alone=len(steps) == 1)
                 if not call.plain:
                     call.steps = steps
@@ -240,9 +240,9 @@ class Gateway:
         """Address a call to its first step. A compat step that is alone becomes a compat call, so that it can name a
         dynamic route or a pool."""
         assert first.endpoint is not None and first.dialect is not None and first.body is not None
-        self._peeked(call, peek(first.body))
+        self._peeked(call, first.seen or peek(first.body))
         if alone and first.plain:
-            call.plain, call.body, call.headers, call.surveyed = True, first.body, first.headers or {}, None
+            call.plain, call.body, call.headers, call.surveyed = True, first.body, first.headers or {}, first.surveyed
         else:
             call.seen = None  # it is not the body's
         call.provider, call.model, call.endpoint = first.provider, first.model, first.endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from emberline.net.host import Host
 log = logging.getLogger("emberline.net")
 
 PING = 20.0  # seconds between two
+FRAGMENT_BYTES = 1 << 16  # of a message that is sent
 GOODBYE = 10.0  # seconds for the other side to close, too
 _STATUSES = frozenset(HTTPStatus)
 _SMALL = {"server_max_window_bits": 12, "client_max_window_bits": 12, "compress_settings": {"memLevel": 5}}
@@ -45,6 +46,7 @@ class WebSocket(asyncio.Protocol):
         self._text = True  # it is one
         self._writable = asyncio.Event()
         self._writable.set()
+        self._message = asyncio.Lock()  # held while one is sent: no other may begin between its fragments
         self._over = False  # nothing is sent any more
         self._asked = False  # the last ping has no answer yet
         self._timer: asyncio.TimerHandle | None = None
@@ -115,10 +117,11 @@ class WebSocket(asyncio.Protocol):
             return
         if frame.opcode is not Opcode.CONT:
             self._text = frame.opcode is Opcode.TEXT
-        self._frames.append(bytes(frame.data))
+        self._frames.append(bytes(frame.data))  # no copy, where it is bytes
         if not frame.fin:
             return
-        data, self._frames = b"".join(self._frames), []
+        frames, self._frames = self._frames, []
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
         try:
             said = {"text": data.decode()} if self._text else {"bytes": data}
         except UnicodeDecodeError:
@@ -154,7 +157,8 @@ class WebSocket(asyncio.Protocol):
             case "websocket.accept":
                 self._accepted(message.get("subprotocol"), message.get("headers", ()))
             case "websocket.send":
-                self._said(message)
+                async with self._message:
+                    await self._said(message)
             case "websocket.close":
                 self._hang_up(message.get("code", CloseCode.NORMAL_CLOSURE), message.get("reason") or "")
             case "websocket.http.response.start":
@@ -176,14 +180,26 @@ class WebSocket(asyncio.Protocol):
         self._flush()
         self._timer = self._loop.call_later(PING, self._ping)
 
-    def _said(self, message: dict[str, Any]) -> None:
+    async def _said(self, message: dict[str, Any]) -> None:
+        """A large message goes in fragments: compressing 30 MB in one go would take a second. Other connections have
+        their turn between two, and a client that does not read is not written to."""
+        text = message.get("text")
+        data = message["bytes"] if text is None else text.encode()
+        send: Callable[..., None] = self._talk.send_binary if text is None else self._talk.send_text
+        at = 0
         try:
-            if (text := message.get("text")) is not None:
-                self._talk.send_text(text.encode())
-            else:
-                self._talk.send_binary(message["bytes"])
+            while len(data) - at > FRAGMENT_BYTES:
+                send(data[at : at + FRAGMENT_BYTES], fin=False)
+                self._flush()
+                send, at = self._talk.send_continuation, at + FRAGMENT_BYTES
+                await asyncio.sleep(0)
+                await self._writable.wait()
+            send(data[at:] if at else data, fin=True)
         except InvalidState:
             return  # it is closing
+        except asyncio.CancelledError:  # in the middle of a message, so that there can be no other
+            self._hang_up(CloseCode.INTERNAL_ERROR)
+            raise
         self._flush()
 
     def _refused(self, status: int, headers: Headers, body: bytes) -> None:

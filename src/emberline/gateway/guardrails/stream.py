@@ -6,22 +6,31 @@ until the end: for judges that may block."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
-
+from emberline.core.errors import WorkTooLarge
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.call import Stream
 from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Finding
 from emberline.gateway.guardrails.scanner import Scanner, Span
-from emberline.gateway.guardrails.texts import Path, Text, event_texts, silence
+from emberline.gateway.guardrails.texts import (
+    Path,
+    Text,
+    event_texts,
+    read_event,
+    rewritten_event,
+    texts_of_event,
+    written_event,
+)
 from emberline.gateway.guardrails.window import Piece, Series, Window
 from emberline.gateway.streams.splitter import Splitter, payload_of
 
 LARGEST_HELD = 8 << 20  # bytes that are kept for a judge
+MAX_TEXTS = 10_000  # of one event
 TOO_LARGE = Finding("judges", "unchecked", "RESPONSE", "block")
 _REPEATS = (".done", ".completed", ".incomplete", ".failed")  # events that say again what was said
 
@@ -46,7 +55,8 @@ class Held:
 
     event: bytes
     name: bytes = b""
-    found: Any = None  # decoded
+    found: Any = None  # decoded; of a large event, its texts alone
+    is_large: bool = False
     pieces: list[Piece] = field(default_factory=list)
 
     @property
@@ -57,13 +67,14 @@ class Held:
         placed = (each for piece in self.pieces for each in piece.placed if each.window is window)
         return any(each.start < span.end and span.start < each.end for each in placed)
 
-    def written(self) -> bytes:
-        edited = [piece.edit() for piece in self.pieces]
-        if not any(edited):
+    async def written(self) -> bytes:
+        edited = [piece.at.key for piece in self.pieces if piece.edit()]
+        if not edited:
             return self.event
-        silence(self.found)
-        head = b"event: %b\n" % self.name if self.name else b""
-        return head + b"data: %b\n\n" % msgspec.json.encode(self.found)
+        if not self.is_large:
+            return written_event(self.name, self.found)
+        changed = {number: self.found[number] for number in edited}
+        return await offload.run(len(self.event), rewritten_event, self.name, payload_of(self.event)[1], changed)
 
 
 class GuardedStream:
@@ -95,7 +106,7 @@ class GuardedStream:
                     return last
                 break
             for event in self._splitter.push(chunk):
-                self._events.append(self._read(event))
+                self._events.append(await self._read(event))
                 if self._stop is not None:
                     break
             self._size += len(chunk)
@@ -113,45 +124,64 @@ class GuardedStream:
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
-    def _read(self, event: bytes) -> Held:
+    async def _read(self, event: bytes) -> Held:
         name, payload = payload_of(event)
         held = Held(event, name)
         if payload[:1] == b"{":
-            try:
-                held.found = msgspec.json.decode(payload)
-            except (msgspec.MsgspecError, UnicodeError):  # what is nested too deep must not pass for that
-                held.found = {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
-            texts = list(event_texts(held.found))
-            if isinstance(kind := held.found.get("type"), str) and kind.endswith(_REPEATS):
-                self._repeated(held, texts)
+            if len(payload) < LARGE:
+                held.found = read_event(payload)
+                texts = list(event_texts(held.found))
+            else:
+                texts = await self._texts(held, payload)
+            kind = texts[0].path[0][0] if texts else None
+            if isinstance(kind, str) and kind.endswith(_REPEATS):
+                await self._repeated(held, texts)
             else:
                 for text in texts:
-                    self._heard(held, text)
+                    await self._heard(held, text)
         return held
 
-    def _repeated(self, held: Held, texts: list[Text]) -> None:
+    async def _texts(self, held: Held, payload: bytes) -> list[Text]:
+        """Of a large event, found in another process. An event with too many is one text: its JSON."""
+        try:
+            listed = await offload.run(len(payload), texts_of_event, payload, MAX_TEXTS)
+        except WorkTooLarge:
+            whole = payload.decode("utf-8", "replace")
+            held.found = {"text": whole}
+            return [Text(held.found, "text", whole, ((None,), "text"))]
+        held.is_large, held.found = True, [text for _, text in listed]
+        return [Text(held.found, number, text, path) for number, (path, text) in enumerate(listed)]
+
+    async def _repeated(self, held: Held, texts: list[Text]) -> None:
         """Whole texts: they do not wait for what may follow."""
         touched = {text.series: self._series.setdefault(text.series, Series(self._scanner)) for text in texts}
         held.pieces += [touched[text.series].add(text) for text in texts]
         for series in touched.values():
-            self._look(series, last=True)
+            await self._looked(series, last=True)
 
-    def _heard(self, held: Held, text: Text) -> None:
+    async def _heard(self, held: Held, text: Text) -> None:
         if not text.grows:
-            self._add(held, text, Series(self._scanner), last=True)
+            await self._add(held, text, Series(self._scanner), last=True)
             return
         series = self._series.setdefault(text.series, Series(self._scanner))
         if self._judged:
             self._said.append(text.text)
         before = self._voices.get(text.voice)
         if before is not None and before != text.series:  # what it said must go: it may never be continued
-            self._look(self._series[before], last=True)
+            await self._looked(self._series[before], last=True)
         self._voices[text.voice] = text.series
-        self._add(held, text, series)
+        await self._add(held, text, series)
 
-    def _add(self, held: Held, text: Text, series: Series, *, last: bool = False) -> None:
+    async def _add(self, held: Held, text: Text, series: Series, *, last: bool = False) -> None:
         held.pieces.append(series.add(text))
+        await self._looked(series, last=last)
+
+    async def _looked(self, series: Series, *, last: bool = False) -> None:
+        """A long text is looked at in pieces, between which other requests have their turn."""
         self._look(series, last=last)
+        while series.is_behind:
+            await asyncio.sleep(0)
+            self._look(series, last=last)
 
     def _look(self, series: Series, *, last: bool = False) -> None:
         for window, span in series.look(last=last):
@@ -164,17 +194,19 @@ class GuardedStream:
     async def _passed(self) -> bytes:
         if self._stop is not None:
             return await self._blocked()
-        return b"" if self._hold else b"".join(self._gone())
+        return b"" if self._hold else await self._gone()
 
-    def _gone(self) -> Iterable[bytes]:
+    async def _gone(self) -> bytes:
+        gone: list[bytes] = []
         while self._events and self._events[0].decided:
             if self._stop is not None and self._events[0].has(*self._stop):
-                return
-            yield self._events.popleft().written()
+                break
+            gone.append(await self._events.popleft().written())
+        return gone[0] if len(gone) == 1 else b"".join(gone)
 
     async def _blocked(self) -> bytes:
         assert self._stop is not None
-        before = b"" if self._hold else b"".join(self._gone())
+        before = b"" if self._hold else await self._gone()
         finding = self._scanner.finding(self._stop[1])
         await self.aclose()
         try:
@@ -191,10 +223,10 @@ class GuardedStream:
 
     async def _last(self) -> bytes:
         for series in self._series.values():
-            self._look(series, last=True)
+            await self._looked(series, last=True)
         if self._stop is not None:
             return await self._blocked()
         if self._judged and (finding := await self._warden.judge("".join(self._said))) is not None:
             return await self._refused(finding)
         self._over = True
-        return b"".join(self._gone()) + self._splitter.rest
+        return await self._gone() + self._splitter.rest

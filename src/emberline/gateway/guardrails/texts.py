@@ -7,6 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
+from emberline.core.errors import WorkTooLarge
+
 # Of requests: what has a fixed set of values, or is a name that was given to the client. All else is the client's own
 # text, and goes to the provider: what a `user`, a `name` or `metadata` holds, too.
 FIXED = frozenset({"model", "service_tier", "id", "type", "role", "object", "tool_call_id", "call_id", "tool_use_id",
@@ -39,7 +43,7 @@ class Text(NamedTuple):
 
     @property
     def grows(self) -> bool:
-        return self.key in GROWING
+        return self.path[-1] in GROWING
 
     @property
     def group(self) -> Path:
@@ -58,7 +62,7 @@ class Text(NamedTuple):
     def series(self) -> Path:
         """The same for texts that clients put together: pieces of a text, and parts of a message. Of an event's."""
         kind = self.path[0][0]
-        if self.key not in JOINED and not str(kind).endswith(JOINED_EVENTS):
+        if self.path[-1] not in JOINED and not str(kind).endswith(JOINED_EVENTS):
             return self.path
         rest = self.path[self._answer :]
         return (kind, *self.voice, *(step for step in rest if not isinstance(step, int)))
@@ -99,6 +103,36 @@ def _index(inner: Any, number: int) -> Any:
 def event_texts(event: Any) -> Iterator[Text]:
     place = tuple(event.get(name) for name in PLACES) if isinstance(event, dict) else ()
     return texts_of(event, (place,))
+
+
+def texts_of_event(payload: bytes, most: int) -> list[tuple[Path, str]]:
+    """Every text of an event, with its path, for another process. WorkTooLarge, if there are more than `most`."""
+    found = [(text.path, text.text) for text in event_texts(read_event(payload))]
+    if len(found) > most:
+        raise WorkTooLarge(f"an event has {len(found)} texts; at most {most} are looked at")
+    return found
+
+
+def read_event(payload: bytes) -> Any:
+    try:
+        return msgspec.json.decode(payload)
+    except (msgspec.MsgspecError, UnicodeError):  # what is nested too deep must not pass for that
+        return {"text": payload.decode("utf-8", "replace")}  # of a provider's own kind
+
+
+def written_event(name: bytes, found: Any) -> bytes:
+    silence(found)
+    head = b"event: %b\n" % name if name else b""
+    return head + b"data: %b\n\n" % msgspec.json.encode(found)
+
+
+def rewritten_event(name: bytes, payload: bytes, changed: dict[int, str]) -> bytes:
+    """The event with other texts in some places, counted as `texts_of_event` lists them; for another process."""
+    found = read_event(payload)
+    for number, text in enumerate(list(event_texts(found))):
+        if number in changed:
+            text.holder[text.key] = changed[number]
+    return written_event(name, found)
 
 
 def request_texts(body: Any) -> Iterator[Text]:

@@ -7,6 +7,7 @@ line between two parts, as those of a whole reply are (`inspection.py`)."""
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from emberline.gateway.guardrails.scanner import Scanner, Span, cuts
 from emberline.gateway.guardrails.texts import Path, Text
 
 CONTEXT = 16  # characters that are kept of what has gone: finders look at what stands before
+AT_ONCE = 1 << 14  # characters that `look` takes at once: all finders together take some milliseconds for them
 
 
 class Placed(NamedTuple):
@@ -63,6 +65,8 @@ class Window:
         self._decided = 0
         self._from = 0  # where to look from: what went in a pause is looked at again with what follows
         self._placed: list[Placed] = []  # not wholly decided
+        self._coming: deque[str] = deque()  # has been added, and not been looked at
+        self._end = 0  # of all that was added
 
     @property
     def decided(self) -> int:
@@ -72,18 +76,27 @@ class Window:
         """The same text so far, to be continued with another joint."""
         made = Window(self._scanner, joint)
         made._text, made._base, made._decided, made._from = self._text, self._base, self._decided, self._from
+        made._coming, made._end = self._coming.copy(), self._end
         for each in self._placed:
             made._place(each.piece, each.start)
         return made
 
     def add(self, piece: Piece, *, is_new_part: bool = False) -> int:
         """Return where it begins."""
+        text = piece.at.text
         if is_new_part:
-            self._text += self._joint
-        start = self._base + len(self._text)
-        self._text += piece.at.text
+            self._coming.append(self._joint)
+            self._end += len(self._joint)
+        start = self._end
+        self._coming += (text[at : at + AT_ONCE] for at in range(0, len(text), AT_ONCE))
+        self._end += len(text)
         self._place(piece, start)
         return start
+
+    @property
+    def is_behind(self) -> bool:
+        """`look` has taken part of what was added, and is to be called again."""
+        return bool(self._coming)
 
     def _place(self, piece: Piece, start: int) -> None:
         placed = Placed(self, start, start + len(piece.at.text), piece)
@@ -92,6 +105,11 @@ class Window:
 
     def look(self, *, last: bool = False) -> list[Span]:
         """What has been found by now and cannot change. `last`: nothing follows, or not before this must go."""
+        taken = 0
+        while self._coming and taken + len(self._coming[0]) <= AT_ONCE:
+            taken += len(self._coming[0])
+            self._text += self._coming.popleft()
+        last = last and not self._coming
         text, start = self._text, self._from - self._base
         found = self._scanner.find(text, start)
         undecided = self._before_findings(found, self._scanner.undecided(text, start), len(text))
@@ -147,6 +165,10 @@ class Series:
         if is_new_part:
             self._began = starts[-1]
         return piece
+
+    @property
+    def is_behind(self) -> bool:
+        return any(window.is_behind for window in self.windows)
 
     def look(self, *, last: bool = False) -> list[tuple[Window, Span]]:
         found = [(window, span) for window in self.windows for span in window.look(last=last)]

@@ -89,4 +89,6 @@ def _seed(call: Call) -> str:
     """Turns of one session stay together; so do equal calls whose reply may be in the cache."""
     if call.options.session_id is not None and not call.options.no_session_affinity:
         return call.options.session_id
-    return hashlib.sha256(call.body).hexdigest() if lifetime(call) else call.id
+    if not lifetime(call):
+        return call.id
+    return hashlib.sha256(call.body).hexdigest() if call.surveyed is None else call.surveyed.canonical.hex()

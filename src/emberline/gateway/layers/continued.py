@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from emberline.core.errors import EmberlineError
+from emberline.core.errors import EmberlineError, WorkTooLarge
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.call import Call, Handler, Reply, Step
-from emberline.gateway.dialects.inner import Conversation
+from emberline.gateway.dialects.inner import Conversation, Spoken
 from emberline.gateway.dialects.prefill import Prefill
 from emberline.gateway.errors import Refused, TimedOut
 from emberline.gateway.layers.routed import at_step, steps_of
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.providers.wire import TALK, spoken_with
-from emberline.gateway.streams.continuation import claude_goes_on, continuable, continued
+from emberline.gateway.streams.continuation import claude_goes_on, continuable, continuable_outline, continued
 from emberline.gateway.streams.seam import Seam
 from emberline.gateway.streams.spliced import Spliced
 
@@ -34,7 +35,7 @@ class Continued:
 
         async def watched(call: Call) -> Reply:
             dialect = next((each for each in TALK if each == call.dialect), None)
-            asked = continuable(call.body, dialect) if dialect is not None and _open(call) else None
+            asked = await _continuable(call, dialect) if dialect is not None and _open(call) else None
             reply = await inner(call)
             if asked is None or isinstance(reply.body, bytes):
                 return reply
@@ -44,6 +45,17 @@ class Continued:
             return Spliced(call, asked.dialect, reply, onward.ask).reply
 
         return handle
+
+
+async def _continuable(call: Call, dialect: Spoken) -> Conversation | None:
+    """In another process, where the body is large; what comes back then has none of its messages. A body that takes
+    too long to read passes, and its stream is not continued."""
+    if len(call.body) < LARGE:
+        return continuable(call.body, dialect)
+    try:
+        return await offload.run(len(call.body), continuable_outline, call.body, dialect)
+    except WorkTooLarge:
+        return None
 
 
 def _open(call: Call) -> bool:
@@ -78,8 +90,8 @@ class _Onward:
 
     async def _leg(self, call: Call, said: str) -> tuple[Reply, Seam]:
         prefill = self._prefill(call) if said.strip() else ""
-        body = continued(call.body, self.asked, said, prefill)
-        reply = await self.attempts(call.moved(body=body, prefill=prefill))
+        body = await offload.run_by_size(len(call.body), continued, call.body, self.asked, said, prefill)
+        reply = await self.attempts(call.moved(body=body, prefill=prefill, surveyed=call.surveyed))
         return reply, Seam(said, prefill)
 
     def _prefill(self, call: Call) -> Prefill:

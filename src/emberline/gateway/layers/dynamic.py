@@ -21,7 +21,7 @@ from emberline.gateway.limits.base import Limiter, Reservation
 from emberline.gateway.limits.claims import facts_of
 from emberline.gateway.limits.rule import Amount, Rule
 from emberline.gateway.providers.wire import SHARED
-from emberline.gateway.routes.facts import CallFacts
+from emberline.gateway.routes.facts import CallFacts, answers_about_body
 from emberline.gateway.routes.graph import Graph, ModelElement, RateLimit
 from emberline.gateway.routes.walk import Plan, Walk
 from emberline.gateway.settings import Settings
@@ -46,7 +46,9 @@ class Dynamic:
         async def walked(call: Call) -> Reply:
             plan = self._plan(call.settings, call.model)
             affine = call.options.session_id if not call.options.no_session_affinity else None
-            return await _Errand(self, call, Walk.begin(plan, CallFacts(call), affine or call.id), inner).run()
+            answers = await answers_about_body(call, plan.conditions)
+            walk = Walk.begin(plan, CallFacts(call), affine or call.id, answers)
+            return await _Errand(self, call, walk, inner).run()
 
         return handle
 

@@ -13,7 +13,7 @@ from emberline.core.clock import Clock
 from emberline.core.errors import InvalidRequest, WorkTooLarge
 from emberline.core.offload import LARGE as WORK_LARGE
 from emberline.core.offload import offload
-from emberline.gateway.call import Call, Handler, Reply
+from emberline.gateway.call import Call, Handler, Reply, Step
 from emberline.gateway.costs.beside import Beside
 from emberline.gateway.errors import Blocked
 from emberline.gateway.guardrails.finding import Check, Finding
@@ -111,8 +111,8 @@ class Watch:
         bodies = [s.body if seen is None or seen.body is None else seen.body
                   for s, seen in zip(call.steps, all_seen, strict=True)]  # fmt: skip
         call.redacted.append(b"[%b]" % b",".join(body for body in bodies if body is not None))
-        steps = tuple(msgspec.structs.replace(s, body=body) for s, body in zip(call.steps, bodies, strict=True))
-        return call.moved(steps=steps), said
+        steps = [await _with_body(s, body) for s, body in zip(call.steps, bodies, strict=True)]
+        return call.moved(steps=tuple(steps)), said
 
     async def _inspected(self, body: bytes, rules: tuple[PatternRule, ...], headers: Mapping[str, str]) -> Inspected:
         if not rules and not self._judging("prompt"):
@@ -242,6 +242,14 @@ class Watch:
             action = worst(found)
             told = {"findings": [_shown(each) for each in found[:LONGEST_HEADER]], "action": (action or "").upper()}
             self._call.notes[HEADER] = json.dumps(told)  # with nothing but ASCII, as headers want it
+
+
+async def _with_body(step: Step, body: bytes | None) -> Step:
+    if body is step.body or body is None:
+        return step
+    surveyed = await offload.run(len(body), survey, body) if len(body) >= WORK_LARGE else None
+    seen = None if surveyed is None else surveyed.seen
+    return msgspec.structs.replace(step, body=body, seen=seen, surveyed=surveyed)
 
 
 def _shown(finding: Finding) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def at_step(call: Call, step: Step, number: int, last: bool) -> Call:
         dialect=step.dialect or call.dialect,
         headers=headers,
         body=call.body if step.body is None else step.body,
+        **({} if step.body is None else {"seen": step.seen, "surveyed": step.surveyed}),
         stream=call.stream if step.stream is None else step.stream,
         options=step.options or call.options,
         plain=step.endpoint is None or step.plain,

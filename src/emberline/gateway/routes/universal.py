@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from emberline.core.errors import InvalidRequest
+from emberline.core.offload import LARGE, offload
 from emberline.gateway.body import Peek, peek
 from emberline.gateway.call import VIRTUAL, Step
 from emberline.gateway.keys.keys import is_ours
@@ -16,9 +17,11 @@ from emberline.gateway.providers.base import CREDENTIALS
 from emberline.gateway.providers.registry import Registry
 from emberline.gateway.routes.named import resolve
 from emberline.gateway.settings import Settings
+from emberline.gateway.survey import Survey, survey
 from emberline.net.notjson import NOT_JSON
 
 MOST = 10
+LARGEST_PLACE = 1 << 16  # bytes of a step's headers and config
 COMPAT = "compat"  # stands where a provider does: the model names it
 COMPAT_ENDPOINTS = tuple(endpoint for endpoint in PLAIN if endpoint != COUNT_TOKENS)
 _CONFIG = {
@@ -35,26 +38,34 @@ _CONFIG = {
 }
 
 
-class _Step(msgspec.Struct, forbid_unknown_fields=True):
+class _Place(msgspec.Struct, forbid_unknown_fields=True):
     provider: str
     endpoint: str
-    query: msgspec.Raw
     headers: dict[str, str] = {}
     authorization: str | None = None
     config: dict[str, Any] = {}
 
 
+class _Step(_Place, forbid_unknown_fields=True, kw_only=True):
+    query: msgspec.Raw
+
+
+class ReadStep(msgspec.Struct):
+    """A step as another process reads it."""
+
+    place: _Place
+    query: bytes
+    seen: Peek
+    surveyed: Survey | None = None  # of a large query
+
+
 _STEPS = msgspec.json.Decoder(list[_Step])
 
 
-def read_steps(body: bytes, asked: Options, settings: Settings, registry: Registry) -> tuple[Step, ...]:
-    try:
-        steps = _STEPS.decode(body)
-    except NOT_JSON as e:
-        raise InvalidRequest(f"the body is not a list of steps: {e}") from e
-    if not 1 <= len(steps) <= MOST:
-        raise InvalidRequest(f"there are {len(steps)} steps; there must be 1 to {MOST}")
-    made = tuple(_step(step, asked, settings, registry) for step in steps)
+async def read_steps(body: bytes, asked: Options, settings: Settings, registry: Registry) -> tuple[Step, ...]:
+    """A large body is read in another process."""
+    found = await offload.run_by_size(len(body), decode_steps, body)
+    made = tuple(_step(step, asked, settings, registry) for step in found)
     if virtual := [step for step in made if step.provider in VIRTUAL and len(made) > 1]:
         raise InvalidRequest(
             f"{virtual[0].provider}/{virtual[0].model[:80]} is a route or a pool and cannot be one of several steps",
@@ -64,21 +75,46 @@ def read_steps(body: bytes, asked: Options, settings: Settings, registry: Regist
     return made
 
 
-def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -> Step:
+def decode_steps(body: bytes) -> list[ReadStep]:
+    try:
+        steps = _STEPS.decode(body)
+    except NOT_JSON as e:
+        raise InvalidRequest(f"the body is not a list of steps: {e}") from e
+    if not 1 <= len(steps) <= MOST:
+        raise InvalidRequest(f"there are {len(steps)} steps; there must be 1 to {MOST}")
+    return [_read(step) for step in steps]
+
+
+def _read(step: _Step) -> ReadStep:
+    said = msgspec.json.encode((step.headers, step.config))
+    if len(said) > LARGEST_PLACE:
+        raise InvalidRequest(
+            f"headers and config of a step have {len(said)} bytes; at most {LARGEST_PLACE} are taken", param="headers"
+        )
+    place = _Place(step.provider, step.endpoint, step.headers, step.authorization, step.config)
+    query = bytes(step.query)
+    if len(query) < LARGE:
+        return ReadStep(place, query, peek(query))
+    surveyed = survey(query)
+    if surveyed.seen is None:
+        raise InvalidRequest(surveyed.error)
+    return ReadStep(place, query, surveyed.seen, surveyed)
+
+
+def _step(read: ReadStep, asked: Options, settings: Settings, registry: Registry) -> Step:
+    step, query, seen = read.place, read.query, read.seen
     headers = {name.lower(): value for name, value in step.headers.items()}
     if step.authorization is not None:
         headers["authorization"] = step.authorization
     if any(is_ours(headers.get(name, "").rpartition(" ")[2]) for name in CREDENTIALS):
         raise InvalidRequest("a step's key is its provider's", hint="the gateway's comes with the request itself")
     headers.setdefault("content-type", "application/json")
-    query = bytes(step.query)
-    seen = peek(query)
     endpoint = step.endpoint.strip("/")
     path, _, asked_of = endpoint.partition("?")
     check_path(f"{step.provider}/{path}", path.split("/") if step.provider == ARN_PROVIDER else (), "endpoint")
     options = Options.read(headers).over(_config(step.config)).over(asked)
     if step.provider == COMPAT:
-        return _compat_step(path, headers, query, seen, options, settings)
+        return _compat_step(path, headers, read, options, settings)
     provider = registry.find(step.provider, settings)
     return Step(
         step.provider,
@@ -89,13 +125,14 @@ def _step(step: _Step, asked: Options, settings: Settings, registry: Registry) -
         body=query,
         stream=seen.stream is True or provider.streams_at(path, asked_of),
         options=options,
+        seen=seen,
+        surveyed=read.surveyed,
     )
 
 
-def _compat_step(
-    path: str, headers: dict[str, str], body: bytes, seen: Peek, options: Options, settings: Settings
-) -> Step:
+def _compat_step(path: str, headers: dict[str, str], read: ReadStep, options: Options, settings: Settings) -> Step:
     """A step in a protocol of the gateway's own; its model is PROVIDER/MODEL."""
+    seen = read.seen
     endpoint = path.removeprefix("v1/")
     if endpoint not in COMPAT_ENDPOINTS:
         hint = f"known are {', '.join(COMPAT_ENDPOINTS)}"
@@ -109,10 +146,12 @@ def _compat_step(
         endpoint=endpoint,
         dialect=PLAIN[endpoint],
         headers=headers,
-        body=body,
+        body=read.query,
         stream=seen.stream is True,
         options=options,
         plain=True,
+        seen=seen,
+        surveyed=read.surveyed,
     )
 
 

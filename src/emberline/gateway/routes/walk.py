@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from emberline.gateway.routes.condition import Facts, Test, compiled
 from emberline.gateway.routes.graph import (
@@ -33,6 +34,11 @@ class Plan:
     elements: Mapping[str, Element]
     tests: Mapping[str, Test]  # of conditionals
 
+    @property
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        found = self.elements.values()
+        return {each.id: each.properties.condition for each in found if isinstance(each, Conditional)}
+
     @staticmethod
     def of(name: str, graph: Graph) -> Plan:
         conditionals = [each for each in graph.elements if isinstance(each, Conditional)]
@@ -46,10 +52,11 @@ class Walk:
     facts: Facts
     seed: str  # of percentages
     at: Element | None
+    answers: Mapping[str, bool] = field(default_factory=dict)  # of conditionals that were tested before, by id
 
     @staticmethod
-    def begin(plan: Plan, facts: Facts, seed: str) -> Walk:
-        return Walk(plan, facts, seed, plan.start)
+    def begin(plan: Plan, facts: Facts, seed: str, answers: Mapping[str, bool] | None = None) -> Walk:
+        return Walk(plan, facts, seed, plan.start, answers or {})
 
     def next(self) -> Asking | None:
         """Whom to ask; None: the end."""
@@ -62,7 +69,9 @@ class Walk:
                 case Start() as start:
                     self._go(start.outputs.next)
                 case Conditional() as question:
-                    yes = self.plan.tests[question.id](self.facts)
+                    yes = self.answers.get(question.id)
+                    if yes is None:
+                        yes = self.plan.tests[question.id](self.facts)
                     self._go(question.outputs.true if yes else question.outputs.false)
                 case Percentage() as parted:
                     self.at = self.plan.elements[self._drawn(parted)]

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from emberline.api import sse
+from emberline.core.offload import offload
 from emberline.gateway.call import Reply, Stream
 from emberline.gateway.dialects.problems import problem_of, read_error
-from emberline.gateway.run.question import Kind, Question
+from emberline.gateway.run.question import Kind, WrittenQuestion
 from emberline.gateway.streams.splitter import Splitter, payload_of
 from emberline.net.notjson import NOT_JSON
 
@@ -35,30 +36,46 @@ def is_busy(reply: Reply) -> bool:
     return reply.error in _WAITS and reply.status in (429, 503, 529)
 
 
-def answered(asked: Question, reply: Reply) -> Reply:
-    """The same reply in other words."""
+async def answered(asked: WrittenQuestion, reply: Reply) -> Reply:
+    """The same reply in other words; a large one is rewritten in another process."""
     if isinstance(reply.body, bytes):
         reply.headers["content-type"] = "application/json"
-        said = told(asked, reply)
-        reply.body = sse.dumps(said)
-        if is_busy(reply):
-            reply.status = 429
-        elif not said["success"] and reply.status < 400:
-            reply.status = 502
+        if reply.status < 400:
+            about = asked.kind, reply.body, asked.wants_json
+            succeeded, reply.body = await offload.run_by_size(len(reply.body), rewritten, *about)
+            if not succeeded:
+                reply.status = 502
+        else:
+            reply.body = sse.dumps(refused(reply))
+            reply.status = 429 if is_busy(reply) else reply.status
     elif asked.kind == "chat/completions":
         reply.body = RunStream(reply.body)
     return reply
 
 
-def told(asked: Question, reply: Reply) -> Json:
+async def told(asked: WrittenQuestion, reply: Reply) -> Json:
+    assert isinstance(reply.body, bytes)
+    if reply.status >= 400:
+        return refused(reply)
+    return await offload.run_by_size(len(reply.body), read_reply, asked.kind, reply.body, asked.wants_json)
+
+
+def refused(reply: Reply) -> Json:
     assert isinstance(reply.body, bytes)
     if is_busy(reply):
         return failed(BUSY, BUSY_TEXT)
-    if reply.status >= 400:
-        return failed(_CODES.get(reply.status, FAILED), read_error(reply.body).message)
-    wants_json = isinstance(asked.body.get("response_format"), dict)
+    return failed(_CODES.get(reply.status, FAILED), read_error(reply.body).message)
+
+
+def rewritten(kind: Kind, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
+    """Whether it is a good reply, and the reply in its envelope."""
+    said = read_reply(kind, body, wants_json)
+    return said["success"], sse.dumps(said)
+
+
+def read_reply(kind: Kind, body: bytes, wants_json: bool) -> Json:
     try:
-        return enveloped(result(asked.kind, msgspec.json.decode(reply.body), wants_json))
+        return enveloped(result(kind, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *NOT_JSON) as e:
         return failed(FAILED, f"the model's reply is not what it should be: {e!r}")
 

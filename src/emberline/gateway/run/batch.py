@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import uuid
 import zlib
@@ -71,17 +72,18 @@ class Shelf:
 
     async def part(self, batch: Batch, name: str) -> tuple[list[Any], Document | None]:
         found = await self._store.get(Part, batch.account, f"{batch.id}/{name}")
-        return ([] if found is None else msgspec.json.decode(zlib.decompress(found.body))), found
+        return ([] if found is None else await asyncio.to_thread(_unpacked_rows, found.body)), found
 
-    async def add(self, batch: Batch, requests: list[Json]) -> None:
-        put = [_state(batch, 0), _part(batch, "in", requests, 0)]
+    async def add(self, batch: Batch, requests: PackedRequests) -> None:
+        put = [_state(batch, 0), _part(batch, "in", requests.packed, 0)]
         await self._store.commit(Change(_audit(batch, "create", batch.created), put=put))
 
     async def keep(self, batch: Batch, version: int, now: int, answers: tuple[list[Json], int] | None = None) -> None:
         """`version`: of what is stored. `answers`: and the version of those."""
         put = [_state(batch, version)]
         if answers is not None:
-            put.append(_part(batch, "out", *answers))
+            rows, before = answers
+            put.append(_part(batch, "out", await asyncio.to_thread(packed_rows, rows), before))
         await self._store.commit(Change(_audit(batch, batch.status, now), put=put))
 
     async def remove(self, document: Document, now: int) -> None:
@@ -98,8 +100,23 @@ def _state(batch: Batch, version: int) -> Document:
     return Document(State, batch.account, batch.id, msgspec.json.encode(batch), version)
 
 
-def _part(batch: Batch, name: str, rows: list[Json], version: int) -> Document:
-    body = zlib.compress(msgspec.json.encode(rows), 1)
+class PackedRequests(msgspec.Struct, frozen=True):
+    """The requests of a batch, checked, as they are stored."""
+
+    count: int
+    packed: bytes
+
+
+def packed_rows(rows: list[Json]) -> bytes:
+    return zlib.compress(msgspec.json.encode(rows), 1)
+
+
+def _unpacked_rows(body: bytes) -> list[Any]:
+    found: list[Any] = msgspec.json.decode(zlib.decompress(body))
+    return found
+
+
+def _part(batch: Batch, name: str, body: bytes, version: int) -> Document:
     return Document(Part, batch.account, f"{batch.id}/{name}", body, version)
 
 

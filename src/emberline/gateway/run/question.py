@@ -17,9 +17,23 @@ class Question(msgspec.Struct, frozen=True):
     kind: Kind  # the endpoint
     body: Json
 
+
+class WrittenQuestion(msgspec.Struct, frozen=True):
+    """A question as it is sent."""
+
+    kind: Kind
+    body: bytes
+    wants_json: bool  # the answer's text is to be JSON
+
     @property
     def path(self) -> str:
         return f"/v1/{self.kind}"
+
+
+def written(model: str, said: Json) -> WrittenQuestion:
+    asked = question(model, said)
+    wants_json = isinstance(asked.body.get("response_format"), dict)
+    return WrittenQuestion(asked.kind, msgspec.json.encode(asked.body), wants_json)
 
 
 def question(model: str, said: Json) -> Question:

@@ -20,8 +20,8 @@ from emberline.gateway.errors import LimitExceeded, StoreFailed
 from emberline.gateway.gateway import Request
 from emberline.gateway.keys.identity import Identity
 from emberline.gateway.run.answer import FAILED, failed, is_busy, told
-from emberline.gateway.run.batch import Batch, Shelf, read
-from emberline.gateway.run.question import question
+from emberline.gateway.run.batch import Batch, PackedRequests, Shelf, packed_rows, read
+from emberline.gateway.run.question import question, written
 from emberline.gateway.store.base import Document, Store
 
 log = logging.getLogger("emberline.gateway")
@@ -60,23 +60,13 @@ class Queue:
         gateway: str,
         model: str,
         key_id: str,
-        requests: Any,
+        requests: PackedRequests,
         asked: Mapping[str, str] = MappingProxyType({}),
     ) -> Batch:
         """`key_id`: what its key may do when a request is sent counts. `asked`: the headers that each is sent with."""
-        if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
-            raise InvalidRequest("requests must be a list of inputs", param="requests")
-        if not 1 <= len(requests) <= MOST_REQUESTS:
-            raise InvalidRequest(
-                f"there are {len(requests)} requests; 1 to {MOST_REQUESTS} are taken", param="requests"
-            )
-        for each in requests:
-            if each.get("stream"):
-                raise InvalidRequest("what is queued cannot be streamed", param="requests[].stream")
-            question(model, _input(each))
         if (waiting := await self._waiting(account)) >= MOST_WAITING:
             raise Overloaded(f"{waiting} batches are waiting already", retry_after=60)
-        batch = Batch.new(account, gateway, model, key_id, asked, len(requests), self._now())
+        batch = Batch.new(account, gateway, model, key_id, asked, requests.count, self._now())
         await self._shelf.add(batch, requests)
         self._woken.set()
         return batch
@@ -208,15 +198,14 @@ class Queue:
             tried += 1
 
     async def _asked(self, batch: Batch, request: Json) -> tuple[Json, bool]:
-        asked = question(batch.model, _input(request))
-        body = msgspec.json.encode(asked.body)
+        asked = written(batch.model, _input(request))
         path = f"/accounts/{batch.account}/ai{asked.path}"
         headers = {**batch.asked, "content-type": "application/json", "cf-aig-gateway-id": batch.gateway}
         self._mine += 1
         try:
-            reply = await self._ask(Request("POST", path, "", headers, body), batch.key_id)
+            reply = await self._ask(Request("POST", path, "", headers, asked.body), batch.key_id)
             try:
-                return told(asked, reply), is_busy(reply) or reply.error in _PASSES
+                return await told(asked, reply), is_busy(reply) or reply.error in _PASSES
             finally:
                 await reply.close()
         finally:
@@ -241,6 +230,18 @@ class _Work(msgspec.Struct):
     answers: list[Json]
     out: int  # the version of the stored answers; 0: there are none
     saved: int = 0  # how many of them
+
+
+def checked_requests(model: str, requests: Any) -> PackedRequests:
+    if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
+        raise InvalidRequest("requests must be a list of inputs", param="requests")
+    if not 1 <= len(requests) <= MOST_REQUESTS:
+        raise InvalidRequest(f"there are {len(requests)} requests; 1 to {MOST_REQUESTS} are taken", param="requests")
+    for each in requests:
+        if each.get("stream"):
+            raise InvalidRequest("what is queued cannot be streamed", param="requests[].stream")
+        question(model, _input(each))
+    return PackedRequests(len(requests), packed_rows(requests))
 
 
 def _input(request: Json) -> Json:

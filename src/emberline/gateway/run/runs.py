@@ -12,6 +12,7 @@ import msgspec
 from emberline.api import sse
 from emberline.core.clock import Clock
 from emberline.core.errors import EmberlineError, InvalidRequest, MethodNotAllowed, NotFound
+from emberline.core.offload import offload
 from emberline.gateway.call import Reply
 from emberline.gateway.errors import Forbidden
 from emberline.gateway.gateway import Gateway, Request
@@ -21,22 +22,34 @@ from emberline.gateway.paths import DEFAULT, Target
 from emberline.gateway.refusal import error_reply
 from emberline.gateway.routes.named import resolve
 from emberline.gateway.run.answer import Json, answered, enveloped, failed, is_busy
-from emberline.gateway.run.question import Question, question
-from emberline.gateway.run.queue import Queue
+from emberline.gateway.run.batch import PackedRequests
+from emberline.gateway.run.question import WrittenQuestion, written
+from emberline.gateway.run.queue import Queue, checked_requests
 from emberline.gateway.settings import Settings
 from emberline.net.notjson import NOT_JSON
 
 LARGEST = 10 << 20  # bytes of a batch
+LONGEST_ID = 1000  # characters of a batch's id: all that are known are shorter
+JSON = {"content-type": "application/json"}
 PAUSES = (0.25, 0.5, 1.0, 2.0)  # seconds before a provider without room is asked again; then always the last
 _PATH = re.compile(r"(?:/client/v4)?/accounts/(?P<account>[^/]+)/ai/run(?:/(?P<model>.+))?")
 _NATIVE = "workers-ai"  # speaks like this itself
+
+
+class Outline(msgspec.Struct):
+    """What is decided by of a body."""
+
+    model: str
+    request_id: str | None  # of a batch that is asked about
+    options: Json
 
 
 class _Asked(msgspec.Struct):
     account: str
     gateway: str
     model: str
-    input: Json
+    named: str  # the model, if the path names it; "": the body does
+    request_id: str | None
     queued: bool
     rejects: bool  # if there is no room
     identity: Identity
@@ -56,9 +69,9 @@ class Runs:
     async def answer(self, request: Request) -> Reply:
         try:
             asked = await self._read(request)
-            if "request_id" in asked.input:
-                id = str(asked.input["request_id"])
-                return _reply(enveloped(await self._queue.look(asked.account, id, asked.identity)))
+            if asked.request_id is not None:
+                found = await self._queue.look(asked.account, asked.request_id, asked.identity)
+                return Reply(200, {**JSON}, await asyncio.to_thread(sse.dumps, enveloped(found)), ended="complete")
             if asked.queued:
                 return _reply(enveloped(await self._queued(asked, request)))
             return await self._now(asked, request)
@@ -75,18 +88,14 @@ class Runs:
         match = _PATH.fullmatch(request.path)
         if match is None:
             raise NotFound(f"there is nothing at {request.path[:200]!r}")
-        try:
-            said = msgspec.json.decode(request.body, type=dict)
-        except NOT_JSON as e:
-            raise InvalidRequest(f"the body is not a JSON object: {e}") from e
-        model, options = unquote(match["model"] or ""), Json()
-        if not model:
-            model, said, options = _named(said)
+        named = unquote(match["model"] or "")
+        outline = await offload.run_by_size(len(request.body), read_outline, request.body, named)
         account = match["account"]
         gateway = Options.read(request.headers).gateway_id or DEFAULT
         identity, settings = await self._gateway.entered(Target("plain", account, gateway), request.headers)
-        queued, rejects = _wishes(options, request.query)
-        return _Asked(account, gateway, model, said, queued, rejects, identity, settings)
+        queued, rejects = _wishes(outline.options, request.query)
+        about = outline.model, named, outline.request_id
+        return _Asked(account, gateway, *about, queued, rejects, identity, settings)
 
     async def _queued(self, asked: _Asked, request: Request) -> Json:
         who, (provider, model) = asked.identity, resolve(asked.model, asked.settings)
@@ -94,10 +103,8 @@ class Runs:
             raise Forbidden(f"key {who.name!r} may not use {provider}/{model} here"[:300])
         if len(request.body) > LARGEST:
             raise InvalidRequest(f"a batch has at most {LARGEST} bytes", param="requests")
-        wrong = asked.input.keys() - {"requests"}
-        if wrong:
-            raise InvalidRequest(f"{min(wrong)[:80]!r} has no place beside requests", param=min(wrong)[:80])
-        requests, wishes = asked.input.get("requests"), asking(request.headers)
+        requests = await offload.run_by_size(len(request.body), read_batch, request.body, asked.named)
+        wishes = asking(request.headers)
         return (await self._queue.add(asked.account, asked.gateway, asked.model, who.key_id, requests, wishes)).brief
 
     async def _now(self, asked: _Asked, request: Request) -> Reply:
@@ -110,10 +117,11 @@ class Runs:
             query = request.query
             if asked.rejects and "rejectIfBusy=" not in query:
                 query = f"{query}&rejectIfBusy=true".lstrip("&")
-            return await self._gateway.answer(Request("POST", path, query, headers, msgspec.json.encode(asked.input)))
-        told = question(asked.model, asked.input)
+            body = await offload.run_by_size(len(request.body), read_native, request.body, asked.named)
+            return await self._gateway.answer(Request("POST", path, query, headers, body))
+        told = await offload.run_by_size(len(request.body), read_question, request.body, asked.named)
         path = f"/accounts/{asked.account}/ai{told.path}"
-        made = Request("POST", path, "", headers, msgspec.json.encode(told.body))
+        made = Request("POST", path, "", headers, told.body)
         until = self._clock.now() + asked.settings.timeouts.total
         for tried in range(1 << 20):
             reply = await self._gateway.answer(made)
@@ -123,6 +131,40 @@ class Runs:
             await reply.close()
             await asyncio.sleep(pause)
         raise AssertionError("not reached")
+
+
+def _read(body: bytes, named: str) -> tuple[str, Json, Json]:
+    """The model, its input, and wishes. `named`: the model, where the path names it."""
+    try:
+        said = msgspec.json.decode(body, type=dict)
+    except NOT_JSON as e:
+        raise InvalidRequest(f"the body is not a JSON object: {e}") from e
+    return (named, said, {}) if named else _named(said)
+
+
+# Each reads the body anew, so that no more than its result comes back from another process.
+
+
+def read_outline(body: bytes, named: str) -> Outline:
+    model, said, options = _read(body, named)
+    id = str(said["request_id"])[:LONGEST_ID] if "request_id" in said else None
+    return Outline(model, id, {name: wish if isinstance(wish, bool) else None for name, wish in options.items()})
+
+
+def read_question(body: bytes, named: str) -> WrittenQuestion:
+    model, said, _ = _read(body, named)
+    return written(model, said)
+
+
+def read_native(body: bytes, named: str) -> bytes:
+    return msgspec.json.encode(_read(body, named)[1])
+
+
+def read_batch(body: bytes, named: str) -> PackedRequests:
+    model, said, _ = _read(body, named)
+    if wrong := said.keys() - {"requests"}:
+        raise InvalidRequest(f"{min(wrong)[:80]!r} has no place beside requests", param=min(wrong)[:80])
+    return checked_requests(model, said.get("requests"))
 
 
 _WISHES = ("queueRequest", "rejectIfBusy")
@@ -146,13 +188,13 @@ def _wishes(options: Json, query: str) -> list[bool]:
     return [options.get(name) is True or said.get(name) == "true" for name in _WISHES]
 
 
-async def _given(asked: Question, reply: Reply) -> Reply:
+async def _given(asked: WrittenQuestion, reply: Reply) -> Reply:
     try:
-        return answered(asked, reply)
+        return await answered(asked, reply)
     except BaseException:  # nobody else has it to close
         await reply.close()
         raise
 
 
 def _reply(said: Json) -> Reply:
-    return Reply(200, {"content-type": "application/json"}, sse.dumps(said), ended="complete")
+    return Reply(200, {**JSON}, sse.dumps(said), ended="complete")

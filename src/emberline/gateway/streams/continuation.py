@@ -44,6 +44,13 @@ def continuable(body: bytes, dialect: Spoken) -> Conversation | None:
     return None if shaped or several or foreign or begun else asked
 
 
+def continuable_outline(body: bytes, dialect: Spoken) -> Conversation | None:
+    """As `continuable`, without what may be large: who continues takes the messages from the body again."""
+    if (asked := continuable(body, dialect)) is None:
+        return None
+    return Conversation(asked.dialect, asked.model, reasoning=asked.reasoning)
+
+
 def claude_goes_on(model: str, asked: Conversation) -> bool:
     """Those from 4.6 on refuse it, and all do while they think."""
     claude = Recipient(model).claude

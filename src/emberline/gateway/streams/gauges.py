@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -33,6 +33,10 @@ class Signs:
             if (read := Usage.read(dialect, said)) is not None:
                 usage = read if usage is None else usage.joined(read)
         return usage
+
+    def become(self, other: Signs) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     def counted(self, said: Any) -> None:
         if said:

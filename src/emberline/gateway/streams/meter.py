@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from emberline.core.errors import WorkTooLarge
+from emberline.core.offload import HUGE, offload
 from emberline.gateway.call import Dialect
 from emberline.gateway.costs.estimate import estimated_input
 from emberline.gateway.costs.usage import Usage
@@ -40,24 +42,50 @@ class Meter:
     def push(self, data: bytes) -> bytes:
         """The events that are whole now, up to one that is an error (with it) or malformed (without)."""
         passed: list[bytes] = []
-        signs = self.signs
         try:
             for event in self._splitter.push(data):
-                name, payload = payload_of(event)
-                if payload:
-                    self.progress += 1
-                    signs.only_usage = False
-                    self._gauge(name, payload, signs)
-                    if signs.only_usage and self._hide_usage:
-                        continue
-                passed.append(event)
-                if signs.failed:
+                passed.append(self._pushed(event))
+                if self.signs.failed:
                     break
         except NOT_JSON as e:
             self.broken = Broken(f"an event of the stream is malformed: {e}")
         except Broken as e:
             self.broken = e
         return passed[0] if len(passed) == 1 else b"".join(passed)
+
+    def is_heavy(self, data: bytes) -> bool:
+        """Whether to push these bytes by `push_heavy`: with them an event may be whole that takes long to decode."""
+        return len(data) + self._splitter.size >= HUGE
+
+    async def push_heavy(self, data: bytes) -> bytes:
+        """As `push`; a large event is read in another process."""
+        passed: list[bytes] = []
+        try:
+            for event in self._splitter.push(data):
+                if len(event) < HUGE:
+                    passed.append(self._pushed(event))
+                else:
+                    self.signs.become(await offload.run(len(event), gauged, self._dialect, event, self.signs))
+                    self.progress += 1
+                    passed.append(event)
+                if self.signs.failed:
+                    break
+        except NOT_JSON as e:
+            self.broken = Broken(f"an event of the stream is malformed: {e}")
+        except (Broken, WorkTooLarge) as e:
+            self.broken = e if isinstance(e, Broken) else Broken(f"an event of the stream is too large: {e.message}")
+        return b"".join(passed)
+
+    def _pushed(self, event: bytes) -> bytes:
+        """The event; b"": it is kept from the client."""
+        name, payload = payload_of(event)
+        if payload:
+            self.progress += 1
+            self.signs.only_usage = False
+            self._gauge(name, payload, self.signs)
+            if self.signs.only_usage and self._hide_usage:
+                return b""
+        return event
 
     def end(self) -> None:
         """The reply is over."""
@@ -92,10 +120,22 @@ class RawMeter(Meter):
     def __init__(self) -> None:
         super().__init__("raw")
 
+    def is_heavy(self, data: bytes) -> bool:
+        return False
+
     def push(self, data: bytes) -> bytes:
         self.signs.begun = True
         self.progress += 1
         return data
+
+
+def gauged(dialect: Dialect, event: bytes, signs: Signs) -> Signs:
+    """What the stream has said about itself with this event."""
+    name, payload = payload_of(event)
+    signs.only_usage = False
+    if payload:
+        GAUGES[dialect](name, payload, signs)
+    return signs
 
 
 def check_whole(dialect: Dialect, body: bytes) -> tuple[Usage | None, str]:

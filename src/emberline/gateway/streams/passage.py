@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from emberline.core.clock import Clock
+from emberline.core.errors import WorkTooLarge
+from emberline.core.offload import HUGE, offload
 from emberline.gateway.call import Call
 from emberline.gateway.dialects.translate import StreamTranslator
 from emberline.gateway.errors import Broken, TimedOut, UpstreamFailed
@@ -49,7 +51,7 @@ class Passage:
                 came += len(passed)
                 if came > MOST and not (signs.begun or signs.ended):
                     raise Broken(f"no content among the first {came} bytes")
-                self._kept.append(self._said(passed))
+                self._kept.append(self._said(passed) if len(passed) < HUGE else await self._said_apart(passed))
         self._settle = settle
 
     async def _more(self, until: float, first: bool = False) -> bytes | None:
@@ -70,7 +72,7 @@ class Passage:
                 return None
             before, progress = now, meter.progress
             now = self._clock.now()
-            passed = meter.push(data)
+            passed = meter.push(data) if not meter.is_heavy(data) else await meter.push_heavy(data)
             self._silence = self._silence + now - before if meter.progress == progress else 0.0
             if passed or meter.broken is not None:
                 return passed
@@ -78,6 +80,16 @@ class Passage:
     def _said(self, passed: bytes) -> bytes:
         """In the client's dialect."""
         return passed if self._translator is None else self._translator.push(passed)
+
+    async def _said_apart(self, passed: bytes) -> bytes:
+        """As `_said`, for a large event: the translator works on it in another process."""
+        if self._translator is None:
+            return passed
+        try:
+            self._translator, said = await offload.run(len(passed), translated, self._translator, passed)
+        except WorkTooLarge as e:
+            raise Broken(f"an event of the stream is too large: {e.message}") from e
+        return said
 
     def __aiter__(self) -> Passage:
         return self
@@ -90,7 +102,8 @@ class Passage:
         while not self._over:
             try:
                 passed = await self._more(self._call.deadline) if self.meter.broken is None else None
-                if said := self._next(passed):
+                heavy = passed is not None and len(passed) >= HUGE
+                if said := self._next(passed, await self._said_apart(passed) if passed and heavy else None):
                     return said
             except UpstreamFailed as e:
                 if not self.meter.signs.ended:
@@ -98,7 +111,8 @@ class Passage:
                 self._end("complete", "")  # all was said: it only hung up badly, or not at all
         raise StopAsyncIteration
 
-    def _next(self, passed: bytes | None) -> bytes:
+    def _next(self, passed: bytes | None, said: bytes | None = None) -> bytes:
+        """`said`: what passed, in the client's dialect, where it is known."""
         meter = self.meter
         if passed is None and meter.broken is None:
             meter.end()
@@ -110,7 +124,7 @@ class Passage:
                 said += self._translator.end()
             self._end("complete", "")
             return said
-        said = self._said(passed)
+        said = self._said(passed) if said is None else said
         if meter.signs.failed:  # its own words, which pass as the last
             self._end("cut", Broken.code)
         return said
@@ -136,3 +150,9 @@ class Passage:
     async def aclose(self) -> None:
         """Before the end: the client has left."""
         self._end("complete" if self.meter.signs.ended else "left", "")
+
+
+def translated(translator: StreamTranslator, data: bytes) -> tuple[StreamTranslator, bytes]:
+    """For another process, which has the translator as it is then."""
+    made = translator.push(data)
+    return translator, made

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from emberline.core.offload import offload
 from emberline.gateway.errors import Broken, TimedOut
 from emberline.net.connection import FOREVER
 from emberline.net.notjson import NOT_JSON
@@ -59,7 +60,8 @@ class Decoded(Incoming):
         return b""
 
     async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
-        return self._decoder.whole(await self._incoming.whole(seconds, limit))
+        body = await self._incoming.whole(seconds, limit)
+        return await offload.run_by_size(len(body), self._decoder.whole, body)
 
     def close(self) -> None:
         self._incoming.close()

@@ -20,6 +20,7 @@ import msgspec
 from emberline.api.errors import openai_error
 from emberline.api.sse import dumps
 from emberline.core.errors import EmberlineError, InvalidRequest, NotFound
+from emberline.core.offload import offload
 from emberline.gateway.call import Reply
 from emberline.gateway.dialects.problems import read_error
 from emberline.gateway.gateway import Gateway, Request
@@ -107,8 +108,7 @@ class GatewaySocket:
         """One message: a request, or what is none."""
         id = ""
         try:
-            request = _read(message)
-            id = _event_id(request)
+            id, body = await offload.run_by_size(len(message), read_message, message)
             if len(self._open) >= MOST:
                 raise InvalidRequest(f"{MOST} requests are open on this socket", hint="wait until one is done")
             if id and id in self._open:
@@ -118,12 +118,12 @@ class GatewaySocket:
             return
         self._unnamed += not id
         name = id or f"\0{self._unnamed}"  # no client's
-        self._open[name] = task = asyncio.create_task(self._answer(request, id))
+        self._open[name] = task = asyncio.create_task(self._answer(body, id))
         task.add_done_callback(lambda _: self._open.pop(name, None))
 
-    async def _answer(self, step: dict[str, msgspec.Raw], id: str) -> None:
+    async def _answer(self, body: bytes, id: str) -> None:
         headers = {**self._headers, **({"cf-aig-event-id": id} if id else {})}
-        reply = await self._gateway.answer(Request("POST", self._path, "", headers, msgspec.json.encode([step])))
+        reply = await self._gateway.answer(Request("POST", self._path, "", headers, body))
         about = _metadata(reply, id)
         try:
             async with asyncio.timeout(max(reply.patience, 0.0) + LAST_WORDS):
@@ -142,23 +142,27 @@ class GatewaySocket:
 
     async def _give(self, reply: Reply, about: Json) -> None:
         if isinstance(reply.body, bytes):
-            body = _shown(reply.body)
             if reply.status >= 400:
                 error = {"code": reply.error, "message": read_error(reply.body).message}
-                await self._say("universal.error", about, error=error, response=body)
+                await self._show("universal.error", about, reply.body, error=error)
                 return
-            await self._say("universal.created", about, response=body)
+            await self._show("universal.created", about, reply.body)
         else:
             await self._say("universal.created", about)
             splitter = Splitter() if about["contentType"].startswith(EVENTS) else None
             async for chunk in reply.body:
                 for part in [chunk] if splitter is None else _payloads(splitter.push(chunk)):
-                    await self._say("universal.stream", {"eventId": about["eventId"]}, response=_shown(part))
+                    await self._show("universal.stream", {"eventId": about["eventId"]}, part)
             if reply.ended == "cut":
                 error = {"code": reply.error, "message": "the reply broke off"}
                 await self._say("universal.error", about, error=error)
                 return
         await self._say("universal.done", about)
+
+    async def _show(self, type: str, metadata: Json, body: bytes, **more: Any) -> None:
+        """A message with what a provider replied; a large one is written in another process."""
+        text = await offload.run_by_size(len(body), shown_message, type, metadata, body, more)
+        await self._send({"type": "websocket.send", "text": text})
 
     async def _say(self, type: str, metadata: Json, **more: Any) -> None:
         text = msgspec.json.encode({"type": type, "metadata": metadata, **more}).decode()
@@ -182,11 +186,18 @@ def said(scope: Scope) -> tuple[dict[str, str], list[str], str | None]:
     return headers, plain, next(iter([*plain, *offered]), None)
 
 
-def _read(message: str | bytes) -> dict[str, msgspec.Raw]:
+def read_message(message: str | bytes) -> tuple[str, bytes]:
+    """The eventId of a request, and the request as a list of one step."""
     try:
-        return _MESSAGE.decode(message).request
+        request = _MESSAGE.decode(message).request
     except NOT_JSON as e:
         raise InvalidRequest(f"the message is not a universal.create: {e}") from e
+    id = _event_id(request)
+    return id, msgspec.json.encode([request])
+
+
+def shown_message(type: str, metadata: Json, body: bytes, more: Json) -> str:
+    return msgspec.json.encode({"type": type, "metadata": metadata, **more, "response": _shown(body)}).decode()
 
 
 def _event_id(request: dict[str, msgspec.Raw]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
 from emberline.core.errors import EmberlineError, InvalidRequest
+from emberline.core.offload import offload
 from emberline.gateway.errors import Broken, TimedOut
 from emberline.gateway.gateway import Gateway, Request
 from emberline.gateway.paths import Target
@@ -88,7 +89,7 @@ class RealtimeSocket:
         while (message := await self._receive())["type"] == "websocket.receive":
             self._heard = self._now()
             said: str | bytes = message["bytes"] if message.get("text") is None else message["text"]
-            if first and self._model and named_model(said) not in (None, self._model):
+            if first and self._model and await _named_model(said) not in (None, self._model):
                 return REFUSED, "the first message names another model than the URL"
             first = False
             await reply.channel.send(said)
@@ -99,7 +100,7 @@ class RealtimeSocket:
         while (message := await reply.channel.receive()) is not None:
             self._heard = self._now()
             await self._say({"type": "websocket.send", "text" if isinstance(message, str) else "bytes": message})
-            if (usage := realtime_usage(message)) is not None:
+            if (usage := await offload.run_by_size(len(message), realtime_usage, message)) is not None:
                 await reply.count(usage)
         return reply.channel.closed
 
@@ -115,6 +116,10 @@ class RealtimeSocket:
     async def _say(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # it has left, which `_out` hears of
             await self._send(message)
+
+
+async def _named_model(first: str | bytes) -> str | None:
+    return await offload.run_by_size(len(first), named_model, first)
 
 
 def _model(query: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from emberline.core.errors import EngineUnavailable
 from emberline.router.ask import Ask
 from emberline.router.call import Call
-from emberline.router.dialect import Dialect, Garbled, Word
+from emberline.router.dialect import Dialect, Garbled, Ticket, Word, Words
 from emberline.router.policy import Decision
 from emberline.router.upstream import Broken, Reply, Unreached, Upstream
 from emberline.server.routing.dispatch import Dispatch
@@ -35,8 +35,16 @@ class Refusal:
 
 class Prefill:
     def __init__(
-        self, dispatch: Dispatch, upstream: Upstream, ask: Ask, decision: Decision, dialect: Dialect, deadline: float
+        self,
+        dispatch: Dispatch,
+        upstream: Upstream,
+        ask: Ask,
+        decision: Decision,
+        dialect: Dialect,
+        made: tuple[Call, Words, Ticket | None],
+        deadline: float,
     ) -> None:
+        """`made`: by the dialect's `prefill`."""
         self.worker, self.dialect = decision.worker, dialect
         self.failed = ""  # why, if it did
         self.crashed = False  # its worker broke under it, or so it may be
@@ -44,8 +52,7 @@ class Prefill:
         self._upstream = upstream
         self._deadline = deadline
         loop = asyncio.get_running_loop()
-        peer = dispatch.peer(self.worker, ask.model)
-        call, self._words, self.ticket = dialect.prefill(peer, deadline - loop.time())
+        call, self._words, self.ticket = made
         self._account = contextlib.ExitStack()
         self.leg = self._account.enter_context(dispatch.opened(ask, decision))
         self._first: asyncio.Future[Refusal | None] = loop.create_future()

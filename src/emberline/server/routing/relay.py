@@ -170,7 +170,7 @@ class Relay:
                 setback = await self._split(trip, leg)
                 if setback is not None or trip.started != begun:
                     return setback
-                url, call = self._dispatch.url(decision.worker), trip.call(decision.worker, self._now())
+                url, call = self._dispatch.url(decision.worker), await trip.call(decision.worker, self._now())
                 if call is None:
                     leg.outcome = "refused"
                     return Setback("unable")
@@ -209,7 +209,9 @@ class Relay:
         missing = leg.decision.load.prefill
         to.relieved(leg.key)
         until = min(trip.deadline, self._now() + self._config.token_timeout)
-        prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, until)
+        peer = self._dispatch.peer(decision.worker, trip.ask.model)
+        made = await trip.written(dialect.prefill, peer, until - self._now())
+        prefill = trip.prefill = Prefill(self._dispatch, self._upstream, trip.ask, decision, dialect, made, until)
         trip.trace(prefill.leg, "prefill")
         if must:
             prefill.needed_by(leg)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 from emberline.core.handoff import Said
+from emberline.core.offload import offload
 from emberline.router.ask import Ask
 from emberline.router.call import Call
 from emberline.router.dialect import Dialect, Ticket
@@ -20,6 +22,9 @@ from emberline.router.worker import Worker
 from emberline.server.exchange import Exchange
 from emberline.server.routing.leg import Leg
 from emberline.server.routing.prefill import Prefill
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CRASHES = 2  # workers that die under one request until it is suspected to be what kills them; one more, and it is
 
@@ -200,7 +205,7 @@ class Trip:
         """Tokens of the reply so far, of all its choices."""
         return sum(len(group.tokens) for group in self._said())
 
-    def call(self, to: Worker, now: float) -> Call | None:
+    async def call(self, to: Worker, now: float) -> Call | None:
         """What is asked of the next worker: all of it, or to go on after what the client has. None: it does not know
         how."""
         left, ticket = self.deadline - now, self._ticket(to)
@@ -210,8 +215,15 @@ class Trip:
         if not self.generates:
             return self._asked_of(to)
         if self.prefill is None or ticket is None:
-            return self.speak(to).plain(self.ask.stream)
-        return self.prefill.dialect.answer(ticket, left)
+            return await self.written(self.speak(to).plain, self.ask.stream)
+        return await self.written(self.prefill.dialect.answer, ticket, left)
+
+    async def written(self, write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a dialect's method makes of the call. Those of other servers decode the body, in another process where
+        it is large; our own workers get it as it came."""
+        native = isinstance(getattr(write, "__self__", None), Native)
+        size = 0 if native else len(self.asked.body)
+        return await offload.run_by_size(size, write, *args, **kwargs)
 
     def _asked_of(self, to: Worker) -> Call:
         """The client's call; servers of other kinds may have a key of their own."""

@@ -16,7 +16,9 @@ from emberline.api.sse import dumps
 from emberline.core.errors import BodyTooLarge, EmberlineError, EngineFailed, InvalidRequest
 from emberline.core.events import Output
 from emberline.core.handoff import Handoff
+from emberline.core.offload import offload
 from emberline.core.request import FinishReason
+from emberline.core.weight import check_weight
 from emberline.net.notjson import NOT_JSON
 from emberline.server.exchange import Exchange
 from emberline.server.worker.calls import Calls
@@ -58,29 +60,39 @@ class ClusterCalls:
         self._max_body = max_body
 
     async def resume(self, x: Exchange) -> None:
-        envelope = await self._open(x)
+        envelope, body = await self._open(x)
         tenant = tenant_by_router(x, self._keyed)
         journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1", span=x.span, tenant=tenant)
-        await self._calls.answer(x, envelope.path, bytes(envelope.body), journey)
+        await self._calls.answer(x, envelope.path, body, journey)
 
     async def prefill(self, x: Exchange) -> None:
         """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""
-        envelope = await self._open(x)
+        envelope, body = await self._open(x)
         journey = replace(envelope.journey(), span=x.span, tenant=tenant_by_router(x, self._keyed))
-        call, model = await self._calls.read(envelope.path, bytes(envelope.body), journey)
+        call, model = await self._calls.read(envelope.path, body, journey)
         await x.while_connected(_tell(x, model.generator.prefill(call, journey)))
 
-    async def _open(self, x: Exchange) -> Envelope:
-        try:
-            envelope = msgspec.json.decode(await x.body(self._max_body + ENVELOPE), type=Envelope)
-        except NOT_JSON as e:
-            raise InvalidRequest(str(e)) from e
+    async def _open(self, x: Exchange) -> tuple[Envelope, bytes]:
+        """The envelope, and the client's body in it."""
+        data = await x.body(self._max_body + ENVELOPE)
+        envelope, body = await offload.run_by_size(len(data), open_envelope, data)
         if envelope.path not in PROTOCOLS:
             raise InvalidRequest(f"nothing is generated at {envelope.path[:200]!r}", param="path")
         x.speaks = envelope.path  # what is wrong with the call is told as its client would have been told
-        if len(bytes(envelope.body)) > self._max_body:
+        if len(body) > self._max_body:
             raise BodyTooLarge(f"the body has more than {self._max_body} bytes")
-        return envelope
+        return envelope, body
+
+
+def open_envelope(data: bytes) -> tuple[Envelope, bytes]:
+    """A large one is opened in another process."""
+    try:
+        envelope = msgspec.json.decode(data, type=Envelope)
+    except NOT_JSON as e:
+        raise InvalidRequest(str(e)) from e
+    check_weight(envelope.handoff, what="the handoff")
+    body, envelope.body = bytes(envelope.body), msgspec.Raw(b"")
+    return envelope, body
 
 
 async def _tell(x: Exchange, outputs: AsyncGenerator[Output, None]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from emberline import __version__
@@ -29,11 +30,13 @@ from emberline.server.worker.catalog import Catalog, Served
 from emberline.server.worker.cluster_calls import ClusterCalls
 from emberline.server.worker.embeddings import Embeddings
 from emberline.server.worker.journey import Journey
-from emberline.server.worker.protocol import PROTOCOLS
+from emberline.server.worker.prompts import LONG_TEXT
+from emberline.server.worker.protocol import PROTOCOLS, parse_light
 from emberline.server.worker.response_store import ResponseStore
 from emberline.server.worker.stored_responses import BELOW as RESPONSES
 from emberline.server.worker.stored_responses import StoredResponses
 from emberline.server.worker.transfer_metrics import families as transfer_families
+from emberline.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger("emberline.server")
 
@@ -130,15 +133,15 @@ class EngineApp:
             else (await prompts.rendered(call.prompt), call.prompt.add_special_tokens)
         )
         ids = await prompts.encode(text, add_special=special, param="prompt")
-        strings = [prompts.tokenizer.token_text(i) for i in ids] if call.strings else []
+        strings = await asyncio.to_thread(prompts.token_texts, ids) if call.strings else []
         await x.json(tokenize.render(call, ids, strings, prompts.max_context))
 
     async def _detokenize(self, x: Exchange) -> None:
         call = await self._parsed(tokenize.parse_detokenize, x)
         tokenizer = self._catalog.chosen(call.model or None).generator.prompts.tokenizer
-        if any(not 0 <= i < tokenizer.vocab_size for i in call.ids):
-            raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
-        await x.json(tokenize.render_detokenized(call, tokenizer.decode(call.ids, skip_special=False)))
+        few = len(call.ids) < LONG_TEXT
+        text = _detokenized(tokenizer, call.ids) if few else await asyncio.to_thread(_detokenized, tokenizer, call.ids)
+        await x.json(tokenize.render_detokenized(call, text))
 
     async def _models(self, x: Exchange) -> None:
         await x.json(models.list_models(self.served()))
@@ -218,7 +221,7 @@ class EngineApp:
     async def _parsed(self, parse: Callable[[bytes], T], x: Exchange) -> T:
         """A large body is parsed in another process."""
         body = await self._body(x)
-        return parse(body) if len(body) < LARGE else await offload.run(len(body), parse, body)
+        return parse(body) if len(body) < LARGE else await offload.run(len(body), parse_light, parse, body)
 
     def _tenant(self, x: Exchange) -> str:
         return Journey.begun_by(x, bool(self._config.api_keys)).tenant
@@ -241,3 +244,9 @@ class EngineApp:
             length = self._embeddings.max_length
             served.append(models.ServedModel(self._embeddings.name, int(self._began), length, kind="embedding"))
         return served
+
+
+def _detokenized(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    if any(not 0 <= i < tokenizer.vocab_size for i in ids):
+        raise InvalidRequest(f"tokens must be in [0, {tokenizer.vocab_size})", param="tokens")
+    return tokenizer.decode(ids, skip_special=False)

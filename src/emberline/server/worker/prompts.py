@@ -22,6 +22,7 @@ from emberline.tokens.tokenizer import Tokenizer
 LONG_TEXT = 20_000  # characters: longer texts are tokenized beside the event loop
 MARK = "\ue0f1\ue0f2"  # private use: no template writes it
 MANY_MESSAGES = 100  # more are rendered beside it, too
+MANY_TOOLS = 20  # so are more tools
 
 
 class Prompts:
@@ -41,8 +42,10 @@ class Prompts:
             raise ContextLengthExceeded(
                 f"{len(call.messages)} messages do not fit the context of {self.max_context} tokens", param="messages"
             )
-        long = len(call.messages) > MANY_MESSAGES or any(
-            len(message.get("content") or "") > LONG_TEXT for message in call.messages
+        long = (
+            len(call.messages) > MANY_MESSAGES
+            or len(call.tools) > MANY_TOOLS
+            or any(len(message.get("content") or "") > LONG_TEXT for message in call.messages)
         )
         return await asyncio.to_thread(self.render, call, created) if long else self.render(call, created)
 
@@ -95,6 +98,9 @@ class Prompts:
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special)
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.token_text(i) for i in ids]
 
     def truncated(self, ids: list[int], call: GenerationCall) -> list[int]:
         """The last or first tokens of a prompt, as many as its request keeps."""

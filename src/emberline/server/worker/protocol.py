@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from emberline.api.anthropic import request as anthropic
 from emberline.api.anthropic import stream as anthropic_stream
-from emberline.api.call import ChatCall, CompletionCall
+from emberline.api.call import ChatCall, CompletionCall, Tool
 from emberline.api.deltas import Finish, Renderer, Started, TextDelta, Usage
 from emberline.api.openai import chat, chat_stream, completions, completions_stream
 from emberline.api.responses import request as responses
 from emberline.api.responses import stream as responses_stream
 from emberline.core.errors import ContextLengthExceeded, WorkTooLarge
+from emberline.core.weight import check_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class Protocol:
     smallest: bytes  # body of a request
 
 
+T = TypeVar("T")
+
+MAX_SETTINGS_WEIGHT = 100_000  # of tools, formats and the like (`core/weight.py`)
 MOST_MESSAGES = 20_000  # of a large body; each costs a template about 10 us
 MESSAGE = b'{"role":"user","content":"a"}'
 CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
@@ -33,6 +37,8 @@ def parse_large(path: str, body: bytes, contexts: Mapping[str, int]) -> ChatCall
     """As the path's `parse`, for another process: what no context takes is refused there, and does not come back.
     `contexts`: tokens that each model takes, by its name."""
     call = PROTOCOLS[path].parse(body)
+    settings = replace(call, prompts=[]) if isinstance(call, CompletionCall) else replace(call, messages=[])
+    check_weight(settings, MAX_SETTINGS_WEIGHT, "the request beside its prompt")
     context = contexts.get(call.caller.model, max(contexts.values(), default=0))
     if isinstance(call, CompletionCall):
         for prompt in call.prompts:
@@ -42,7 +48,7 @@ def parse_large(path: str, body: bytes, contexts: Mapping[str, int]) -> ChatCall
     if len(call.messages) > MOST_MESSAGES:
         found = len(call.messages)
         raise WorkTooLarge(f"messages has {found} items; at most {MOST_MESSAGES} are taken", param="messages")
-    size = sum(len(text) for message in call.messages for text in _texts(message))
+    size = sum(len(text) for given in (call.messages, call.tools) for text in _texts(given))
     _check_size(size, context * CHARACTERS_PER_TOKEN, "", "messages")
     return call
 
@@ -56,12 +62,21 @@ def _check_size(size: int, most: int, prompt: str | list[int], param: str) -> No
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    elif isinstance(value, Tool):
+        yield from _texts([value.name, value.description, value.parameters])
     elif isinstance(value, dict):
         for inner in value.values():
             yield from _texts(inner)
-    elif isinstance(value, list):
+    elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _texts(inner)
+
+
+def parse_light(parse: Callable[[bytes], T], body: bytes) -> T:
+    """As `parse`, for another process: what would take long to come back is refused there."""
+    call = parse(body)
+    check_weight(call)
+    return call
 
 
 PROTOCOLS = {

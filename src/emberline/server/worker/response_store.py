@@ -68,7 +68,7 @@ class ResponseStore:
             hint = "give --response-store another file, or none"
             raise InvalidRequest(f"cannot open {path}: {error}", param="response_store", hint=hint) from error
 
-    def put(self, tenant: str, body: dict[str, Any], input: list[dict[str, Any]]) -> None:
+    def put(self, tenant: str, body: dict[str, Any], input: list[dict[str, Any]] | msgspec.Raw) -> None:
         encoded = (msgspec.json.encode(body), msgspec.json.encode(input))
         size = sum(map(len, encoded))
         self._run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",

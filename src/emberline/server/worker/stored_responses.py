@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from emberline.core.errors import InvalidRequest, MethodNotAllowed, NotFound
+from emberline.core.offload import offload
 from emberline.net.notjson import NOT_JSON
 from emberline.server.exchange import Exchange
 from emberline.server.worker.response_store import ResponseStore, StoredResponse
@@ -21,12 +22,21 @@ CANCEL = "/cancel"
 MAX_ITEMS = 100
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Asked(msgspec.Struct):
     previous_response_id: str | None = None
     store: bool | None = None
     input: Any = None
+
+
+class ReadRequest(msgspec.Struct):
+    """A request as another process reads it."""
+
+    previous_response_id: str | None
+    store: bool | None
+    items: bytes  # the input, as the JSON of a list of items
 
 
 class StoredResponses:
@@ -41,16 +51,13 @@ class StoredResponses:
 
     async def completed(self, body: bytes, tenant: str) -> tuple[bytes, Memory | None]:
         """The request's body with the conversation that it continues, and where its reply is kept; None: nowhere."""
-        try:
-            asked = msgspec.json.decode(body, type=_Asked)
-        except NOT_JSON:
+        asked = await offload.run_by_size(len(body), read_request, body)
+        if asked is None:
             return body, None  # refused by the protocol's parser, which names the field
-        given = _as_items(asked.input)
+        given = asked.items
         if asked.previous_response_id is not None:
             before = await self._found(tenant, asked.previous_response_id, "previous_response_id")
-            given = [*before.items, *given]
-            fields: dict[str, Any] = dict(_FIELDS.decode(body))
-            body = msgspec.json.encode({**fields, "input": given})
+            body, given = await offload.run_by_size(len(body), joined, body, before.items, given)
         wanted = asked.store is not False and self._store is not None
         return body, Memory(self._store, tenant, given) if wanted and self._store is not None else None
 
@@ -89,13 +96,29 @@ class StoredResponses:
 class Memory:
     """Where one reply is kept."""
 
-    def __init__(self, store: ResponseStore, tenant: str, given: list[dict[str, Any]]) -> None:
+    def __init__(self, store: ResponseStore, tenant: str, given: bytes) -> None:
+        """`given`: the whole conversation, as the JSON of a list of items."""
         self._store = store
         self._tenant = tenant
         self._given = given
 
     async def keep(self, body: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._store.put, self._tenant, body, self._given)
+        await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._given))
+
+
+def read_request(body: bytes) -> ReadRequest | None:
+    """None: it is not one."""
+    try:
+        asked = msgspec.json.decode(body, type=_Asked)
+    except NOT_JSON:
+        return None
+    return ReadRequest(asked.previous_response_id, asked.store, msgspec.json.encode(_as_items(asked.input)))
+
+
+def joined(body: bytes, before: list[dict[str, Any]], given: bytes) -> tuple[bytes, bytes]:
+    """The request's body with the conversation before it, and that conversation."""
+    items = msgspec.json.encode([*before, *_ITEMS.decode(given)])
+    return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 
 
 def _as_items(given: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,134 @@
+"""The heavy requests of `emberline bench event-loop`: one of each kind that makes a server work long."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+CHAT = "/v1/chat/completions"
+MESSAGE = b'{"role":"user","content":"a"}'
+PROSE = b"the quick brown fox jumps over the lazy dog. "
+LARGEST_BATCH = 10 << 20  # bytes that /ai/run takes
+
+
+@dataclass(frozen=True, slots=True)
+class HeavyRequest:
+    path: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    socket: bool = False  # the body is one message of a WebSocket, answered when `universal.done` or an error comes
+
+
+def chat(content: bytes, model: str, **more: object) -> bytes:
+    """A chat request with one message, whose content is JSON text already."""
+    head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
+    return head + b',"messages":[{"role":"user","content":"' + content + b'"}]}'
+
+
+def listed(item: bytes, size: int, name: str, model: str, **more: object) -> bytes:
+    """A request with one field that is a list of this item, of about `size` bytes."""
+    head = json.dumps({"model": model, "max_tokens": 1, **more})[:-1].encode()
+    return head + b',"' + name.encode() + b'":[' + (item + b",") * (size // (len(item) + 1)) + item + b"]}"
+
+
+def shared_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
+    """What every server is sent: text, escapes, and JSON that becomes many small objects."""
+    return {
+        "prose": HeavyRequest(CHAT, chat(PROSE * (size // len(PROSE)), model)),
+        "escapes": HeavyRequest(CHAT, chat(b"\\u00e9" * (size // 6), model)),
+        "messages": HeavyRequest(CHAT, listed(MESSAGE, size, "messages", model)),
+        "lists": HeavyRequest(CHAT, listed(b"[]", size, "messages", model)),
+        "token_ids": HeavyRequest("/v1/completions", listed(b"1", size, "prompt", model)),
+    }
+
+
+def gateway_inputs(size: int) -> dict[str, HeavyRequest]:
+    def at(gateway: str, body: bytes, **headers: str) -> HeavyRequest:
+        return HeavyRequest(f"/v1/default/{gateway}/compat/chat/completions", body, headers)
+
+    text = PROSE * (size // len(PROSE))
+    plain = shared_inputs("fake/bench", size)
+    prose, messages = plain["prose"].body, plain["messages"].body
+    return {
+        "guarded_digits": at("guarded", chat(b"4 " * (size // 2), "fake/bench")),
+        "guarded_prose": at("guarded", chat(PROSE * (size // 2 // len(PROSE)), "fake/bench")),
+        **{name: at("default", request.body) for name, request in plain.items()},
+        "cached_prose": at("cached", prose),
+        "cached_messages": at("cached", messages),
+        "translated_prose": at("default", chat(text, "anthropic/claude-x")),
+        "continued_messages": at(
+            "default", listed(MESSAGE, size, "messages", "fake/bench", stream=True), **{"x-emberline-continue": "true"}
+        ),
+        "pool_prose": at("routed", chat(text, "pool/both")),
+        "route_prose": at("routed", chat(text, "dynamic/by-text")),
+        "universal_prose": HeavyRequest("/v1/default/default", steps(prose)),
+        "universal_messages": HeavyRequest("/v1/default/default", steps(messages)),
+        "run_messages": HeavyRequest("/accounts/default/ai/run/fake/bench", messages),
+        "run_batch": HeavyRequest(
+            "/accounts/default/ai/run/fake/bench?queueRequest=true", listed_batch(min(size, LARGEST_BATCH))
+        ),
+        "socket_prose": HeavyRequest("/v1/default/default", b"%b" % created(prose), socket=True),
+        "socket_messages": HeavyRequest("/v1/default/default", created(messages), socket=True),
+        "gzip_reply": HeavyRequest("/v1/default/default/heavy/bomb", b'{"model":"x"}'),
+        "large_reply": at("default", chat(b"a", "heavy/whole")),
+        "large_event": at("default", chat(b"a", "heavy/event", stream=True)),
+        "large_event_translated": HeavyRequest(
+            "/v1/default/default/compat/messages", chat(b"a", "heavy/event", stream=True)
+        ),
+        "large_event_guarded": at("guarded", chat(b"a", "heavy/event", stream=True)),
+    }
+
+
+def steps(query: bytes) -> bytes:
+    """A universal request of one step."""
+    return b'[{"provider":"fake","endpoint":"v1/chat/completions","query":' + query + b"}]"
+
+
+def created(query: bytes) -> bytes:
+    """The message by which a WebSocket's client asks for one step."""
+    return b'{"type":"universal.create","request":%b}' % steps(query)[1:-1]
+
+
+def listed_batch(size: int) -> bytes:
+    item = b'{"prompt":"%b"}' % (b"a" * (size // 5000 - 14))
+    return b'{"requests":[' + b",".join([item] * 5000) + b"]}"
+
+
+def router_inputs(size: int) -> dict[str, HeavyRequest]:
+    """`vllm`: the model of a server of another kind, to which requests go without the fields of its own protocol."""
+    foreign = shared_inputs("vllm", size)
+    return {
+        **shared_inputs("fake", size),
+        "vllm_prose": foreign["prose"],
+        "vllm_messages": foreign["messages"],
+    }
+
+
+def engine_inputs(model: str, size: int) -> dict[str, HeavyRequest]:
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":{}}}}'
+    return {
+        **shared_inputs(model, size),
+        "tokenize": HeavyRequest("/tokenize", json.dumps({"model": model, "prompt": "word " * (200_000)}).encode()),
+        "short_messages": HeavyRequest(CHAT, listed(MESSAGE, 400_000, "messages", model)),
+        "tools": HeavyRequest(CHAT, listed(tool, size, "tools", model, messages=[json.loads(MESSAGE)])),
+        "detokenize": HeavyRequest("/detokenize", fields(listed(b"1", size, "tokens", model))),
+        "tokenize_messages": HeavyRequest("/tokenize", fields(listed(MESSAGE, size, "messages", model))),
+        "count_tokens": HeavyRequest("/v1/messages/count_tokens", fields(listed(MESSAGE, size, "messages", model))),
+        "embeddings": HeavyRequest("/v1/embeddings", fields(listed(b'"a"', size, "input", model))),
+        "responses_prose": HeavyRequest(
+            "/v1/responses", b'{"model":"%b","input":"%b"}' % (model.encode(), PROSE * (size // len(PROSE)))
+        ),
+        "responses_items": HeavyRequest("/v1/responses", fields(listed(MESSAGE, size, "input", model))),
+        "resume_messages": HeavyRequest("/cluster/resume", envelope(listed(MESSAGE, size, "messages", model))),
+    }
+
+
+def fields(body: bytes) -> bytes:
+    """For protocols that have no `max_tokens`."""
+    return body.replace(b' "max_tokens": 1,', b"", 1).replace(b', "max_tokens": 1', b"", 1)
+
+
+def envelope(body: bytes) -> bytes:
+    """What a router sends to a worker that is to answer in place of another."""
+    return b'{"path":"/v1/chat/completions","body":%b,"seed":1,"handoff":{}}' % body
