@@ -26,7 +26,7 @@ def test_large_model_is_captured_up_to_1024_tokens() -> None:
 def test_small_model_is_captured_up_to_the_whole_batch() -> None:
     grid = Grid.of(SMOLLM2, 8192)
     assert grid.most_tokens == 8192
-    assert Shape.of([work(1)] * 3, [work(3000)], grid) == Shape(64, 32, 3072 - 64)
+    assert Shape.of([work(1)] * 3, [work(3000)], grid) == Shape(64, 64, 3072 - 64)
     assert len(shapes(256, 8192, grid)) < len(shapes(256, 8192))
 
 

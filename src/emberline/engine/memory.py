@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emberline.core.config import GPUConfig
 from emberline.core.errors import InvalidRequest, ModelError, UnsupportedModel
-from emberline.engine.gpu.shape import CHUNKS, Grid, shapes
+from emberline.engine.gpu.shape import MAX_CHUNKS, Grid, shapes
 from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
@@ -208,7 +208,7 @@ def plan(
 def widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
     """Of float8 keys and values, those of a layer that chunks of prompts may see as bf16: of the longest prompt and of
     as many short ones as a step has tokens for. Where they would see more, a slower kernel serves the last of them."""
-    return -(-max(max_context, LEAST_WIDENED) // block_size) + -(-max_batch_tokens // block_size) + CHUNKS[-1]
+    return -(-max(max_context, LEAST_WIDENED) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
 def usable(total: int, free: int, ours: int) -> int:

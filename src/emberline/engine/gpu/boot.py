@@ -50,7 +50,7 @@ __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
-CAPTURE_SECONDS = 2.0  # for capturing steps before requests are taken; the shapes left are captured when idle
+CAPTURE_SECONDS = 4.0  # for capturing steps before requests are taken; the shapes left are captured when idle
 MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
 MakeDock = Callable[[DeviceRegion], Dock | None]
 TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
@@ -134,7 +134,8 @@ def boot_gpu(
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
     seconds["capture"] = _capture_first(runner)
-    rehearse(runner, scheduler)
+    if cache.keys.is_cuda:
+        rehearse(runner, scheduler)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds, kept)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from emberline.core.plan import Work
 
-CHUNKS = (8, 32)  # rows of chunks in a step
+CHUNKS = (8, 32)  # rows of chunks in a step of a large model
+MAX_CHUNKS = 64  # of any model: 8,192 tokens are that many short prompts, and rows cost a small one little
 MOST_TOKENS = 1024  # of them, for a large model; larger steps take longer than launching them does
 GRAIN = 128  # tokens in a step with chunks: products of one more take as long as of so many more
 BESIDE = 64  # rows of single tokens in a step that also has chunks come in multiples of this: most of them cost nothing
@@ -33,7 +34,7 @@ class Grid:
         worth = min(int(LAUNCH_FLOP / (2 * parameters)), MOST_CAPTURED) // MOST_TOKENS * MOST_TOKENS
         if min(worth, max_batch_tokens) <= MOST_TOKENS:
             return Grid(min(MOST_TOKENS, max_batch_tokens))
-        return Grid(min(worth, max_batch_tokens), CHUNKS[-1:], 2 * GRAIN, MOST_TOKENS)
+        return Grid(min(worth, max_batch_tokens), (MAX_CHUNKS,), 2 * GRAIN, MOST_TOKENS)
 
     def tokens(self, total: int) -> int:
         """Return how many tokens a step gets that has so many, padding included."""
@@ -111,4 +112,4 @@ def sizes(max_running: int, max_batch_tokens: int) -> set[int]:
 
 def most_rows(rows: int) -> int:
     """Of a step with so many requests, padding included."""
-    return max(captured_size(rows), beside(rows)) + CHUNKS[-1]
+    return max(captured_size(rows), beside(rows)) + MAX_CHUNKS
