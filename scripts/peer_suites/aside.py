@@ -24,5 +24,6 @@ def reason_to_set_aside(suite: str, test: str) -> str | None:
 
 
 def _matches(test: str, pattern: str) -> bool:
-    """A pattern is the beginning of a test's id; * stands for any characters."""
-    return re.match(".*".join(map(re.escape, pattern.split("*"))), test) is not None
+    """A pattern is the beginning of a test's id; * stands for any characters, $ for the end."""
+    end = r"\Z" if pattern.endswith("$") else ""
+    return re.match(".*".join(map(re.escape, pattern.removesuffix("$").split("*"))) + end, test) is not None

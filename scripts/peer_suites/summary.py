@@ -80,6 +80,12 @@ def suite(name: str, before: Outcomes, after: Outcomes) -> dict[str, Any]:
         "after": _counts(after, set(aside)),
         "failing_after": failing,
         "passing_before_alone": sorted(test for test in failing if failing[test]["before"] == "passed"),
+        # Run in both trees, and set aside only when their outcomes were seen.
+        "set_aside_after_the_run": {
+            test: [tree.get(test, {}).get("outcome", "not run") for tree in (before, after)]
+            for test in sorted(aside)
+            if {"passed", "failed"} & {tree.get(test, {}).get("outcome") for tree in (before, after)}
+        },
         "set_aside_by_reason": {
             reason: {"tests": sizes[reason], "names": sorted(groups[reason])} for reason in sorted(groups)
         },
@@ -92,6 +98,7 @@ def main() -> None:
         parser.add_argument(name, type=Path, required=True)
     parser.add_argument("--before-commit", required=True)
     parser.add_argument("--commit", help="of the tree after, if it is not this checkout's")
+    parser.add_argument("--note", default="", help="how the runs were made")
     parser.add_argument("--peer", action="append", default=[], metavar="SUITE=COMMIT")
     asked = parser.parse_args()
     results = {}
@@ -105,7 +112,12 @@ def main() -> None:
         "commit_before": asked.before_commit,
         "peers": dict(each.split("=", 1) for each in asked.peer),
         "hardware": hardware(),
-        "config": {"model": "smollm2", "max_context": MAX_CONTEXT, "test_timeout_s": TEST_TIMEOUT_S, "workers": 1},
+        "config": {
+            "model": "smollm2",
+            "max_context": MAX_CONTEXT,
+            "test_timeout_s": TEST_TIMEOUT_S,
+            "note": asked.note,
+        },
         "results": results,
     }
     asked.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
