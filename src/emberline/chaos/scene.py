@@ -215,10 +215,10 @@ class Scene:
     # -- how it goes ---------------------------------------------------------------------------------------------------
 
     async def ask(self, url: str, timeout: float = 5.0) -> Any:
-        """None: nobody answers."""
+        """Return the answer, or None where there is none or it is an error, as from a server that loads its model."""
         try:
             async with self.session.get(url, timeout=aiohttp.ClientTimeout(timeout)) as reply:
-                return await reply.json()
+                return await reply.json() if reply.ok else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
             return None
 

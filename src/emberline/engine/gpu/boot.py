@@ -133,9 +133,7 @@ def boot_gpu(
     seconds["tiers"] = time.perf_counter() - begun
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
-    seconds["capture"] = _capture_first(runner)
-    if cache.keys.is_cuda:
-        rehearse(runner, scheduler)
+    seconds["capture"] = _capture_first(runner, scheduler)
     gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
     return Booted(engine, runner, plan, seconds, kept)
 
@@ -207,14 +205,16 @@ def _tune(model: Decoder, settings: GPUConfig) -> float:
     return tuning.tune(weights, model.config.hidden, sizes(settings.max_running, settings.max_batch_tokens))
 
 
-def _capture_first(runner: GPURunner) -> float:
-    """Capture the steps that requests need first; return the seconds."""
+def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
+    """Capture the steps that requests need first, and rehearse one; return the seconds."""
     began = time.perf_counter()
     if runner.graphs and runner.cache.keys.is_cuda:
         runner.set_up()
         until = time.perf_counter() + CAPTURE_SECONDS
         while time.perf_counter() < until and runner.prepare_next():
             pass
+    if runner.cache.keys.is_cuda:
+        rehearse(runner, config)
     return time.perf_counter() - began
 
 
