@@ -182,7 +182,7 @@ def test_calls_of_several_choices(style: ToolStyle) -> None:
             is_right(one, end, style)
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations(DIALECTS, 2))
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(DIALECTS, 2)))
 def test_calls_at_the_limit_are_translated_as_they_are(source: Spoken, target: Spoken) -> None:
     house = House(lambda before, index: before + written(HERMES), HERMES)
     path, limit, body = ASKS[source]
