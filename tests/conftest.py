@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from postgres_server import Postgres, find_tools, start_postgres, stop_postgres
 from servers import Server, start_server, stop_server
+
+from emberline.core import freeport
 
 if TYPE_CHECKING:
     from gateways import Gateways
@@ -20,6 +24,11 @@ def pytest_configure() -> None:
     that a test starts."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Each process that runs tests takes ports of its own: a port is free until the server that it is for has started.
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    share = len(freeport.PORTS) // count
+    freeport._next = number * share + random.SystemRandom().randrange(share // 2)
 
 
 @pytest.fixture(scope="session")

@@ -254,7 +254,8 @@ FORCED: Any = {"type": "function", "function": {"name": "get_weather"}}
 def continued(client: openai.OpenAI, message: dict[str, Any], call_id: str) -> None:
     answer = {"role": "tool", "tool_call_id": call_id, "content": RESULT}
     messages: Any = [*FRANCE, message, answer]
-    reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], max_tokens=4)
+    until_full: Any = {"max_tokens": 4, "extra_body": {"ignore_eos": True}}
+    reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER], **until_full)
     assert reply.choices[0].finish_reason == "length"
 
 
