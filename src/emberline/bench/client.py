@@ -53,8 +53,8 @@ class Client:
     async def complete(
         self, prompt: list[int], tokens: int, leave_after: int | None = None, *, into: Trace | None = None
     ) -> Trace:
-        """Streams one completion. `leave_after`: hang up after so many events, as impatient people do. `into`: a trace
-        of the caller's, who can read it as it grows."""
+        """Stream one completion. `leave_after`: disconnect after so many events, as impatient users do. `into`: a trace
+        to fill, which the caller can read while it grows."""
         connection = self._free.pop() if self._free else Connection(self._url, self._key)
         trace = into or Trace(time.perf_counter())
         try:

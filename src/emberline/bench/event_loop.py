@@ -149,9 +149,9 @@ def _send_message(port: int, request: HeavyRequest) -> int:
     with connect(f"ws://127.0.0.1:{port}{request.path}", max_size=None, compression=None) as socket:
         socket.send(request.body, text=True)
         while True:
-            told = json.loads(socket.recv(REPLY_SECONDS))
-            if told["type"] in ("universal.done", "universal.error"):
-                return int(told["metadata"].get("status", 400))
+            message = json.loads(socket.recv(REPLY_SECONDS))
+            if message["type"] in ("universal.done", "universal.error"):
+                return int(message["metadata"].get("status", 400))
 
 
 @contextmanager

@@ -70,8 +70,8 @@ class Renderer:
 
     def _encode_around(self, choice: _Choice) -> tuple[bytes, bytes]:
         """Return the bytes before and after the text of a chunk."""
-        said = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
-        [chunk] = self._chunk([said])
+        empty = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None}
+        [chunk] = self._chunk([empty])
         before, after = chunk.split(b'"text":""')
         return before + b'"text":', after
 
