@@ -54,9 +54,10 @@ def add_log_level(parser: argparse.ArgumentParser) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser, config: Any, name: str, help: str) -> None:
-    """An option for the field `name` of a config: of its type, and with its default."""
+    """Add an option for the field `name` of a config, with its type and its default, which the help shows."""
     default = getattr(config, name)
-    parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=help)
+    shown = help if "default" in help else f"{help} (default: %(default)s)"
+    parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=shown)
 
 
 def size(text: str) -> int:
