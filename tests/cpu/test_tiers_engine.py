@@ -292,7 +292,7 @@ def test_a_gpu_knows_of_them_before_it_plans_its_memory() -> None:
 
 
 def test_settings_that_cannot_be_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="need each other"):
+    with pytest.raises(InvalidRequest, match="only one of kv_disk and kv_disk_size is set"):
         EngineConfig("", kv_disk="/x")
     with pytest.raises(InvalidRequest, match="prefix cache"):
         EngineConfig("", kv_host_memory=1 << 20, prefix_cache=False)

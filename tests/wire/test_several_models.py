@@ -225,7 +225,7 @@ def test_others_that_stay_busy_are_a_429_with_a_time_to_come_back(troubled: Serv
         (["--models", "minilm=x,b=y"], "the embedder"),
         (["--models", "a=x,b=y", "--chat-template", "t.jinja"], "chat_template"),
         (["--models", "a=x,b=/nowhere/at=all"], "no model"),
-        (["--models", "a=x", "--model-wait", "0"], "wait must be above 0"),
+        (["--models", "a=x", "--model-wait", "0"], "wait is 0.0; it must be above 0"),
     ],
 )
 def test_what_cannot_be_served_is_a_clear_error(arguments: list[str], says: str) -> None:

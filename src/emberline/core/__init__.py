@@ -1,1 +1,1 @@
-"""The nouns that every room shares. Standard library only."""
+"""Data types that all packages share: requests, plans, events, settings, errors. Standard library only."""

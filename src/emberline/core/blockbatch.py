@@ -1,8 +1,8 @@
-"""BlockBatch: what became of the blocks that a worker's caches hold, numbered, so that who follows knows what it has
-missed. Plain data, the same in JSON.
+"""BlockBatch: a numbered change to the set of KV blocks in a worker's caches. Plain data, the same in JSON.
 
-Batches that change something are numbered from 1 on, without gaps, in each incarnation. One that changes nothing says
-which was the last. A snapshot comes in parts: all that was held after the batch of its number.
+Batches with changes are numbered from 1 without gaps within each incarnation, so a subscriber can detect that it missed
+one. A batch without changes repeats the number of the latest batch. A snapshot is sent in parts and lists all blocks
+that were cached after the batch of its number.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class BlockBatch:
-    incarnation: str  # of who counts: another one has other blocks, and counts anew
+    incarnation: str  # id of the engine process; a new process has other blocks and starts counting again
     seq: int
-    stored: list[tuple[bytes, bytes]] = field(default_factory=list)  # hash, and its parent's: tokens/blockhash.py
+    stored: list[tuple[bytes, bytes]] = field(
+        default_factory=list
+    )  # block hash, hash of the block before it: tokens/blockhash.py
     removed: list[bytes] = field(default_factory=list)
     part: int = 0
-    parts: int = 0  # above 0: of a snapshot
+    parts: int = 0  # parts of the snapshot; 0: this batch is not part of one
 
     @property
     def changes(self) -> bool:

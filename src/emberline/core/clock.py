@@ -1,4 +1,4 @@
-"""Time, passed in: policy never reads the wall clock, so tests and the simulator own it."""
+"""Clocks that are passed to policy code, so that tests and the simulator can control the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a monotonic scale."""
+        """Return the time in seconds; it never goes back."""
         ...
 
 
@@ -17,13 +17,13 @@ class SystemClock:
 
 
 class WallClock:
-    """Seconds since 1970, for what others read; it may jump."""
+    """Seconds since 1970, for times that leave the process. It may jump when the system clock is set."""
 
     now = staticmethod(time.time)
 
 
 class ManualClock:
-    """The fake: time moves when told to."""
+    """A clock for tests and the simulator: its time changes only by `advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self.time = start

@@ -1,4 +1,4 @@
-"""Settings and their defaults: frozen, validated when built. The only place that reads the environment."""
+"""Settings and their defaults: frozen and validated when built. Only this module reads environment variables."""
 
 from __future__ import annotations
 
@@ -15,144 +15,145 @@ from emberline.core.foreign_config import Role as Role
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
-ITL_TAIL = 3.0  # inter-token targets that one token of ten may take
-MOST_QUEUED = 1000  # as a share of those that a worker runs at once
+ITL_TAIL = 3.0  # one token of ten may take this many times the inter-token target
+MOST_QUEUED = 1000  # largest queue of a worker, as a multiple of the requests it runs at once
 SUPERVISED = "EMBERLINE_SUPERVISED"
-MASTER_KEY = "EMBERLINE_MASTER_KEY"  # of the gateway's vault: keys in base64, the one in use first
+MASTER_KEY = "EMBERLINE_MASTER_KEY"  # keys of the gateway's vault in base64, the current one first
 
 
 def cache_dir() -> Path:
-    """Where pulled models and built kernels are kept: EMBERLINE_CACHE, or ~/.cache/emberline."""
+    """Return the directory of downloaded models and compiled kernels: EMBERLINE_CACHE, or ~/.cache/emberline."""
     return Path(os.environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
 
 
 def kernel_dir() -> Path:
-    """Where built kernels are kept, of a CPU and of a GPU."""
+    """Return the directory of compiled kernels, for CPU and GPU."""
     return cache_dir() / "kernels"
 
 
 def secret(name: str) -> str | None:
-    """Of an environment variable that a configuration names."""
+    """Return the value of an environment variable that a configuration refers to; None if it is not set."""
     return os.environ.get(name)
 
 
 def cluster_key() -> str | None:
-    """Of a cluster whose key no option says: EMBERLINE_CLUSTER_KEY. Options are seen by everybody on the machine."""
+    """Return EMBERLINE_CLUSTER_KEY. An option would show the key to every user of the machine."""
     return os.environ.get("EMBERLINE_CLUSTER_KEY") or None
 
 
 def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that ends when its stdin does, because that is held by its supervisor."""
+    """Return the environment for a child process that must end when its supervisor closes its stdin."""
     return {**environment, SUPERVISED: "1"}
 
 
 def is_supervised() -> bool:
-    """Whether this process was started by a supervisor. Asked once: children of this process are not."""
+    """Return whether a supervisor started this process; the mark is cleared, so child processes do not inherit it."""
     return os.environ.pop(SUPERVISED, "") == "1"
 
 
 def visible_gpus() -> list[str] | None:
-    """What CUDA_VISIBLE_DEVICES names; None: all."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+    """Return the devices in CUDA_VISIBLE_DEVICES; None means all."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
 def environment(cluster_key: str) -> dict[str, str]:
-    """For a process of a cluster: ours, with its key."""
+    """Return this process's environment with the cluster key added, for a child process of the cluster."""
     return {**os.environ, "EMBERLINE_CLUSTER_KEY": cluster_key}
 
 
 def otlp_endpoint() -> str | None:
-    """Of OpenTelemetry's own variables, for all that trace."""
+    """Return the URL for traces from OpenTelemetry's standard environment variables; None if none is set."""
     base = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or (f"{base.rstrip('/')}/v1/traces" if base else None)
 
 
 def otlp_headers() -> dict[str, str]:
-    """Such as a collector's key: NAME=VALUE,NAME=VALUE."""
+    """Return the headers in OTEL_EXPORTER_OTLP_HEADERS, for example the collector's key: NAME=VALUE,NAME=VALUE."""
     pairs = [pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",")]
     return {name.strip().lower(): unquote(value.strip()) for name, equals, value in pairs if equals}
 
 
 def core_count() -> int:
-    """Cores this process may use, which a container may have cut down."""
+    """Return how many cores this process may use; a container may limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     block_size: int = 16
-    max_batch_tokens: int = 512  # computed in one step, all requests together
+    max_batch_tokens: int = 512  # tokens that one step computes for all requests together
     max_running: int = 64
     max_waiting: int = 1024
     max_context: int = 8192
     prefix_cache: bool = True
-    ageing_seconds: float = 10.0  # a batch request that waited this long counts as interactive
-    itl_target: float | None = None  # seconds between two tokens of a stream, which chunks of prompts must not delay
-    itl_tail: float = ITL_TAIL  # targets that one token of ten may take while prompts wait
-    load_timeout: float = 5.0  # seconds a request waits for blocks of a lower tier; the rest is computed
+    ageing_seconds: float = 10.0  # seconds after which a waiting batch request counts as interactive
+    itl_target: float | None = None  # target inter-token latency in seconds; prompt chunks are sized to meet it
+    itl_tail: float = ITL_TAIL  # one token of ten may take this many targets while prompts wait
+    load_timeout: float = 5.0  # seconds a request waits for KV blocks of a lower tier; the rest is recomputed
 
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
             raise InvalidRequest(f"block_size is {self.block_size}; it must be a multiple of 8", param="block_size")
         for name in ("max_batch_tokens", "max_running", "max_waiting", "max_context"):
             if getattr(self, name) < 1:
-                raise InvalidRequest(f"{name} must be at least 1", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 1", param=name)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Of an engine that hands blocks of its cache to others and takes theirs."""
+    """Settings of an engine that exchanges KV blocks with other engines."""
 
-    name: str  # that others know it by
-    host: str = "127.0.0.1"  # where it listens
-    port: int = 0  # 0: any that is free
-    advertise: str | None = None  # the host that others reach it at; None: as `host`
-    lease: float = 10.0  # seconds that published blocks are kept unless somebody wants them
-    patience: float = 30.0  # seconds that a request waits for a peer that lives and sends nothing; the rest is computed
-    required: bool = True  # whether an engine that cannot do it refuses to start, or goes without
+    name: str  # this engine's name for its peers
+    host: str = "127.0.0.1"  # address to listen at
+    port: int = 0  # 0: any free port
+    advertise: str | None = None  # address at which peers reach it; None: same as `host`
+    lease: float = 10.0  # seconds that published blocks are kept without a renewal from a reader
+    patience: float = 30.0  # seconds a request waits for a live peer that sends nothing; the rest is then recomputed
+    required: bool = True  # True: without transfers the engine refuses to start; False: it starts without them
 
     def __post_init__(self) -> None:
         for name in ("lease", "patience"):
             if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} must be above 0", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
 
 
-KV_PORTS = 8  # reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare
-WEIGHTS = ("auto", "plain", "packed", "both")  # how a GPU keeps them
+# Ports reserved for one engine from kv_port on: TCP, Mooncake's leases, its engine (2), its store (2), 2 spare.
+KV_PORTS = 8
+WEIGHTS = ("auto", "plain", "packed", "both")  # formats of weights in GPU memory
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What an engine process is started with, on whatever device."""
+    """Settings of an engine process on any device."""
 
     model: str  # a checkpoint directory, already resolved
-    device: str = "auto"  # cpu, cuda, or auto: a GPU if there is one that our kernels are made for
-    dtype: str = "auto"  # auto: as the checkpoint has it
-    weights: str = "auto"  # on a GPU: plain, packed, both, or auto: packed if the files are
-    kv_dtype: str = "auto"  # auto: as dtype
-    kv_memory: int | None = None  # bytes; None: planned from what the machine has free
+    device: str = "auto"  # cpu, cuda, or auto: a supported GPU if there is one, else the CPU
+    dtype: str = "auto"  # auto: the checkpoint's
+    weights: str = "auto"  # format in GPU memory: plain, packed, both, or auto: packed if the files are
+    kv_dtype: str = "auto"  # auto: same as dtype
+    kv_memory: int | None = None  # bytes; None: planned from free memory
     threads: int = 0  # 0: all cores
     max_context: int | None = None  # None: the model's own
-    max_batch_tokens: int | None = None  # None, here and below: what suits the device
+    max_batch_tokens: int | None = None  # None, here and below: the device's default
     max_running: int | None = None
     max_waiting: int = 1024
     block_size: int | None = None
     prefix_cache: bool = True
     itl_target_ms: float | None = None
     itl_tail: float = ITL_TAIL
-    kv_host_memory: int = 0  # bytes of main memory for blocks that the cache has no room for
-    kv_disk: str | None = None  # a directory for them
-    kv_disk_size: int | None = None  # bytes there
-    kv_policy: str = "lru"  # or arc: who leaves these when they are full
-    kv_store: str | None = None  # HOST:PORT of the master of a store that a cluster shares, for them too
-    kv_store_memory: int = 1 << 30  # bytes of main memory that this engine gives to it
-    kv_codec: str = "auto"  # of blocks on a disk and between hosts; auto: where it is faster; uw: always; none
-    kv_checksums: bool | None = None  # of each block, from its publication to its arrival; None: with Mooncake
-    kv_mooncake: bool = False  # blocks travel by Mooncake's Transfer Engine too, if it works here
-    kv_mooncake_host: str | None = None  # address of this host for its engine and store; None: loopback
-    kv_port: int = 0  # first of the ports that blocks are exchanged at; 0: any that are free
-    transfer: TransferConfig | None = None  # None: it keeps its blocks to itself
+    kv_host_memory: int = 0  # bytes of main memory for KV blocks evicted from the main cache
+    kv_disk: str | None = None  # directory for evicted KV blocks
+    kv_disk_size: int | None = None  # bytes of kv_disk that may be used
+    kv_policy: str = "lru"  # eviction policy of main memory and disk: lru or arc
+    kv_store: str | None = None  # HOST:PORT of the master of the KV block store that a cluster shares
+    kv_store_memory: int = 1 << 30  # bytes of main memory that this engine contributes to the store
+    kv_codec: str = "auto"  # compression of blocks on disk and between hosts; auto: where faster; uw: always; none
+    kv_checksums: bool | None = None  # a checksum of each block on its way to a peer; None: only with Mooncake
+    kv_mooncake: bool = False  # also transfer blocks by Mooncake's Transfer Engine, if it works on this machine
+    kv_mooncake_host: str | None = None  # this host's address for Mooncake's engine and store; None: loopback
+    kv_port: int = 0  # first port for exchanging blocks; 0: any free ports
+    transfer: TransferConfig | None = None  # None: no blocks are exchanged with other engines
 
     def __post_init__(self) -> None:
         sizes = ("kv_memory", "kv_disk_size", "max_context", "max_batch_tokens", "max_running", "block_size")
@@ -160,35 +161,37 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None and value < least:
                 raise InvalidRequest(f"{name} is {value}; it must be at least {least}", param=name)
         if (self.kv_disk is None) != (self.kv_disk_size is None):
-            raise InvalidRequest("kv_disk and kv_disk_size need each other: give both", param="kv_disk")
+            message = "only one of kv_disk and kv_disk_size is set"
+            raise InvalidRequest(message, param="kv_disk", hint="set both --kv-disk and --kv-disk-size, or neither")
         if not 0 <= self.kv_port <= 65536 - KV_PORTS:
             raise InvalidRequest(f"kv_port is {self.kv_port}; it must be 0 to {65536 - KV_PORTS}", param="kv_port")
         if self.kv_mooncake_host is not None and not self.kv_mooncake and self.kv_store is None:
-            message = "kv_mooncake_host is given, and neither kv_mooncake nor kv_store is"
+            message = "kv_mooncake_host is set, but neither kv_mooncake nor kv_store is"
             raise InvalidRequest(message, param="kv_mooncake_host", hint="add --kv-mooncake or --kv-store")
         if self.itl_tail != ITL_TAIL and self.itl_target_ms is None:
-            message = f"itl_tail is {self.itl_tail}, a multiple of itl_target_ms, which is not given"
+            message = f"itl_tail is {self.itl_tail}, a multiple of itl_target_ms, but itl_target_ms is not set"
             raise InvalidRequest(message, param="itl_tail", hint="add --itl-target-ms")
         if self.has_tiers and not self.prefix_cache:
-            raise InvalidRequest("blocks are kept for the prefix cache, which is off", param="prefix_cache")
+            message = "KV tiers (kv_host_memory, kv_disk or kv_store) need the prefix cache, and prefix_cache is off"
+            raise InvalidRequest(message, param="prefix_cache", hint="drop --no-prefix-cache or the KV tiers")
         if self.device not in ("auto", "cpu", "cuda"):
             raise InvalidRequest(f"device is {self.device!r}; it must be auto, cpu or cuda", param="device")
         if self.weights not in WEIGHTS:
             raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.kv_codec not in ("auto", "none", "uw"):
-            raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it is auto, none or uw", param="kv_codec")
+            raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it must be auto, none or uw", param="kv_codec")
 
     def with_kv_ports(self, index: int) -> EngineConfig:
-        """Return the settings of the engine of this index among those that share `kv_port`."""
+        """Return these settings for engine number `index` of those that share `kv_port`: each gets its own ports."""
         port = self.kv_port + index * KV_PORTS if self.kv_port else 0
         transfer = self.transfer
-        if transfer is not None and port:  # a stated port that cannot be had is an error
+        if transfer is not None and port:  # a configured port that is in use is an error
             transfer = replace(transfer, port=port, required=True)
         return replace(self, kv_port=port, transfer=transfer)
 
     @property
     def seals_blocks(self) -> bool:
-        """Whether published blocks carry a checksum. Mooncake lets a stranger overwrite them, so there they do."""
+        """Return whether published blocks carry a checksum; with Mooncake another process could overwrite them."""
         return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
 
     @property
@@ -198,7 +201,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class GPUConfig:
-    """What an engine on a GPU is started with besides its model."""
+    """Settings of an engine on a GPU, apart from the model."""
 
     max_running: int = 256
     max_waiting: int = 4096
@@ -206,67 +209,74 @@ class GPUConfig:
     max_context: int | None = None  # None: the model's own
     block_size: int = 64
     prefix_cache: bool = True
-    weights: str = "auto"  # plain; packed: 12 bits instead of 16, to the bit; both; auto: packed if the files are
-    kv_dtype: str = "auto"  # auto: as the model; or float8
-    kv_tokens: int | None = None  # None: what the memory holds
-    kv_memory: int | None = None  # the same in bytes
-    graphs: bool = True  # steps of single tokens run as captured graphs
-    overlap: bool = True  # a step is planned while the one before it runs
-    itl_target_ms: float | None = None  # chunks of prompts are cut so that other streams get their next token in time
-    itl_tail: float = ITL_TAIL  # targets that one token of ten may take while prompts wait
-    tiers: bool = False  # blocks move to main memory and back, and need scratch on the way
-    transfer: bool = False  # blocks go to other engines and come from them, and need scratch too
+    weights: str = "auto"  # plain; packed: 12 bits instead of 16, lossless; both; auto: packed if the files are
+    kv_dtype: str = "auto"  # auto: the model's; or float8
+    kv_tokens: int | None = None  # size of the KV cache; None: as many as fit in memory
+    kv_memory: int | None = None  # size of the KV cache in bytes
+    graphs: bool = True  # run steps as captured CUDA graphs where possible
+    overlap: bool = True  # plan and launch a step while the one before it runs
+    itl_target_ms: float | None = None  # target inter-token latency; prompt chunks are sized to meet it
+    itl_tail: float = ITL_TAIL  # one token of ten may take this many targets while prompts wait
+    tiers: bool = False  # KV blocks move to main memory and back; reserves scratch memory for that
+    transfer: bool = False  # KV blocks move to and from other engines; reserves scratch memory for that
 
     def __post_init__(self) -> None:
         if self.block_size not in (16, 32, 64):
-            raise InvalidRequest(f"block_size is {self.block_size}; on a GPU it is 16, 32 or 64", param="block_size")
+            raise InvalidRequest(
+                f"block_size is {self.block_size}; on a GPU it must be 16, 32 or 64", param="block_size"
+            )
         if self.weights not in WEIGHTS:
             raise InvalidRequest(f"weights is {self.weights!r}; it is one of {', '.join(WEIGHTS)}", param="weights")
         if self.itl_target_ms is not None and self.itl_target_ms <= 0:
-            raise InvalidRequest("itl_target_ms must be above 0", param="itl_target_ms")
+            raise InvalidRequest(f"itl_target_ms is {self.itl_target_ms}; it must be above 0", param="itl_target_ms")
         if not 1.0 <= self.itl_tail <= 100.0:
             raise InvalidRequest(f"itl_tail is {self.itl_tail}; it must be from 1 to 100", param="itl_tail")
         if self.kv_tokens is not None and self.kv_memory is not None:
-            raise InvalidRequest("kv_tokens and kv_memory say the same thing: give one", param="kv_tokens")
+            raise InvalidRequest("kv_tokens and kv_memory are both set; set only one of them", param="kv_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How models that do not fit together take turns."""
+    """How models that do not fit into GPU memory together share it over time: all but some sleep."""
 
-    turn: float = 5.0  # seconds a model may keep taking requests while another waits for its memory
-    wait: float = 60.0  # seconds until a request is refused whose model could not be woken
-    max_waiting: int = 1024  # for one model
+    turn: float = 5.0  # seconds a model may accept new requests while another waits for its memory
+    wait: float = 60.0  # seconds after which a request is rejected if its model has not been woken
+    max_waiting: int = 1024  # requests that may wait for one sleeping model
 
     def __post_init__(self) -> None:
         for name in ("turn", "wait", "max_waiting"):
             if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} must be above 0", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Where spans of requests go: to an OpenTelemetry collector, over HTTP."""
+    """Where trace spans are sent: an OpenTelemetry collector, over HTTP."""
 
     url: str
     headers: dict[str, str] = field(default_factory=dict)
-    share: float = 1.0  # of requests whose client does not say whether it wants them traced
+    share: float = 1.0  # fraction of requests to trace where the client made no choice
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InvalidRequest(f"otlp is {self.url[:200]!r}, not a URL", param="otlp", hint="http://HOST:4318")
+            raise InvalidRequest(
+                f"otlp is {self.url[:200]!r}, not an HTTP URL", param="otlp", hint="use http://HOST:4318"
+            )
         if not 0 <= self.share <= 1:
-            raise InvalidRequest("trace_share must be in [0, 1]", param="trace_share")
+            raise InvalidRequest(f"trace_share is {self.share}; it must be in [0, 1]", param="trace_share")
 
     @staticmethod
     def given(url: str | None, share: float, headers: dict[str, str] | None = None) -> TraceConfig | None:
-        """`url`: one without a path is enough; "": nothing is traced; None: as the environment says."""
-        found = otlp_endpoint() if url is None else url
-        if not found:
+        """Return the settings for these options; None if nothing is to be traced.
+
+        `url` may lack the path. "" turns tracing off; None means the URL from the environment.
+        """
+        endpoint = otlp_endpoint() if url is None else url
+        if not endpoint:
             return None
-        whole = found if urlsplit(found).path.strip("/") else f"{found.rstrip('/')}/v1/traces"
-        return TraceConfig(whole, {**otlp_headers(), **(headers or {})}, share)
+        full_url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+        return TraceConfig(full_url, {**otlp_headers(), **(headers or {})}, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,34 +284,34 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    open: bool = False  # it may listen beyond this machine without authentication
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
-    cluster_key: str | None = None  # of workers and of who drains them; None: whoever is on this machine
+    open: bool = False  # may listen at addresses other than loopback without authentication
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # accepted Host headers, besides localhost
+    cluster_key: str | None = None  # key for workers and for drain calls; None: any process on this machine is accepted
     max_body: int = 32 << 20
-    request_timeout: float = math.inf  # seconds of a whole request; inf: as long as its tokens flow
+    request_timeout: float = math.inf  # seconds for a whole request; inf: no limit while tokens arrive
     token_timeout: float = 600.0  # seconds to the first token, and between two tokens of a stream
-    beat_seconds: float = 1.0  # between two signs of life of a worker
-    lost_after: float = 4.0  # seconds without one
-    stuck_after: float = 30.0  # seconds in which a worker that has requests makes no step
-    attempts: int = 3  # workers a request is tried on, before its first byte
-    migrations: int = 3  # times that a stream goes on at another worker
-    migration_wait: float = 10.0  # seconds until there is one; or one to begin at, when those that it met were away
-    split_tokens: float = 256.0  # of a prompt, to be computed, that are worth another worker; inf: never split
-    split_patience: float = 3.0  # seconds by which it may be done later there, so that streams are not held up
-    ticket_timeout: float = 10.0  # seconds a prompt may wait there beyond what was expected
-    queue: float = 1.0  # requests that may wait at a worker, as a share of those it runs at once
-    affinity_slack: float = 2048.0  # tokens of work, at most, by which a conversation's worker may be behind the others
-    decode_weight: float = 4.0  # a token to be generated is work as for so many of a prompt
-    prefixes: int = 1 << 16  # beginnings of prompts remembered
-    kv_events: bool = False  # follows what workers' caches hold, instead of inferring it
-    kv_blocks: int = 1 << 20  # followed, of all workers together
-    breaker_failures: int = 3  # in a row
-    breaker_pause: float = 1.0  # seconds
+    beat_seconds: float = 1.0  # seconds between two heartbeats of a worker
+    lost_after: float = 4.0  # seconds without a heartbeat after which a worker is lost
+    stuck_after: float = 30.0  # seconds without an engine step after which a worker with open requests is stuck
+    attempts: int = 3  # workers that a request is sent to, one after the other, before the first byte of its reply
+    migrations: int = 3  # times that a stream may move to another worker
+    migration_wait: float = 10.0  # seconds to wait for a worker to move to, or to start at if all tried ones were gone
+    split_tokens: float = 256.0  # uncached prompt tokens from which a prefill worker is used; inf: never
+    split_patience: float = 3.0  # seconds by which a prefill worker may finish later and still be preferred
+    ticket_timeout: float = 10.0  # seconds a prompt may take at a prefill worker beyond the expected time
+    queue: float = 1.0  # requests that may wait at a worker, as a multiple of those it runs at once
+    affinity_slack: float = 2048.0  # tokens of extra load up to which a conversation stays at its worker
+    decode_weight: float = 4.0  # prompt tokens that one output token counts as in a worker's load
+    prefixes: int = 1 << 16  # prompt prefixes that the router remembers
+    kv_events: bool = False  # subscribe to workers' KV cache events instead of inferring what they cache
+    kv_blocks: int = 1 << 20  # blocks to track with kv_events, of all workers together
+    breaker_failures: int = 3  # failures in a row that open a worker's circuit breaker
+    breaker_pause: float = 1.0  # seconds of the circuit breaker's first pause
     foreign: tuple[Foreign, ...] = ()
-    foreign_key: str | None = None  # API key of these servers; None: the client's is passed on
-    listen_fd: int | None = None  # a socket that the process inherited and that is bound; None: host and port
-    trace: TraceConfig | None = None  # None, here and below: nothing is traced
+    foreign_key: str | None = None  # API key for foreign workers; None: the client's key is passed on
+    listen_fd: int | None = None  # descriptor of an inherited, bound socket; None: listen at host and port
+    trace: TraceConfig | None = None  # None: tracing is off
 
     def __post_init__(self) -> None:
         for name in (
@@ -316,7 +326,7 @@ class RouterConfig:
             "breaker_failures",
         ):
             if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} must be above 0", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         for name in (
             "queue",
             "affinity_slack",
@@ -328,21 +338,22 @@ class RouterConfig:
             "split_patience",
         ):
             if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} must not be below 0", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be at least 0", param=name)
         if self.queue > MOST_QUEUED:
-            raise InvalidRequest(f"queue must not be above {MOST_QUEUED}", param="queue")
+            raise InvalidRequest(f"queue is {self.queue}; it must be at most {MOST_QUEUED}", param="queue")
         if self.lost_after <= self.beat_seconds:
-            raise InvalidRequest("lost_after must be longer than beat_seconds", param="lost_after")
+            message = f"lost_after is {self.lost_after} s; it must be longer than beat_seconds, {self.beat_seconds} s"
+            raise InvalidRequest(message, param="lost_after")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Of a server that takes its requests from a router."""
+    """Settings of a server that gets its requests from a router."""
 
-    router: str  # URL
+    router: str  # the router's URL
     name: str | None = None  # None: made from host and port
-    url: str | None = None  # under which the router reaches it; None: host and port
-    cluster_key: str | None = None  # None: whoever is on this machine
+    url: str | None = None  # URL at which the router reaches this worker; None: made from host and port
+    cluster_key: str | None = None  # None: the router accepts any process on its machine
     role: Role = "both"
 
 
@@ -352,34 +363,37 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
-    open: bool = False  # it may listen beyond this machine without authentication
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
-    closed: bool = False  # without API keys it answers only its router, which has the cluster key
+    open: bool = False  # may listen at addresses other than loopback without authentication
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # accepted Host headers, besides localhost
+    closed: bool = False  # without API keys, answer only the router, which has the cluster key
     max_body: int = 32 << 20
-    request_timeout: float = math.inf  # seconds of a whole request; inf: as long as its tokens flow
+    request_timeout: float = math.inf  # seconds for a whole request; inf: no limit while tokens arrive
     token_timeout: float = 600.0  # seconds to the first token, and between two tokens of a stream
-    stall_timeout: float = 120.0  # an engine with open requests and no sign of life for so long is restarted
+    stall_timeout: float = 120.0  # seconds without a message after which the engine process is restarted
     embedder: str | None = DEFAULT_EMBEDDER
     chat_template: str | None = None
-    tool_style: str = "auto"  # auto: as the chat template shows
-    response_store: str = "auto"  # file of the Responses API; auto: until the server ends; none: nothing is kept
-    response_store_size: int = 256 << 20  # bytes; the oldest responses leave first
+    tool_style: str = "auto"  # format of tool calls; auto: detected from the chat template
+    response_store: str = "auto"  # file of stored responses; auto: a temporary one; none: nothing is stored
+    response_store_size: int = 256 << 20  # bytes; the oldest responses are deleted first
     generation_config: str = "auto"  # where sampling defaults come from: the checkpoint (auto), none, or a directory
-    worker: WorkerConfig | None = None  # None: it serves alone
-    trace: TraceConfig | None = None
+    worker: WorkerConfig | None = None  # None: not part of a cluster
+    trace: TraceConfig | None = None  # None: tracing is off
 
     def __post_init__(self) -> None:
         if not self.models:
-            raise InvalidRequest("there is no model to serve", param="models")
+            raise InvalidRequest("no model to serve was given", param="models", hint="name one: emberline serve MODEL")
         for name in ("request_timeout", "token_timeout", "stall_timeout"):
             if not getattr(self, name) > 0:
-                raise InvalidRequest(f"{name} must be above 0", param=name)
+                raise InvalidRequest(f"{name} is {getattr(self, name)}; it must be above 0", param=name)
         if self.embedder in self.models:
             raise InvalidRequest(
-                f"{self.embedder!r} names a model and the embedder", param="models", hint="write ALIAS=MODEL"
+                f"{self.embedder!r} is the name of both a model and the embedder",
+                param="models",
+                hint="give the model another name: ALIAS=MODEL",
             )
         if len(self.models) > 1:
-            for name, given in (("chat_template", self.chat_template), ("tool_style", self.tool_style != "auto")):
-                if given:
-                    raise InvalidRequest(f"{name} is one model's: there are {len(self.models)}", param=name)
+            for name, is_set in (("chat_template", self.chat_template), ("tool_style", self.tool_style != "auto")):
+                if is_set:
+                    message = f"{name} applies to one model, and {len(self.models)} models are served"
+                    raise InvalidRequest(message, param=name, hint="serve this model by a server of its own")

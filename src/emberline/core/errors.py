@@ -1,35 +1,36 @@
-"""The one exception tree: everything we raise about what others did.
+"""The exceptions for errors that clients, operators, models or workers cause; each has an HTTP status and a code.
 
     EmberlineError                 status  code
     ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it
     │   ├── ContextLengthExceeded  400     context_length_exceeded
     │   ├── BodyTooLarge           413     body_too_large
-    │   ├── WorkTooLarge           413     request_too_complex   reading it takes more processor time than allowed
+    │   ├── WorkTooLarge           413     request_too_complex   parsing it takes more CPU time than allowed
     │   └── UnsupportedMediaType   415     unsupported_media_type    the body's content-type
     ├── Unauthorized               401     invalid_api_key
     │   └── WrongClusterKey        401     invalid_cluster_key
-    ├── RequestForbidden           403     forbidden             whatever key it carries
-    │   ├── ClusterCallForbidden   403     cluster_call_forbidden    through a proxy, from a web page or from afar
+    ├── RequestForbidden           403     forbidden             for every key
+    │   ├── ClusterCallForbidden   403     cluster_call_forbidden    from a proxy, a web page or another machine
     │   ├── HostNotAllowed         403     host_not_allowed      the Host header names another server
-    │   └── OriginNotAllowed       403     origin_not_allowed    a web page of another site
+    │   └── OriginNotAllowed       403     origin_not_allowed    from a web page of another site
     ├── NotFound                   404     not_found
     │   └── ModelNotFound          404     model_not_found
     ├── MethodNotAllowed           405     method_not_allowed
     ├── Overloaded                 429     queue_full            `retry_after` seconds
     ├── EngineUnavailable          503     engine_unavailable    starting, restarting or dead
-    │   └── ShuttingDown                   shutting_down         a stream that was open at the end of the process
-    ├── EngineFailed               500     engine_failed         died while the request was open
-    ├── WorkerLost                 502     worker_lost           died or hung behind a router, the reply half sent
-    ├── WorkersBroke               422     workers_broke         several, under one request: it is not to be sent again
+    │   ├── EngineLoading          503     loading               the model is being loaded
+    │   └── ShuttingDown           503     shutting_down         the stream was open when the server shut down
+    ├── EngineFailed               500     engine_failed         the engine process died while the request was open
+    ├── WorkerLost                 502     worker_lost           a worker died or hung after part of the reply was sent
+    ├── WorkersCrashed             422     workers_broke         several workers died serving this request: do not retry
     ├── Superseded                 409     superseded            a newer process has taken this worker's name
     ├── DeadlineExceeded           504     deadline_exceeded
-    └── ModelError                 400     model_error           a model cannot be had or used
-        ├── ModelFileError         400     model_file_error      damaged, truncated, hostile
+    └── ModelError                 400     model_error           a model cannot be found, loaded or used
+        ├── ModelFileError         400     model_file_error      a file is damaged, truncated or malicious
         ├── UnsupportedModel       400     unsupported_model
         └── DownloadError          502     download_error
 
-Each message says what and why; `hint` says what to do about it. What we ourselves promise is an assert, not one of
-these.
+A message names what failed and why; `hint` names what to do about it. Violations of our own invariants are assertions,
+not one of these.
 """
 
 from __future__ import annotations
@@ -145,9 +146,9 @@ class ShuttingDown(EngineUnavailable):
 
     def __init__(
         self,
-        message: str = "the server shuts down and this stream was not finished in time",
+        message: str = "the server shut down before this stream was finished",
         *,
-        hint: str = "send it again",
+        hint: str = "send the request again",
     ) -> None:
         super().__init__(message, hint=hint)
 

@@ -1,5 +1,6 @@
-"""What the engine tells its clients: Outputs of requests, Stats of itself, Turns of its models. The one
-definition of TTFT and its kin."""
+"""What the engine reports: Outputs of requests, Stats of the engine, SleepStats of its models.
+
+Timing defines time to first token and the other latencies for the whole project."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from emberline.core.request import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one request's life, on the engine's clock."""
+    """Times of one request in seconds on the engine's clock; the properties are durations in seconds."""
 
     arrival: float
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
-    pulled: Pulled | None = None  # None: nothing was to be had elsewhere
+    pulled: Pulled | None = None  # blocks copied from another engine; None: there were none to copy
 
     @property
     def queue(self) -> float | None:
@@ -29,7 +30,7 @@ class Timing:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token: from arrival, queueing included."""
+        """Time to first token, from arrival and thus including the wait in the queue."""
         return None if self.first_token is None else self.first_token - self.arrival
 
     @property
@@ -49,26 +50,26 @@ class Timing:
         return None if self.finished is None else self.finished - self.arrival
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token
+@dataclass(slots=True)  # not frozen, which would slow down creation: one is made for every token
 class Output:
     """New tokens of one completion, or its end, or both. Exactly one Output of a completion has `finish`."""
 
-    id: str  # the submission's
+    id: str  # of the submission
     index: int = 0  # which of its n completions
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token when asked for
-    prompt_logprobs: list[TokenLogprob] | None = None  # of prompt tokens 1.., once, with the first output
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if requested
+    prompt_logprobs: list[TokenLogprob] | None = None  # of all prompt tokens but the first; with the first output only
     cached_tokens: int = 0
     finish: FinishReason | None = None
-    stop_token: int | None = None  # the stop or eos id that ended it, which is the last of `tokens`
+    stop_token: int | None = None  # the stop or EOS id that ended the completion, the last of `tokens`
     error: str | None = None
-    timing: Timing | None = None  # with the first and the last
-    ticket: dict[str, Any] | None = None  # where its blocks can be had, if it is published: once early, and at its end
+    timing: Timing | None = None  # with the first and the last output only
+    ticket: dict[str, Any] | None = None  # where its published blocks can be read: once early, and with the last output
 
 
 @dataclass(slots=True)
 class Turns:
-    """What a model's turns on a device have cost so far."""
+    """How often a model woke and slept so far, and what that took."""
 
     wakes: int = 0
     wake_seconds: float = 0.0
@@ -78,17 +79,17 @@ class Turns:
     sleep_bytes: int = 0
 
 
-BlockSample = tuple[str, float]  # lifetime, idle_before_evict or reuse_gap of a KV block; seconds
+BlockSample = tuple[str, float]  # which of lifetime, idle_before_evict and reuse_gap of a KV block; seconds
 
 
 @dataclass(slots=True)
 class TierStats:
-    """Of one tier below the main cache. Counters since start, but for the first three."""
+    """Statistics of one KV tier below the main cache. All but the first three are counters since the start."""
 
     on: bool = True
     blocks: int = 0
     capacity: int = 0
-    hit_tokens: int = 0  # that requests did not have to compute
+    hit_tokens: int = 0  # tokens that requests did not have to compute
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     load_seconds: float = 0.0
@@ -96,8 +97,8 @@ class TierStats:
     stored_bytes: int = 0
     store_seconds: float = 0.0
     evicted_blocks: int = 0
-    dropped_blocks: int = 0  # not stored, since that would have made someone wait
-    damaged_blocks: int = 0  # found torn, corrupted or foreign, and removed
+    dropped_blocks: int = 0  # blocks not stored, because a request would have had to wait for that
+    damaged_blocks: int = 0  # blocks found truncated, corrupted or of another format, and removed
     errors: int = 0
 
     def copy(self) -> TierStats:
@@ -106,32 +107,32 @@ class TierStats:
 
 @dataclass(slots=True)
 class TransferStats:
-    """Of blocks that move between engines. Counters since start, but for the last five."""
+    """Statistics of KV transfers between engines. All but the last five are counters since the start."""
 
-    pulls: int = 0  # that ended, however
+    pulls: int = 0  # pulls that ended, successful or not
     pulled_bytes: int = 0
-    pull_seconds: float = 0.0  # waiting for what is not computed yet included
-    copy_seconds: float = 0.0  # of these, in which bytes moved
-    hidden_seconds: float = 0.0  # of these, while the peer had more to compute
-    pull_failures: dict[str, int] = field(default_factory=dict)  # by the code of kv.transfer.errors
-    reached: dict[str, int] = field(default_factory=dict)  # peers, by the transport that led there
-    passed_over: dict[str, int] = field(default_factory=dict)  # and by those that should have and did not
-    verified_blocks: int = 0  # pulled, whose checksum was compared
-    hit_tokens: int = 0  # that requests did not have to compute
-    recomputed: int = 0  # requests that computed what they should have been able to pull
-    published: int = 0  # requests
+    pull_seconds: float = 0.0  # includes waiting for blocks that the peer had not computed yet
+    copy_seconds: float = 0.0  # part of pull_seconds in which bytes moved
+    hidden_seconds: float = 0.0  # part of copy_seconds in which the peer was still computing
+    pull_failures: dict[str, int] = field(default_factory=dict)  # by code of kv.transfer.errors
+    reached: dict[str, int] = field(default_factory=dict)  # connected peers, by transport
+    passed_over: dict[str, int] = field(default_factory=dict)  # failed connection attempts, by preferred transport
+    verified_blocks: int = 0  # pulled blocks whose checksum was compared
+    hit_tokens: int = 0  # tokens that requests did not have to compute
+    recomputed: int = 0  # requests that recomputed tokens after a failed pull
+    published: int = 0  # published requests
     published_blocks: int = 0
     sent_bytes: int = 0
-    ended: dict[str, int] = field(default_factory=dict)  # leases, by how
-    leases: int = 0
-    pinned_blocks: int = 0  # by leases
-    pinned_by_age: dict[str, int] = field(default_factory=dict)  # the same, by seconds since the lease began
+    ended: dict[str, int] = field(default_factory=dict)  # ended leases, by reason
+    leases: int = 0  # open leases
+    pinned_blocks: int = 0  # blocks pinned by leases
+    pinned_by_age: dict[str, int] = field(default_factory=dict)  # pinned blocks, by seconds since the lease began
     oldest_lease: float = 0.0  # seconds
-    quarantined_blocks: int = 0  # nobody's, until a pull that was given up has let go of them
+    quarantined_blocks: int = 0  # blocks that an abandoned pull may still write to, and that are not reused until then
 
     @staticmethod
     def total(all_: Iterable[TransferStats]) -> TransferStats | None:
-        """Of several engines together; None if there is none."""
+        """Return the statistics of several engines together; None for no engines."""
         every = list(all_)
         if not every:
             return None
@@ -150,38 +151,40 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since start and gauges of now; what /metrics and the charts are made of."""
+    """Counters since the start and current gauges of one engine, for /metrics and the charts."""
 
     step: int = 0
     running: int = 0
-    loading: int = 0  # of those: their blocks come from elsewhere, and they need no step
+    loading: int = 0  # part of running: requests that wait for blocks from a lower tier or another engine
     waiting: int = 0
-    asleep: int = 0  # of these, waiting for their model to wake
-    deferred: int = 0  # of these, waiting for a sibling to compute the prompt they share
+    asleep: int = 0  # part of waiting: requests whose model sleeps
+    deferred: int = 0  # part of waiting: requests whose sibling computes their common prompt
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
     preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # of these, found
-    prompt_tokens: int = 0  # computed
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens found there
+    prompt_tokens: int = 0  # prompt tokens computed
     generated_tokens: int = 0
     step_tokens: int = 0  # of the last step
     step_seconds: float = 0.0  # of the last step
-    busy_seconds: float = 0.0  # in the runner, all steps
-    cpu_seconds: float = 0.0  # of the engine process, all threads
-    host_seconds: float = 0.0  # of the engine loop outside the runner
-    residency: list[BlockSample] = field(default_factory=list)  # seen since the last report
-    tiers: dict[str, TierStats] = field(default_factory=dict)  # below the main cache, by name
-    transfer: TransferStats | None = None  # None: it has no peers
+    busy_seconds: float = 0.0  # time in the runner, all steps
+    cpu_seconds: float = 0.0  # CPU time of the engine process, all threads
+    host_seconds: float = 0.0  # time of the engine loop outside the runner
+    residency: list[BlockSample] = field(default_factory=list)  # samples since the last report
+    tiers: dict[str, TierStats] = field(default_factory=dict)  # tiers below the main cache, by name
+    transfer: TransferStats | None = None  # None: the engine exchanges no blocks
 
     @staticmethod
     def total(all_: Iterable[Stats]) -> Stats:
-        """Of the engines of one process together: the last step's tokens are each one's own last step's."""
+        """Return the statistics of all engines of one process together, without residency and tiers.
+
+        step_tokens and step_seconds add up the last step of each engine."""
         every = list(all_)
-        apart = ("residency", "tiers", "transfer")
-        sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in apart}
-        sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # the process's: each tells the same
+        not_summed = ("residency", "tiers", "transfer")
+        sums = {name: sum(getattr(one, name) for one in every) for name in Stats.__slots__ if name not in not_summed}
+        sums["cpu_seconds"] = max((one.cpu_seconds for one in every), default=0.0)  # all report the same process
         transfer = TransferStats.total(one.transfer for one in every if one.transfer is not None)
         return Stats(**sums, transfer=transfer)
 

@@ -1,4 +1,4 @@
-"""Foreign: the settings of a server of another kind that a router sends requests to."""
+"""ForeignWorkerConfig: a vLLM or SGLang server behind the router."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from typing import Literal, cast, get_args
 
 from emberline.core.errors import InvalidRequest
 
-Role = Literal["prefill", "decode", "both"]  # of a worker: computes prompts for others, generates, or both
+Role = Literal["prefill", "decode", "both"]  # what a worker does: compute prompts for other workers, generate, or both
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A server of another kind behind the router; it does not register, it is looked for."""
+    """A vLLM or SGLang server behind the router. It does not register itself: the router polls it."""
 
     url: str
     dialect: str  # vllm or sglang
     role: Role = "both"
-    bootstrap: int = 8998  # SGLang: where those that decode meet it
+    bootstrap: int = 8998  # SGLang: port at which decode workers contact a prefill worker
 
     def __post_init__(self) -> None:
         if self.dialect not in ("vllm", "sglang"):
-            raise InvalidRequest(f"{self.dialect!r} is no kind of server known here", hint="vllm or sglang")
+            raise InvalidRequest(f"foreign worker {self.url}: unknown kind {self.dialect!r}", hint="use vllm or sglang")
         if self.role not in get_args(Role):
-            raise InvalidRequest(f"{self.role!r} is no role", hint="prefill, decode or both")
+            hint = "use prefill, decode or both"
+            raise InvalidRequest(f"foreign worker {self.url}: unknown role {self.role!r}", hint=hint)
         if not self.url.startswith(("http://", "https://")):
-            raise InvalidRequest(f"{self.url!r} is not an http or https URL")
+            raise InvalidRequest(
+                f"foreign worker: {self.url!r} is not an http or https URL", hint="use vllm=http://HOST:PORT"
+            )
 
     @staticmethod
     def parsed(text: str) -> Foreign:
-        """vllm=URL, vllm:decode=URL, sglang:prefill:8998=URL"""
+        """Parse KIND[:ROLE[:PORT]]=URL, for example sglang:prefill:8998=http://host:30000.
+
+        Raises InvalidRequest if the text has another form."""
         kind, _, url = text.partition("=")
         dialect, *rest = kind.split(":")
         if len(rest) > 2 or (len(rest) == 2 and not rest[1].isdigit()):
-            raise InvalidRequest(f"{text!r} is not KIND[:ROLE[:PORT]]=URL")
+            raise InvalidRequest(f"foreign worker {text!r} does not have the form KIND[:ROLE[:PORT]]=URL")
         role = cast("Role", rest[0] if rest else "both")
         return Foreign(url.rstrip("/"), dialect, role, int(rest[1]) if len(rest) == 2 else 8998)

@@ -1,4 +1,4 @@
-"""free_memory: what this process may still take of the machine's, without swapping and within its groups' limits."""
+"""free_memory: how much memory this process may still allocate without swapping, within its control groups' limits."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# Of each version of control groups: the folder, the limit, what is used, and what is before the names in memory.stat.
+# For each version of control groups: directory, file of the limit, file of the usage, prefix of names in memory.stat.
 V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "")
 V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes. Half of the machine's memory where there is neither /proc nor a control group (macOS)."""
+    """Return the bytes; without /proc and control groups (macOS) that is half of the machine's memory."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
         found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     for top, limit, used, prefix in (V2, V1):
         for group in _groups(root, root / top, "" if top == V2[0] else "memory"):
-            with suppress(OSError, ValueError, KeyError):  # such as of "max": no limit
+            with suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
                 kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-                cached = sum(int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))  # given when asked
+                cached = sum(
+                    int(kinds[f"{prefix}{kind}_file"]) for kind in ("active", "inactive")
+                )  # the kernel frees these pages on demand
                 found.append(int((group / limit).read_text()) - int((group / used).read_text()) + cached)
     return max(0, min(found)) if found else physical_memory() // 2
 
 
 def physical_memory() -> int:
-    """Bytes that the machine has; 0 if the system does not tell."""
+    """Return the machine's memory in bytes; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
@@ -36,7 +38,7 @@ def physical_memory() -> int:
 
 
 def _groups(root: Path, top: Path, controller: str) -> Iterator[Path]:
-    """Ours and all above it: in a container often only the top, on a machine shared by jobs one deep below."""
+    """Yield the directories of this process's control group and all its parents."""
     yield top
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

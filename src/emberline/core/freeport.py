@@ -7,14 +7,16 @@ import random
 import socket
 from contextlib import ExitStack
 
-# Systems give connections ports from 32,768 on, or later: until it is used, none of those takes it.
+# Outgoing connections get ports from 32,768 on, so none of them can take the port before the new process binds it.
 PORTS = range(20_000, 30_000)
 
-_next = random.SystemRandom().randrange(len(PORTS))  # each process begins elsewhere, and gives none twice in a row
+_next = random.SystemRandom().randrange(
+    len(PORTS)
+)  # random, so that processes that search at the same time find different ports
 
 
 def free_port(*hosts: str) -> int:
-    """That nobody has at any of these addresses of this machine; 127.0.0.1 if none is given."""
+    """Return a port that is free at all of these local addresses (default: 127.0.0.1). Raises OSError if none is."""
     global _next
     for _ in PORTS:
         port, _next = PORTS[_next % len(PORTS)], _next + 1
@@ -26,4 +28,4 @@ def free_port(*hosts: str) -> int:
             except OSError as e:
                 if e.errno not in (errno.EADDRINUSE, errno.EACCES):
                     raise
-    raise OSError("no port is free")
+    raise OSError(f"no port is free from {PORTS.start} to {PORTS.stop - 1}")

@@ -12,37 +12,37 @@ from emberline.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Of a gateway process; what each gateway in it does is its Settings."""
+    """Settings of a gateway process. What each gateway in it does is stored in its own settings, not here."""
 
     host: str = "127.0.0.1"
     port: int = 8080
-    api_keys: tuple[str, ...] = ()  # tokens that always work, and manage; none: one is made, in a file
-    open: bool = False  # it may listen beyond this machine without authentication
-    cors_origins: tuple[str, ...] = ()  # of web pages that may call it; "*": all
-    allowed_hosts: tuple[str, ...] = ()  # names that calls to it may have in their Host header, besides localhost
-    engine: str = "http://127.0.0.1:8000"  # URL of our own engine or router
-    store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: in the cache directory
-    redis: str | None = None  # redis://..., where several replicas count together
-    redis_gone: str = "local"  # limits while Redis does not answer: counted by each process, or "closed": refused
-    flush: float = 1.0  # seconds of log records that a crash of this process may lose
-    cache: str | None = None  # of replies: sqlite:FILE or redis://...; None: in memory
-    embedder: str = DEFAULT_EMBEDDER  # at the engine, for gateways that want similar questions answered alike
-    master_key: str | None = None  # a file, made when it is missing; None: in the cache directory
-    max_body: int = 32 << 20
-    catalogue: str | None = None  # a file of models and prices that lies over ours
-    private_providers: bool = False  # those that the management API made may be on private addresses
-    otlp: str | None = None  # URL of an OpenTelemetry collector, for a span of every call; None: the environment's
-    otlp_headers: dict[str, str] = field(default_factory=dict)  # such as its key
-    otlp_payloads: bool = False  # with what was asked and answered
-    trace_share: float = 1.0  # of calls whose client does not say whether it wants them traced
+    api_keys: tuple[str, ...] = ()  # admin keys that always work; none given: one is created in a file
+    open: bool = False  # may listen at addresses other than loopback without authentication
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may call the API; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # accepted Host headers, besides localhost
+    engine: str = "http://127.0.0.1:8000"  # URL of an Emberline server or router
+    store: str | None = None  # sqlite:DIRECTORY or postgresql://...; None: SQLite in the cache directory
+    redis: str | None = None  # redis://... for limits that several replicas share
+    redis_gone: str = "local"  # while Redis is down: "local" counts limits per process, "closed" rejects calls
+    flush: float = 1.0  # seconds between writes of log records: what a crash may lose
+    cache: str | None = None  # reply cache: sqlite:FILE or redis://...; None: in memory
+    embedder: str = DEFAULT_EMBEDDER  # embedding model of the engine, for semantic caching
+    master_key: str | None = None  # key file, created if missing; None: in the cache directory
+    max_body: int = 32 << 20  # bytes of a request body
+    catalogue: str | None = None  # file of models and prices that overrides the built-in catalogue
+    private_providers: bool = False  # providers created by the management API may have private addresses
+    otlp: str | None = None  # URL of an OpenTelemetry collector; None: from the environment
+    otlp_headers: dict[str, str] = field(default_factory=dict)  # for example the collector's key
+    otlp_payloads: bool = False  # spans include requests and replies
+    trace_share: float = 1.0  # fraction of calls to trace where the client made no choice
 
     def __post_init__(self) -> None:
         if self.max_body < 1:
-            raise InvalidRequest("max_body must be at least 1", param="max_body")
+            raise InvalidRequest(f"max_body is {self.max_body}; it must be at least 1", param="max_body")
         if not 0 < self.flush <= 60:
-            raise InvalidRequest("flush must be above 0 and at most 60 seconds", param="flush")
+            raise InvalidRequest(f"flush is {self.flush}; it must be above 0 and at most 60 seconds", param="flush")
         if self.redis_gone not in ("local", "closed"):
-            raise InvalidRequest("redis_gone must be local or closed", param="redis_gone")
+            raise InvalidRequest(f"redis_gone is {self.redis_gone!r}; it must be local or closed", param="redis_gone")
 
     @property
     def store_url(self) -> str:
@@ -50,10 +50,10 @@ class GatewayConfig:
 
     @property
     def journal_dir(self) -> Path:
-        """Of files with what limits counted and the store does not have yet."""
-        kind, _, where = self.store_url.partition(":")
+        """Return the directory of journals: counts of limits that are not in the store yet."""
+        kind, _, location = self.store_url.partition(":")
         if kind == "sqlite":
-            return Path(where.removeprefix("//")).expanduser()
+            return Path(location.removeprefix("//")).expanduser()
         return cache_dir() / "gateway" / f"limits-{hashlib.sha256(self.store_url.encode()).hexdigest()[:16]}"
 
     @property
@@ -62,7 +62,7 @@ class GatewayConfig:
 
     @property
     def admin_file(self) -> Path:
-        """Of the token that manages where no other was given, made when it is missing."""
+        """Return the file of the admin key that is created if `api_keys` is empty."""
         return cache_dir() / "gateway" / "admin.key"
 
     @property

@@ -1,18 +1,18 @@
-"""Handoff: what whoever goes on with a request must know besides the request itself. Plain data, the same in JSON.
+"""Handoff: the state that a worker needs, besides the request, to continue it. Plain data, the same in JSON.
 
-Sampling and grammar state follow from seed, params and tokens alone, so the tokens are enough to go on, to the bit.
-Keys and values that can be had elsewhere are only a saving: `source` may be missing or stale.
+Sampling and grammar state follow from seed, params and tokens, so the tokens are enough to continue bit for bit.
+KV blocks of another engine only save time: `source` may be missing or stale.
 
-A tracked stream is made of groups. Each is one write of the worker: a comment, then the events those tokens caused.
+A tracked stream consists of groups. Each is one write of the worker: a comment, then the events of those tokens.
 
-    : said <index> <tokens> <size>\\n\\n              tokens of choice <index>, commas between them; "-" for none
+    : said <index> <tokens> <size>\\n\\n              tokens of choice <index>, separated by commas; "-" for none
     : said <index> <tokens> <size> <finish>\\n\\n     the same, and the choice has ended
-    ...                                             <size> bytes of events, perhaps none (text held back)
+    ...                                             <size> bytes of events, possibly none (text held back)
 
-`: cached <n>\\n\\n` stands before the first, and before any that changes it: prompt tokens found in a cache so far. Who
-asks for it is told there too where the prompt ends: `: chain <hash> <blocks>\\n\\n`, of its last full block. A
-group that did not come whole was not said: whoever passes a stream on passes on all of its bytes or none. Nothing
-stands outside of groups; the last has no tokens and holds the protocol's own ending.
+`: cached <n>\\n\\n` precedes the first group and each group that changes it: prompt tokens found in a cache so far.
+`: chain <hash> <blocks>\\n\\n` follows it if requested: hash of the prompt's last full block, and number of blocks. A
+group counts only as a whole: a relay forwards all of its bytes or none. All bytes belong to a group; the last group has
+no tokens and holds the end of the stream in the client's protocol.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from emberline.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """One group of tokens of one choice, as the client was told them."""
+    """Tokens of one choice that were sent to the client together."""
 
     index: int
     tokens: tuple[int, ...]
-    finish: str = ""  # how the choice ended, if it did: a FinishReason's value
+    finish: str = ""  # value of the FinishReason if the choice has ended
 
     def line(self, size: int) -> bytes:
-        """The comment that stands before its events, which have so many bytes."""
+        """Return the comment that precedes the group's events, which have `size` bytes."""
         tokens = ",".join(map(str, self.tokens)) or "-"
         return f": said {self.index} {tokens} {size}{self.finish and ' '}{self.finish}\n\n".encode()
 
     @staticmethod
     def read(line: bytes) -> Said:
-        """Of such a comment; the size has done its duty then."""
+        """Parse the comment of `to_comment`; its size is dropped."""
         index, tokens, _size, *finish = line.removeprefix(b": said ").decode().split()
         ids = () if tokens == "-" else tuple(map(int, tokens.split(",")))
         return Said(int(index), ids, finish[0] if finish else "")
@@ -47,21 +47,24 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    said: tuple[Said, ...] = ()  # in the order in which they were said
-    started: bool = False  # the client has seen the opening of the reply, if nothing else
-    cached_tokens: int | None = None  # of the prompt, as the client is to be told; None: whoever goes on finds out
-    source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
+    said: tuple[Said, ...] = ()  # groups in the order in which they were sent
+    started: bool = False  # the client has received the beginning of the reply
+    cached_tokens: int | None = None  # cached prompt tokens to report to the client; None: the next worker counts them
+    source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of a peer that has blocks of the prompt
 
     def resumed(self, n: int) -> tuple[tuple[int, ...], ...]:
-        """What each of n choices has said so far; () if nobody has said anything."""
+        """Return the output tokens of each of `n` choices so far; () if no choice has any group.
+
+        Raises InvalidRequest if a group belongs to a choice beyond `n`."""
         if not self.said:
             return ()
-        said: list[list[int]] = [[] for _ in range(n)]
+        tokens: list[list[int]] = [[] for _ in range(n)]
         for group in self.said:
             if group.index >= n:
-                raise InvalidRequest(f"choice {group.index} has said something; there are {n}", param="handoff")
-            said[group.index].extend(group.tokens)
-        return tuple(map(tuple, said))
+                message = f"handoff has tokens of choice {group.index}, and the request has {n} choices"
+                raise InvalidRequest(message, param="handoff")
+            tokens[group.index].extend(group.tokens)
+        return tuple(map(tuple, tokens))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -73,24 +76,24 @@ class Handoff:
 
     @staticmethod
     def parsed(told: Any) -> Handoff:
-        """Of what `as_dict` gave; all of it may be missing."""
+        """Parse what `as_dict` returned; every key may be missing. Raises InvalidRequest."""
         try:
-            said = tuple(_said(*group) for group in told.get("said", ()))
+            groups = tuple(_said(*group) for group in told.get("said", ()))
             started, cached, source = told.get("started", False), told.get("cached_tokens"), told.get("source")
             if type(started) is not bool or not (source is None or isinstance(source, dict)):
-                raise ValueError("started is true or false, source an object or null")
-            return Handoff(said, started, None if cached is None else _natural(cached), source)
+                raise ValueError("started must be true or false, source an object or null")
+            return Handoff(groups, started, None if cached is None else _natural(cached), source)
         except (AttributeError, TypeError, ValueError) as error:
-            raise InvalidRequest(f"the handoff cannot be read: {error}", param="handoff") from error
+            raise InvalidRequest(f"handoff cannot be parsed: {error}", param="handoff") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What an engine that computed a prompt for another has to say in the end, besides blocks."""
+    """What an engine that computed a prompt for another engine reports at the end, besides the KV blocks."""
 
-    tokens: tuple[int, ...]  # the first of the output
-    stop: bool  # with it the request's grammar is complete
-    cached: int  # tokens of the prompt that it did not have to compute
+    tokens: tuple[int, ...]  # first token of the output
+    stop: bool  # whether this token completes the request's grammar
+    cached: int  # prompt tokens that it did not have to compute
     seconds: float  # from admission to the first token
 
     def __str__(self) -> str:
@@ -98,35 +101,35 @@ class Note:
 
     @staticmethod
     def parsed(text: str) -> Note | None:
-        """None: there is none that makes sense."""
+        """Parse the JSON of `__str__`; return None if it is invalid."""
         try:
-            told = json.loads(text)
-            tokens = tuple(map(_natural, told["tokens"]))
-            return Note(tokens, bool(told["stop"]), _natural(told["cached"]), float(told["seconds"]))
+            data = json.loads(text)
+            tokens = tuple(map(_natural, data["tokens"]))
+            return Note(tokens, bool(data["stop"]), _natural(data["cached"]), float(data["seconds"]))
         except (KeyError, TypeError, ValueError):
             return None
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Blocks of one request's prompt that another engine had. Times are on the engine's clock."""
+    """A copy of KV blocks of one request's prompt from another engine. Times are on the engine's clock."""
 
-    source: str  # its name
+    source: str  # name of the other engine
     began: float
     ended: float
-    moving: float  # seconds of these in which bytes came; in the others it had none to give yet
+    moving: float  # seconds between began and ended in which bytes arrived; the rest was waiting for the other engine
     bytes: int
-    failure: str = ""  # why the rest was computed: a code of kv.transfer.errors
-    prefill: float | None = None  # seconds that it took for the prompt, by its own word; None: it was not heard
+    failure: str = ""  # why the remaining blocks were recomputed: a code of kv.transfer.errors
+    prefill: float | None = None  # seconds that the other engine reports for the prompt; None: it reported nothing
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a number of a token or a choice")
+        raise ValueError(f"{value!r} is not an integer of 0 or more")
     return value
 
 
 def _said(index: Any, tokens: Any, finish: Any = "") -> Said:
     if finish not in ("", "stop", "length", "abort"):
-        raise ValueError(f"{finish!r} is no ending of a choice")
+        raise ValueError(f"finish is {finish!r}; it must be stop, length, abort or empty")
     return Said(_natural(index), tuple(map(_natural, tokens)), finish)

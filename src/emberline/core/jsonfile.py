@@ -1,4 +1,4 @@
-"""JSON in files that came with a model: size-capped, typed errors, no surprises from the parser."""
+"""Read JSON files of a model: limited in size, without duplicate keys, all failures as ModelFileError."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
-    """A list of them; empty where there is no such file."""
+    """Return the file's list of JSON objects; [] if the file does not exist."""
     value = _parsed(_content(path), str(path)) if path.exists() else []
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ModelFileError(f"{path} must hold a list of JSON objects")
@@ -38,14 +38,14 @@ def _parsed(data: bytes | str, what: str) -> Any:
     try:
         text = data.decode() if isinstance(data, bytes) else data
         return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as e:  # includes bad UTF-8, duplicate keys and absurdly long integers
+    except (ValueError, RecursionError) as e:  # includes invalid UTF-8, duplicate keys and integers that are too long
         raise ModelFileError(f"{what} is not valid JSON: {e}") from e
 
 
 def _content(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise ModelFileError(f"{path} is larger than {MAX_BYTES} bytes")
+            raise ModelFileError(f"{path} is larger than the limit of {MAX_BYTES} bytes")
         return path.read_bytes()
     except OSError as e:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
@@ -54,5 +54,5 @@ def _content(path: Path) -> bytes:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
-        raise ValueError("a key occurs twice")
+        raise ValueError("an object has a key twice")
     return out

@@ -1,5 +1,7 @@
-"""A child process that must not outlive its parent: the parent keeps the other end of the child's stdin open and never
-writes to it, so the end of that file means that the parent has ended, however it did (kill -9 included)."""
+"""end_with_parent: for a child process that must not outlive its parent.
+
+The parent keeps the other end of the child's stdin open and never writes to it, so end-of-file means that the parent
+has ended, even by kill -9."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its stdin does. On Linux the kernel does it, even while no thread can run."""
+    """End this process when its stdin is closed. On Linux the kernel does so even while no thread can run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_exit_at_end_of_stdin, name="lifeline", daemon=True).start()
@@ -23,6 +25,6 @@ def _exit_at_end_of_stdin() -> None:
     try:
         while os.read(0, 4096):
             pass
-    except OSError:  # stdin is closed or unreadable: it says nothing about the parent
+    except OSError:  # stdin was closed or unreadable from the start: that is no sign of the parent's end
         return
     os._exit(1)

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when it ends. Wire-neutral; validated when built."""
+"""SamplingParams: how the tokens of one request are chosen and when it ends. Independent of API protocols."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_COMPLETIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must match. `text` is the schema, pattern or grammar; for `choice` a JSON array of strings."""
+    """What the output must match: `text` is the schema, pattern or grammar, or for `choice` a JSON array of strings."""
 
     kind: GrammarKind
     text: str = ""
@@ -24,7 +24,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    max_tokens: int | None = None  # None: as far as the context goes
+    max_tokens: int | None = None  # None: up to the context length
     min_tokens: int = 0
     n: int = 1
     temperature: float = 1.0
@@ -36,16 +36,16 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    logprobs: int | None = None  # None: off; k: the chosen token's and the k best ones'
+    logprobs: int | None = None  # None: off; k: of the chosen token and of the k most probable ones
     prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()  # found in the text, outside the engine
+    stop: tuple[str, ...] = ()  # stop strings, found in the text outside the engine
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are never completed
-    allowed_token_ids: tuple[int, ...] = ()  # no others are sampled; (): all are
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never sampled after the others
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that are sampled; (): all
 
     def __post_init__(self) -> None:
         _between("temperature", self.temperature, 0.0, 100.0)
@@ -71,7 +71,7 @@ class SamplingParams:
         if len(self.stop) > 16 or any(not s or len(s) > 1024 for s in self.stop):
             raise InvalidRequest("stop takes at most 16 strings of 1 to 1024 characters", param="stop")
         if any(not word or min(word) < 0 for word in self.bad_words) or min(self.allowed_token_ids, default=0) < 0:
-            raise InvalidRequest("bad_words and allowed_token_ids hold token ids, which are not negative")
+            raise InvalidRequest("bad_words and allowed_token_ids must hold token ids of 0 or more")
         if len(self.logit_bias) > 1024:
             raise InvalidRequest("logit_bias takes at most 1024 tokens", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -87,7 +87,7 @@ class SamplingParams:
 
     @property
     def stepwise(self) -> bool:
-        """Whether each token must be known to the host before the step after it is launched."""
+        """Whether the host must know each token before it launches the next step."""
         return self.prompt_logprobs is not None
 
 

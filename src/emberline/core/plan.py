@@ -1,5 +1,4 @@
-"""The data between scheduler and runner: a StepPlan says what to compute, a StepResult what came of it.
-Nothing here acts."""
+"""The data between scheduler and runner: a StepPlan lists what to compute, a StepResult holds what was computed."""
 
 from __future__ import annotations
 
@@ -11,51 +10,52 @@ from emberline.core.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request the runner has not seen. Sampling and grammar state follow from these and the tokens alone,
-    so that any runner can take a request over from any other."""
+    """A request that is new to the runner.
+
+    Sampling and grammar state follow from these fields alone, so that any runner can take over a request."""
 
     id: str
-    tokens: list[int]  # the runner's own from now on
+    tokens: list[int]  # owned by the runner from now on
     prompt_len: int
     params: SamplingParams
     seed: int
 
 
-PENDING = -1  # in the place of a token that the step before samples
+PENDING = -1  # stands for a token that the previous step samples
 
 
-@dataclass(slots=True)  # not frozen, like Sampled: one is made for every token, and that would take three times as long
+# Not frozen, like SampledToken: one is made for every token, and a frozen one takes three times as long to make.
+@dataclass(slots=True)
 class Work:
     """One request's share of a step: compute `tokens` at positions [start, start + len(tokens))."""
 
     id: str
     start: int
-    tokens: Sequence[int]  # the last may be PENDING
-    blocks: Sequence[
-        int
-    ]  # the whole block table, position p lies in blocks[p // block_size]; read it at once: it grows
-    samples: bool  # the last of them catches up with what is known: sample its successor
+    tokens: Sequence[int]  # the last may be PENDING_TOKEN
+    # The request's whole block table: position p is in blocks[p // block_size]. The scheduler appends to it later.
+    blocks: Sequence[int]
+    samples: bool  # all known tokens are computed with these: sample the next one
     prompt_logprobs: bool = False
-    life: int = 0  # how often the request was preempted before: blocks of different lives have nothing in common
+    life: int = 0  # preemptions of the request so far; each one replaces all its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block between the cache and a buffer of a lower tier, which is the runner's until the step's result is in."""
+    """A copy of one block between the cache and a lower tier's buffer, which the runner owns during the step."""
 
     block: int
-    digest: bytes  # what the block holds: tokens.blockhash's
+    digest: bytes  # hash of the block's content: tokens/blockhash.py
     buffer: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Carried out in this order: saves, loads, work. A block that is saved may be given away in the same plan."""
+    """One step of the engine. Its order is saves, loads, work: a saved block may be reused in the same plan."""
 
     step: int
     admitted: Sequence[Admission]
     work: Sequence[Work]
-    ended: Sequence[str]  # the runner may forget these
+    ended: Sequence[str]  # requests whose state the runner may drop
     saves: Sequence[Copy] = ()
     loads: Sequence[Copy] = ()
 
@@ -66,7 +66,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """log p of one token under the model itself (before penalties, bias and temperature), and the best alternatives."""
+    """Log-probability of one token before penalties, bias and temperature, and the most probable alternatives."""
 
     logprob: float
     rank: int
@@ -77,15 +77,14 @@ class TokenLogprob:
 class Sampled:
     token: int
     logprob: TokenLogprob | None = None
-    stop: bool = False  # the grammar is complete: nothing more may follow
+    stop: bool = False  # the grammar is complete with this token
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
     sampled: dict[str, Sampled]
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(
-        default_factory=dict
-    )  # one per token computed, of its successor
-    failed: dict[str, str] = field(default_factory=dict)  # id -> why this request's own grammar cannot be followed
+    # By request, one for each computed token: the log-probability of the token after it.
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # request id: why its grammar cannot be followed
     seconds: float = 0.0

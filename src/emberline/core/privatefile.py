@@ -1,16 +1,17 @@
-"""make_private: a file that only its owner may read, for databases of requests, replies and keys."""
+"""make_private: restrict a file to its owner, for databases of requests, replies and keys."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-OTHERS = 0o077  # mode bits of the group and of everyone
+OTHERS = 0o077  # mode bits of the group and of all other users
 
 
 def make_private(path: Path) -> None:
-    """Create the file (mode 0600) and its directory (0700) where they are missing; take others' rights away from a file
-    that is there, and from what SQLite keeps beside it."""
+    """Create the file (mode 0600) and its directory (0700) if missing; restrict an existing file to its owner.
+
+    The files that SQLite keeps beside it are restricted too."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
     for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
@@ -19,4 +20,4 @@ def make_private(path: Path) -> None:
             if mode & OTHERS:
                 each.chmod(mode & 0o700)
         except (FileNotFoundError, PermissionError):
-            continue  # another process closed it, or owns it
+            continue  # another process removed it, or another user owns it

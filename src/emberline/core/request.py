@@ -1,14 +1,14 @@
-"""Request: one sequence of tokens on its way through the engine, with the lengths that say how far it is.
+"""Request: one sequence of tokens in the engine, with the lengths that describe its progress.
 
-    0 ........ cached ........ computed ........ planned ........ known ........ limit
-    |  [0, cached)         came from the cache or a lower tier, here or at its source     |
-    |  [0, computed)       has its keys and values in the cache                           |
-    |  [computed, planned) is being computed by steps under way                           |
-    |  [planned, known)    is known (prompt, or sampled) and still to be planned          |
-    |  known == len(tokens) + pending; limit is where it must end                         |
+    0 ...... num_cached ...... num_computed ...... num_planned ...... num_known ...... max_len
+    |  [0, num_cached)             found in the cache or a lower tier, or copied from another engine  |
+    |  [0, num_computed)           has its keys and values in the cache                               |
+    |  [num_computed, num_planned) is being computed by steps that were launched                      |
+    |  [num_planned, num_known)    is known (prompt or sampled) and not planned yet                   |
+    |  num_known == len(tokens) + num_pending; the request ends at max_len                            |
 
-There is no prefill and no decode here: a request samples when planned catches up with known. Where steps are launched
-before the last one's result is in, the newest token may be `pending`: it is on the device, but nobody here knows it.
+Prefill and decode are not separate phases: a request samples in the step in which num_planned reaches num_known. Steps
+are launched before the result of the previous one is read, so the newest token may be pending: only the device has it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from emberline.core.params import SamplingParams
 
 class Status(Enum):
     WAITING = "waiting"
-    LOADING = "loading"  # has its blocks, and waits for content that a lower tier or another engine has
+    LOADING = "loading"  # has blocks, and waits for their content from a lower tier or another engine
     RUNNING = "running"
     ENDED = "ended"
 
 
 class Priority(IntEnum):
-    """Lower runs first; a batch request is promoted when it has waited long enough."""
+    """The lower value runs first. A batch request that has waited for long enough counts as interactive."""
 
     INTERACTIVE = 0
     BATCH = 1
@@ -41,31 +41,31 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    HANDOFF = "handoff"  # the prompt is computed and one token is sampled: another engine goes on
+    HANDOFF = "handoff"  # the prompt is computed and one token sampled: another engine continues
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a client of the engine hands in: a prompt and how to continue it, params.n times."""
+    """What a client of the engine submits: a prompt, to be completed params.n times."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
     priority: Priority = Priority.INTERACTIVE
     salt: str = ""  # tenants with different salts never share cached blocks
-    timeout: float = math.inf  # seconds until it ends with an error, wherever it is
-    model: str = ""  # which, where there are several: engine.fleet's to read
-    resumed: tuple[tuple[int, ...], ...] = ()  # output that each of the n has already, elsewhere; (): none has any
-    source: dict[str, Any] | None = None  # a ticket (kv.transfer.ticket): blocks of what it comes with may be had there
-    publish: bool = False  # for another engine to go on: blocks of all it comes with under a lease, one token, HANDOFF
-    token_timeout: float = 600.0  # seconds to the first token, and between two tokens, until it ends with an error
+    timeout: float = math.inf  # seconds for the whole request, after which it ends with an error
+    model: str = ""  # name of the model, where one process serves several
+    resumed: tuple[tuple[int, ...], ...] = ()  # output of each of the n completions so far, from another worker
+    source: dict[str, Any] | None = None  # ticket (kv.transfer.ticket) of an engine that has blocks of its tokens
+    publish: bool = False  # prefill only: publish the blocks under a lease, sample one token, finish with HANDOFF
+    token_timeout: float = 600.0  # seconds to the first token, and between two tokens
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
-    parent: str  # the submission's id; several requests share one when n > 1
-    index: int  # which of the n
+    parent: str  # shared by n requests if n > 1
+    index: int  # which of the n completions
     prompt_len: int
     tokens: list[int]  # prompt, then output
     params: SamplingParams
@@ -76,12 +76,12 @@ class Request:
     arrival: float
     deadline: float
     token_timeout: float = math.inf  # seconds to the first token, and between two
-    leader: str | None = None  # n > 1: the sibling that computes the prompt first
-    resumed: int = 0  # output tokens that it came with
-    source: dict[str, Any] | None = None  # where blocks of what it came with may be had; None once that was tried
-    note: Note | None = None  # what its source said in the end
-    note_len: int = 0  # tokens after which the note's token comes
-    pulled: Pulled | None = None  # what came from there
+    leader: str | None = None  # n > 1: id of the sibling that computes the prompt first
+    resumed: int = 0  # output tokens that the submission contained
+    source: dict[str, Any] | None = None  # ticket of an engine that has its blocks; None once that was tried
+    note: Note | None = None  # last message of that engine
+    note_len: int = 0  # tokens that precede the token of prefill_result
+    pulled: Pulled | None = None  # record of the blocks copied from that engine
     publish: bool = False
     status: Status = Status.WAITING
     computed: int = 0
@@ -91,9 +91,9 @@ class Request:
     admitted: float | None = None
     first_token: float | None = None
     preemptions: int = 0
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far: kv.manager's memo
-    stepwise: bool = field(init=False)  # as its params say
-    token_deadline: float = field(init=False)  # of the next token
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks so far; used by kv.manager
+    stepwise: bool = field(init=False)  # copied from params for speed
+    token_deadline: float = field(init=False)  # time by which the next token must be sampled
 
     def __post_init__(self) -> None:
         self.token_deadline = self.arrival + self.token_timeout
@@ -105,7 +105,7 @@ class Request:
 
     @property
     def arrived_len(self) -> int:
-        """Tokens that it came with: the prompt, and the output that it had already, elsewhere."""
+        """Length of the prompt and of the output that the submission contained."""
         return self.prompt_len + self.resumed
 
     @property
@@ -114,22 +114,22 @@ class Request:
 
     @property
     def scores(self) -> bool:
-        """Whether log-probabilities of its prompt are wanted and not yet told."""
+        """Whether log-probabilities of its prompt were requested and not reported yet."""
         return self.params.prompt_logprobs is not None and self.first_token is None and not self.resumed
 
     @property
     def told(self) -> Note | None:
-        """A note whose first token is as good as one that is sampled here."""
+        """The source's result, if its first token may be used as if it were sampled here; else None."""
         params = self.params
         plain = params.logprobs is None and params.prompt_logprobs is None and len(self.tokens) == self.note_len
         return self.note if plain and self.note is not None and self.note.tokens else None
 
     @property
     def remaining(self) -> int:
-        """Tokens the next step may compute."""
+        """Number of tokens that the next step may compute."""
         known = len(self.tokens) + self.pending
         if self.pending and (self.stepwise or known >= self.limit):
-            return 0  # the pending token must be seen first, or will be the last
+            return 0  # the host must see the pending token first, or it is the last one
         return known - self.planned
 
     def check(self) -> None:

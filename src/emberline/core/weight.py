@@ -1,5 +1,7 @@
-"""weight_of: about how long a value takes to be unpickled, by the number of its parts. A function that runs in another
-process (`core/offload.py`) refuses what would hold the interpreter's lock for long when it comes back."""
+"""Estimate how long a value takes to unpickle, from the number of its parts.
+
+Functions that run in a child process (`core/offload.py`) reject results that would hold the interpreter's lock of the
+server for too long when they are unpickled there."""
 
 from __future__ import annotations
 
@@ -8,31 +10,31 @@ from typing import Any
 
 from emberline.core.errors import WorkTooLarge
 
-CONTAINER = 4  # a list, an object or a struct takes about as long as so many numbers or texts
-MAX_WEIGHT = 1_000_000  # is unpickled in about 50 ms
+CONTAINER = 4  # cost of a list, dict or object, in numbers or strings
+MAX_WEIGHT = 1_000_000  # unpickled in about 50 ms
 
 
 def check_weight(value: Any, most: int = MAX_WEIGHT, what: str = "the request") -> None:
-    """Raises WorkTooLarge for a value of more than `most`."""
+    """Raise WorkTooLarge if the value's cost is above `max_cost`."""
     if weight_of(value, most) > most:
-        raise WorkTooLarge(f"{what} has too many values: more than {most} are not taken", hint="send less at once")
+        raise WorkTooLarge(f"{what} has more than {most} values", hint="send a smaller request")
 
 
 def weight_of(value: Any, most: int) -> int:
-    """A value of more than `most` is not counted to its end."""
-    found, left = 0, [value]
-    while left and found <= most:
+    """Return the value's cost; counting stops above `max_cost`."""
+    cost, left = 0, [value]
+    while left and cost <= most:
         each = left.pop()
         if (parts := _parts(each)) is None:
-            found += 1
+            cost += 1
         else:
-            found += CONTAINER
+            cost += CONTAINER
             left += parts
-    return found + len(left)
+    return cost + len(left)
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """None: it has none."""
+    """Return the values inside a container or object; None for a plain value."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     if isinstance(value, dict):

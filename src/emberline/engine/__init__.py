@@ -1,1 +1,1 @@
-"""The engine: schedule, run, update. What holds policy or talks to the process is torch-free; what computes is not."""
+"""The engine: scheduler, runners and the engine process. Only runners, samplers and boot need torch."""

@@ -1,5 +1,6 @@
-"""WaitingQueue: who may start next. Interactive before batch, first come first served, and nobody waits for ever:
-a batch request counts as if it had come `ageing` seconds later than it did."""
+"""WaitingQueue: the order in which requests start: interactive before batch, then by arrival.
+
+A batch request is ranked as if it had arrived `ageing_seconds` later than it did, so it cannot wait for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ class WaitingQueue:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
         self._requests: list[Request] = []
-        self.held: set[str] = set()  # submissions that cannot start yet: others overtake them, their place is kept
+        self.held: set[str] = set()  # submissions that cannot start yet; later ones overtake them
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -22,9 +23,9 @@ class WaitingQueue:
         return iter(self._requests)
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """The order among all requests, waiting or running: lower goes first and is preempted last."""
-        late = self._ageing if request.priority is Priority.BATCH else 0.0
-        return request.arrival + late, request.index
+        """Return the sort key of a request, waiting or running: the lowest starts first and is preempted last."""
+        penalty = self._ageing if request.priority is Priority.BATCH else 0.0
+        return request.arrival + penalty, request.index
 
     def push(self, request: Request) -> None:
         insort(self._requests, request, key=self.rank)

@@ -1,4 +1,4 @@
-"""build: a StepPlan's work becomes a Forward. The only place that turns blocks and positions into tensors."""
+"""build_forward: turns the work items of a StepPlan into the model's input tensors, for the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""boot: an EngineConfig becomes a running Engine, on a GPU or on the CPU. Memory is planned from arithmetic, not from
-a trial."""
+"""boot: builds an Engine from an EngineConfig, on a GPU or the CPU. Memory is computed in advance, not probed."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ if TYPE_CHECKING:
     from emberline.engine.grammar import GrammarCompiler
     from emberline.models.reader import Reader
 
-STAGING_BLOCKS = 128  # buffers on the way to a disk and back, where main memory is not to keep any
-CONTEXTS_KEPT = 8  # by default the cache has room for so many full contexts, memory permitting
+STAGING_BLOCKS = 128  # buffers for blocks on their way to disk and back, if kv_host_memory is 0
+CONTEXTS_KEPT = 8  # full contexts that the CPU's cache holds by default, if memory allows
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came up, and how long each phase took."""
+    """A loaded engine, its properties, and the seconds of each phase of loading."""
 
     engine: Engine
     max_context: int
@@ -63,8 +62,10 @@ class Loaded:
 
 
 def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
-    """`reader`: one that has been reading the checkpoint since before torch was imported, for a GPU. `kv_room`: what a
-    CPU has for keys and values unless the config says it; None: half of what is free."""
+    """Load the model and return its engine. Raises EmberlineError if the settings or the model are not usable.
+
+    `reader`: a reader of the checkpoint's files that was started before torch was imported, for a GPU.
+    `default_kv_bytes`: KV cache on the CPU if the config sets none; None: half of the free memory."""
     if on_gpu(config):
         return loaded_on_gpu(boot_on_gpu(config, gpu_settings(config), reader))
     if reader is not None:
@@ -78,7 +79,11 @@ def on_gpu(config: EngineConfig) -> bool:
 
 def gpu_settings(config: EngineConfig) -> GPUConfig:
     if config.threads:
-        raise InvalidRequest("threads is for an engine on the CPU", param="threads")
+        raise InvalidRequest(
+            f"threads is {config.threads}, but only an engine on the CPU uses it",
+            param="threads",
+            hint="drop --threads",
+        )
     given = {
         name: value
         for name in ("max_batch_tokens", "max_running", "block_size")
@@ -144,13 +149,17 @@ def loaded_on_gpu(made: Booted) -> Loaded:
 def _boot_on_cpu(config: EngineConfig, kv_room: int | None) -> Loaded:
     began = time.perf_counter()
     if config.itl_target_ms is not None:
-        raise InvalidRequest("itl_target_ms is for an engine on a GPU", param="itl_target_ms")
+        raise InvalidRequest(
+            "itl_target_ms is set, but only an engine on a GPU supports it",
+            param="itl_target_ms",
+            hint="drop --itl-target-ms",
+        )
     memory.refuse_packed(config.weights)
     _check_host_memory(config)
     _check_block_size(config)
     threads = config.threads or core_count()
     backend = ops.start(threads=threads)
-    # torch's threads spin for a while after each of its ops, on the cores our kernels want next: one is enough for it.
+    # torch's threads spin for a while after each op, on the cores that our kernels need next: one is enough for torch.
     torch.set_num_threads(1 if backend.library else threads)
     kernels = time.perf_counter()
     model = load(Path(config.model), config.dtype, config.max_context)
@@ -202,12 +211,12 @@ def _numerics(model: Decoder, cache: KVCache, weights: str, device: str) -> Nume
 
 def _check_block_size(config: EngineConfig) -> None:
     if config.block_size is not None and config.block_size not in (8, 16, 32) and config.block_size % 64:
-        message = f"block_size is {config.block_size}; on a CPU it is 8, 16, 32 or a multiple of 64"
+        message = f"block_size is {config.block_size}; on a CPU it must be 8, 16, 32 or a multiple of 64"
         raise InvalidRequest(message, param="block_size")
 
 
 def _check_host_memory(config: EngineConfig) -> None:
-    """For a GPU it is pinned, so all of it is taken at once."""
+    """Raise InvalidRequest if kv_host_memory is more than the free memory: a GPU's host tier is allocated at once."""
     if config.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
             f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",
@@ -243,7 +252,9 @@ def _dock(
     except OSError as error:
         if transfer.required:
             where = f"{transfer.host}:{transfer.port}"
-            raise InvalidRequest(f"no blocks can be sent from {where}: {error}", param="transfer") from error
+            raise InvalidRequest(
+                f"KV transfers cannot listen at {where}: {error}", param="transfer", hint="choose another --kv-port"
+            ) from error
         return None
 
 
@@ -265,5 +276,5 @@ def _name(dtype: torch.dtype) -> str:
 
 def _most_tokens(config: EngineConfig, running: int, context: int) -> int:
     if config.kv_memory is not None:
-        return 1 << 40  # the user said how much: use it all
+        return 1 << 40  # kv_memory is set: use all of it
     return min(CONTEXTS_KEPT, running) * context

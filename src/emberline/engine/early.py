@@ -1,10 +1,10 @@
-"""early: what a process that will compute on a GPU does before it imports torch. It needs only the standard library.
+"""Preload files before a process that uses a GPU imports torch. Only the standard library is needed.
 
-A cold start waits for the disk three times: for the libraries, which are mapped and fault in page by page; for Python's
-files; for the weights. The first two come in the order of their use, a small read at a time, and behind a disk that is
-busy with weights each read waits long. So a start notes which files, and which parts of them, it touched; the next one
-reads those first, many at once, then has another process read the weights, and imports from memory. A note that is old
-or missing costs only time.
+A cold start waits for the disk three times: for libraries, which are mapped and read page by page on faults; for
+Python's files; for the weights. Libraries and Python files are read in small pieces in the order of use, and each piece
+waits long while the disk is busy with weights. So a start records which parts of which files it used. The next start
+first reads those, many at once, then lets another process read the weights, and imports from memory. A missing or old
+record costs only time.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.child_reader import start_reader
 from emberline.models.reader import Reader, files_of
 
-WAIT = 5.0  # seconds at most for what the last start touched
-GAP = 256 << 10  # parts of a file nearer than this are read as one
-PRESENT = 63  # the bit of a page that is there, in /proc/self/pagemap
-LIMIT = 4 << 30  # bytes noted at most: more would cost more than it saves
+WAIT = 5.0  # for reading the recorded files
+GAP = 256 << 10  # ranges of a file with a smaller gap are read as one
+PRESENT = 63  # bit in /proc/self/pagemap of a page that is in memory
+LIMIT = 4 << 30  # a larger record would cost more time than it saves
 
-VERSION = 2  # of what is noted
+VERSION = 2  # of the record's format
 
 Span = tuple[int, int]  # [begin, end) of a file
 
 
 def begin(model: Path) -> Reader:
-    """Starts on everything that takes long and needs no torch. Returns when an import will find its files in memory;
-    the reader goes on with the checkpoint's."""
+    """Start all slow work that needs no torch, and return the reader of the checkpoint's files, which continues.
+
+    When this returns, an import of torch finds its files in memory, if they were recorded and the disk is fast enough."""
     reader = start_reader(files_of(Checkpoint.open(model)), first())
     threading.Thread(target=_open_device, name="device", daemon=True).start()
     reader.wait_first(WAIT)
@@ -48,15 +49,18 @@ def begin(model: Path) -> Reader:
 
 
 def without_tracing() -> None:
-    """Shape rules for traced programs: a third of the time torch takes to import, and nothing here traces. Nor does
-    anything need other vendors' devices, for which it would look into every package that is installed."""
+    """Make the import of torch skip modules that the engine does not need.
+
+    Shape rules for traced programs take a third of the import time. Loading other vendors' devices looks into every
+    installed package."""
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
 
 
 def noted() -> dict[str, list[Span]]:
-    """By file, what an earlier start of this Python touched. Nobody looks here whether the files are still the same:
-    on a cold disk that alone would take long."""
+    """Return the ranges by file that an earlier start of this Python used; {} without a record.
+
+    The files are not checked for changes: on a cold disk that alone would take long."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         note = json.loads(_note().read_text())
         return {path: [(begin, end) for begin, end in spans] for path, (_, spans) in note.items()}
@@ -64,12 +68,14 @@ def noted() -> dict[str, list[Span]]:
 
 
 def first() -> list[tuple[str, int, int]]:
-    """What is noted, for a reader to begin with."""
+    """Return the record as (file, begin, end), for a reader to read first; (0, 0) means that the file is only opened."""
     return [(path, begin, end) for path, spans in noted().items() for begin, end in (spans or [(0, 0)])]
 
 
 def remember() -> None:
-    """For the next start, unless the note there is still holds. Call it once all that a start loads is loaded."""
+    """Record the files that this process used, for the next start, unless the record is current.
+
+    Call this after everything that a start loads is loaded."""
     with contextlib.suppress(OSError):
         if _holds():
             return
@@ -84,7 +90,7 @@ def remember() -> None:
 
 
 def touched() -> dict[str, list[Span]]:
-    """By file, what this process has used."""
+    """Return the ranges by file that this process has used."""
     return _packages() | _modules() | _mapped()
 
 
@@ -101,8 +107,9 @@ def _note() -> Path:
 
 
 def _modules() -> dict[str, list[Span]]:
-    """Python's own files in the order of import: the compiled one whole, beside which the source is only looked at,
-    unless someone asked for its text. And the directories that were searched."""
+    """Return Python's files in the order of import, and the directories that were searched.
+
+    Compiled files are read as a whole. Their sources are only opened, unless a traceback needed the text."""
     found: dict[str, list[Span]] = {path: [] for path in list(sys.path_importer_cache) if Path(path).is_dir()}
     for name, module in list(sys.modules.items()):
         source = getattr(getattr(module, "__spec__", None), "origin", None) or _source(name)
@@ -118,7 +125,7 @@ def _modules() -> dict[str, list[Span]]:
 
 
 def _packages() -> dict[str, list[Span]]:
-    """What triton looks through for its backends: the entry points of everything that is installed."""
+    """Return the entry point files of all installed packages: triton searches them for its backends."""
     found: dict[str, list[Span]] = {}
     for directory in [Path(path) for path in sys.path] if "importlib.metadata" in sys.modules else []:
         for package in directory.glob("*.dist-info"):
@@ -129,7 +136,7 @@ def _packages() -> dict[str, list[Span]]:
 
 
 def _source(name: str) -> str | None:
-    """Where a module was probably from that something else has taken the place of."""
+    """Return the probable source file of a module that was replaced in sys.modules; None if there is none."""
     parent, _, last = name.rpartition(".")
     for directory in getattr(sys.modules.get(parent), "__path__", ()):
         for file in (Path(directory) / f"{last}.py", Path(directory) / last / "__init__.py"):
@@ -139,7 +146,7 @@ def _source(name: str) -> str | None:
 
 
 def _mapped() -> dict[str, list[Span]]:
-    """The pages of mapped files that this process has used, or that lay beside them."""
+    """Return the ranges of mapped files whose pages are in this process's memory."""
     pages: dict[str, set[Span]] = {}
     with Path("/proc/self/maps").open() as maps, Path("/proc/self/pagemap").open("rb") as pagemap:
         for line in maps.readlines():
@@ -158,7 +165,7 @@ def _present(states: array[int], offset: int) -> list[Span]:
 
 
 def joined(spans: list[Span]) -> list[Span]:
-    """Ordered spans, with those made one that overlap or have little between them."""
+    """Merge sorted ranges that overlap or have a gap of less than MAX_GAP_BYTES."""
     out: list[Span] = []
     for begin, end in spans:
         if out and begin - out[-1][1] < GAP:
@@ -169,7 +176,7 @@ def joined(spans: list[Span]) -> list[Span]:
 
 
 def _open_device() -> None:
-    """The context of the first GPU: torch finds it made. What goes wrong here goes wrong there too, and is said."""
+    """Create the CUDA context of the first GPU ahead of torch. Errors are ignored: torch reports them later."""
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()

@@ -1,5 +1,6 @@
-"""EmbedderProcess: the embedding model in a process of its own, started by the first call, so that it costs nothing
-before and never stands in the way of generation.
+"""EmbedderProcess: runs the embedding model in its own process, so that it does not delay generation.
+
+The process is started by the first call.
 
     python -m emberline.engine.embedder DIRECTORY THREADS
 """
@@ -19,7 +20,7 @@ import msgspec
 from emberline.core.errors import DeadlineExceeded, EmberlineError, EngineFailed, EngineUnavailable
 from emberline.engine.messages import Refused
 
-DEADLINE = 120.0  # seconds for one call, the start of the process included
+DEADLINE = 120.0  # for one call, including the start of the process
 
 
 class Embed(msgspec.Struct, tag=True):
@@ -28,11 +29,11 @@ class Embed(msgspec.Struct, tag=True):
 
 class Embedded(msgspec.Struct, tag=True):
     dim: int
-    vectors: bytes  # float32, one after the other
+    vectors: bytes  # float32, one vector after the other
 
 
 class EmbedderProcess:
-    """`embed` blocks: call it off the event loop. One call at a time; others wait their turn."""
+    """`embed` blocks: call it in a thread. Calls run one at a time."""
 
     def __init__(self, directory: Path, threads: int) -> None:
         self._command = [sys.executable, "-m", "emberline.engine.embedder", str(directory), str(threads)]
@@ -54,9 +55,9 @@ class EmbedderProcess:
                 process.wait()
                 if timer.finished.is_set():
                     raise DeadlineExceeded(
-                        f"no embeddings within {DEADLINE:.0f} s", hint="send fewer inputs at once"
+                        f"the embedder did not answer within {DEADLINE:.0f} s", hint="send fewer inputs at once"
                     ) from e
-                raise EngineFailed("the embedder died", hint="send the request again") from e
+                raise EngineFailed("the embedder process died", hint="send the request again") from e
             finally:
                 timer.cancel()
         if isinstance(answer, Refused):
@@ -67,7 +68,7 @@ class EmbedderProcess:
         return [flat[i : i + answer.dim] for i in range(0, len(flat), answer.dim)]
 
     def stop(self) -> None:
-        """For good: who waits for an answer or for their turn is told."""
+        """End the process. Open and waiting calls fail, and later ones raise EngineUnavailable."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -93,7 +94,7 @@ def _read(pipe: IO[bytes]) -> Embed | Embedded | Refused:
 
 def _exactly(pipe: IO[bytes], size: int) -> bytes:
     data = pipe.read(size)
-    if len(data) < size:  # whoever wrote it has died, perhaps in the middle
+    if len(data) < size:  # the other process died, possibly in the middle of a message
         raise EOFError
     return data
 
@@ -110,11 +111,11 @@ def main() -> int:
     model: Embedder | None = None
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while True:
-            asked = _read(sys.stdin.buffer)
-            assert isinstance(asked, Embed)
-            try:  # what is wrong with its files, whoever asks is told
+            request = _read(sys.stdin.buffer)
+            assert isinstance(request, Embed)
+            try:  # errors of the model's files are part of the reply
                 model = model or Embedder.load(Path(sys.argv[1]))
-                vectors = model.embed(asked.inputs)
+                vectors = model.embed(request.inputs)
                 _write(sys.stdout.buffer, Embedded(model.dim, vectors.numpy().tobytes()))
             except EmberlineError as e:
                 _write(sys.stdout.buffer, Refused.of("", e))

@@ -1,4 +1,4 @@
-"""Engine: scheduler and runner composed. `step` is schedule, run, update; the rest is the way in and out."""
+"""Engine: a scheduler and a runner. Each `step` schedules, runs and updates."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from emberline.kv.pulls import Pulls
 from emberline.kv.tiers.stack import TierStack
 from emberline.kv.transfer.dock import Dock
 
-PAUSE = 0.002  # seconds of a step that has nothing to do but wait; other engines may share the loop
+PAUSE = 0.002  # longest wait of a step that has nothing to compute; other engines may share the loop
 
 
 class Runner(Protocol):
-    """Computes a plan. The fake, the torch runner and the simulator are all of this shape."""
+    """Computes plans: the fake, the torch runners and the simulator implement this."""
 
     num_blocks: int
     vocab_size: int
@@ -37,7 +37,7 @@ class Runner(Protocol):
 
     @property
     def layout(self) -> str:
-        """Names model and cache form: part of every block's identity."""
+        """Name of model and cache format, part of every block's hash."""
         ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
@@ -45,16 +45,16 @@ class Runner(Protocol):
 
 @runtime_checkable
 class AheadRunner(Runner, Protocol):
-    """One that can be given the next plan before the result of the last is in."""
+    """A runner that accepts the next plan before the result of the last one is read."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Starts a plan, after all those before it; the call it gives back waits for the result."""
+        """Start a plan after all earlier ones, and return a function that waits for its result."""
         ...
 
 
 @runtime_checkable
 class PreparingRunner(Runner, Protocol):
-    """One that can use idle time to make later steps faster."""
+    """A runner that can use idle time to make later steps faster."""
 
     @property
     def is_preparing(self) -> bool:
@@ -68,15 +68,17 @@ class PreparingRunner(Runner, Protocol):
 
 @runtime_checkable
 class GrammarRunner(Runner, Protocol):
-    """One that follows grammars, and compiles them beside the loop."""
+    """A runner that supports grammars and compiles them in another thread."""
 
     def prepare(self, grammar: Grammar) -> Future[Any]:
-        """Done when requests with this grammar can start at once; that holds as long as it is kept."""
+        """Return a future that is done when requests with this grammar can start without waiting.
+
+        The compiled grammar is kept as long as the future is."""
         ...
 
 
 class Matching(Protocol):
-    """A compiled grammar, and how far an output has come in it."""
+    """A compiled grammar with its state after an output."""
 
     @property
     def done(self) -> bool: ...
@@ -95,8 +97,8 @@ class Engine:
         tiers: TierStack | None = None,
         dock: Dock | None = None,
     ) -> None:
-        """`tiers`: below the runner's cache, for a runner that makes a plan's copies. `dock`: of the runner's cache, if
-        other engines are to exchange blocks with it."""
+        """`tiers`: KV tiers below the runner's cache, if the runner executes a plan's copies.
+        `transfer_endpoint`: exchanges blocks of the runner's cache with other engines."""
         self.config = config
         self.runner = runner
         self.clock = clock or SystemClock()
@@ -120,7 +122,7 @@ class Engine:
         self._ahead = runner if isinstance(runner, AheadRunner) else None
         self._preparing = runner if isinstance(runner, PreparingRunner) else None
         self._under_way: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        self._planned: StepPlan | None = None  # not run yet: outputs that were known before it left first
+        self._planned: StepPlan | None = None  # a plan that is run in the next step: early outputs are returned first
         self._children: dict[str, list[str]] = {}
         self._grammars: dict[str, Future[Any]] = {}  # of open submissions
         self._steps = 0
@@ -129,13 +131,18 @@ class Engine:
         self._host = 0.0
 
     def add(self, submission: Submission, arrival: float | None = None) -> None:
-        """Takes a submission in, or raises; what is taken in ends exactly once per completion. `arrival`: of one that
-        has waited elsewhere, on the engine's clock."""
+        """Accept a submission; each of its completions then ends exactly once.
+
+        `arrival`: the time on the engine's clock, of a submission that has already waited. Raises InvalidRequest, or
+        Overloaded if too many requests are open."""
         if submission.id in self._children:
-            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
+            raise InvalidRequest(f"a request with id {submission.id!r} is already open", param="id")
         self._intake.check(submission)
         if len(self.scheduler.requests) >= self.config.max_running + self.config.max_waiting:
-            raise Overloaded(f"{self.scheduler.num_waiting} requests are waiting", hint="retry after the given time")
+            raise Overloaded(
+                f"the queue is full: {self.scheduler.num_waiting} requests are waiting",
+                hint="retry after the time in Retry-After, or raise --max-waiting",
+            )
         self._prepare(submission)
         requests = self._intake.requests(submission, self.clock.now() if arrival is None else arrival)
         self._children[submission.id] = [request.id for request in requests]
@@ -147,7 +154,7 @@ class Engine:
             self.scheduler.abort(request_id)
 
     def abort_one(self, submission_id: str, index: int) -> None:
-        """Ends one of the n completions; the others go on."""
+        """End one of the n completions; the others continue."""
         self.scheduler.abort(f"{submission_id}#{index}")
 
     def step(self) -> list[Output]:
@@ -161,8 +168,7 @@ class Engine:
         return outputs
 
     def _rest(self) -> None:
-        """There are requests, and nothing to be done: they wait for a grammar, for content of their blocks, or for
-        blocks that another engine reads or writes."""
+        """Wait briefly: all requests wait for a grammar, for blocks of another tier or engine, or for a lease to end."""
         if held := self.scheduler.waiting.held:
             futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
@@ -172,7 +178,7 @@ class Engine:
         began = time.perf_counter()
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         if plan is not None and self.scheduler.has_early_outputs:
-            self._planned = plan  # it runs next, whatever comes: nothing else is planned before
+            self._planned = plan  # it runs in the next step, before anything else is planned
             return self._collect()
         if plan is not None:
             started = time.perf_counter()
@@ -183,8 +189,9 @@ class Engine:
         return self._collect()
 
     def _step_ahead(self, runner: AheadRunner) -> list[Output]:
-        """Plans and launches a step, and only then waits for the one before it: the device goes from one to the next
-        without us. With nothing to plan, waits for what is under way."""
+        """Plan and launch a step, then wait for the result of the previous one, so that the device is never idle.
+
+        With nothing to plan, wait for the step in flight."""
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -219,12 +226,12 @@ class Engine:
 
     @property
     def attentive(self) -> bool:
-        """Whether it should be stepped soon, idle as it may be: others hold blocks of it, or are being paired with."""
+        """Whether it needs steps although it is idle: peers hold its blocks, or are being connected."""
         unsettled = self.pairing is not None and self.pairing.unsettled
         return unsettled or self.kv.has_pinned or self.kv.num_quarantined > 0
 
     def close(self) -> None:
-        """Writes what is to be written to lower tiers, if that does not take long, and parts from other engines."""
+        """Write pending blocks to lower tiers, for a limited time, and disconnect from other engines."""
         if self.kv.tiers is not None:
             self.kv.tiers.close()
         if self.kv.pulls is not None:
@@ -235,7 +242,7 @@ class Engine:
             self.dock.close()
 
     def stats(self) -> Stats:
-        """As of now; samples of blocks are told once."""
+        """Return current statistics. Each sample of a block's residency is returned once."""
         s = self.scheduler
         return Stats(
             step=self._steps,
@@ -283,14 +290,16 @@ class Engine:
         return outputs
 
     def _prepare(self, submission: Submission) -> None:
-        """Its requests wait in the queue, where deadlines and aborts reach them, until their grammar is compiled."""
+        """Start compiling the submission's grammar and block its requests in the queue until that is done.
+
+        They wait in the queue so that deadlines and aborts apply to them."""
         grammar = submission.params.grammar
         if grammar is not None and isinstance(self.runner, GrammarRunner):
             self._grammars[submission.id] = self.runner.prepare(grammar)
             self.scheduler.waiting.held.add(submission.id)
 
     def _release(self) -> None:
-        """Of the submissions held, those whose grammar is compiled may start; those whose grammar cannot be, end."""
+        """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or already complete."""
         held = self.scheduler.waiting.held
         for name in [name for name in held if self._grammars[name].done()]:
             held.remove(name)
@@ -302,7 +311,7 @@ class Engine:
                     self.scheduler.end(request_id, FinishReason.STOP)
 
     def _completes(self, request_id: str, grammar: Matching) -> bool:
-        """Whether the output that a request came with is all that its grammar allows."""
+        """Return whether the output that the request was submitted with already completes its grammar."""
         request = self.scheduler.requests.get(request_id)
         if request is None or not request.resumed:
             return False

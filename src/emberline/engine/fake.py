@@ -1,5 +1,7 @@
-"""FakeRunner: a Runner without a model. It keeps the tokens themselves as keys and values, in blocks, and samples a
-hash of what a request's block table leads to: a wrong table, a lost write or a stale block changes the tokens."""
+"""FakeRunner: a Runner without a model, for tests.
+
+It stores the tokens themselves as keys and values and samples a hash of the tokens that the request's block table leads
+to, so a wrong table, a lost write or a stale block changes the output."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class FakeRunner:
         self._block_size = block_size
         self._memory = array("q", [-1]) * (num_blocks * block_size)
         self._known: dict[str, Admission] = {}
-        self._newest: dict[str, int] = {}  # the last token each request sampled
+        self._newest: dict[str, int] = {}  # last sampled token of each request
 
     def run(self, plan: StepPlan) -> StepResult:
         self.steps += 1
@@ -50,7 +52,7 @@ class FakeRunner:
         return StepResult(plan.step, sampled, logprobs)
 
     def region(self) -> HostRegion:
-        """Its memory, for transfers."""
+        """Return its memory for KV transfers."""
         layout = Layout(self.layout, layers=1, parts=1, heads=1, tokens=self._block_size, width=8, dtype="int64")
         return HostRegion(layout, [memoryview(self._memory)])
 
@@ -72,7 +74,7 @@ class FakeRunner:
 
 
 class FakeAheadRunner(FakeRunner):
-    """The same as a device that works behind its host: a result is only handed over when it is asked for."""
+    """A FakeRunner that returns results later, as a GPU does."""
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         result = self.run(plan)

@@ -1,9 +1,10 @@
-"""Fleet: the engines of one process, by the names of their models. A request for a model that sleeps waits for it.
+"""EngineGroup: the engines of one process, by model name. A request for a sleeping model waits until it is awake.
 
-Models without open requests fall asleep as soon as another needs their memory. For busy ones there is a rule, so that
-none waits for ever: models are woken in the order in which they began to wait, and nobody overtakes. When the first of
-them has waited for a turn, those in its way that have been awake for a turn are held: what is sent to them waits too,
-they finish what they have, and sleep. A request that has waited too long is refused. No torch, no I/O.
+A model without open requests is put to sleep as soon as another needs its memory. Busy models are switched by this rule,
+so that no model waits for ever: sleeping models are woken strictly in the order in which they began to wait. When the
+first of them has waited for `turn` seconds, the busy models whose memory it needs and that have been awake for `turn`
+seconds are drained: new requests for them wait, they finish their open requests, and then they sleep. A request that
+has waited for too long is rejected. This module needs no torch and does no I/O.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ log = logging.getLogger("emberline.engine")
 class Member(Resident, Protocol):
     @property
     def engine(self) -> Engine:
-        """The same one each time; to be asked for while it is awake."""
+        """The model's engine, always the same one; valid only while the model is awake."""
         ...
 
 
@@ -43,23 +44,23 @@ class Member(Resident, Protocol):
 class Waiting:
     submission: Submission
     arrival: float
-    aborted: set[int] = field(default_factory=set)  # of its completions, but not all
+    aborted: set[int] = field(default_factory=set)  # indexes of aborted completions; never all
 
 
 @dataclass(slots=True)
 class Queue:
-    """Who waits for one model, in order of arrival; never empty."""
+    """Submissions that wait for one sleeping model, in order of arrival; never empty."""
 
-    since: float  # some request or other has waited for it from then on
+    since: float  # time since when the queue has not been empty
     requests: dict[str, Waiting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a step came to."""
+    """The results of one step."""
 
-    outputs: dict[str, list[Output]]  # of every model about which there is news
-    refused: list[tuple[str, EmberlineError]]  # submissions that end here
+    outputs: dict[str, list[Output]]  # by model, for every model whose state or statistics changed
+    refused: list[tuple[str, EmberlineError]]  # id and error of submissions that waited and are rejected
     turned: set[str]  # models that fell asleep or woke
 
 
@@ -67,12 +68,13 @@ class Fleet:
     def __init__(
         self, members: Mapping[str, Member], memory: int, config: FleetConfig, clock: Clock | None = None
     ) -> None:
-        """Loads every model, so that what is wrong with one is known at once: the first is awake in the end. `memory`:
-        for all that are awake together."""
+        """Load every model, so that errors show at once; the first one is awake at the end.
+
+        `memory`: bytes for all models that are awake at the same time."""
         self.config = config
         self._clock = clock or SystemClock()
         self._sleeper = Sleeper(memory, self._clock)
-        self._queues: dict[str, Queue] = {}  # who has waited longest first
+        self._queues: dict[str, Queue] = {}  # by model, in the order in which they began to wait
         self._held: set[str] = set()
         self._news: dict[str, list[Output]] = {}
         self._refused: list[tuple[str, EmberlineError]] = []
@@ -84,13 +86,15 @@ class Fleet:
             engines[name] = members[name].engine
         self.engines = {name: engines[name] for name in members}
 
-    # -- in and out ---------------------------------------------------------------------------------------------------
+    # -- submissions --------------------------------------------------------------------------------------------------
 
     def add(self, submission: Submission) -> None:
-        """Takes a submission in, or raises. What is taken in ends exactly once: by outputs, or by being refused."""
+        """Accept a submission; it then ends exactly once, by outputs or by a rejection in a StepReport.
+
+        Raises ModelNotFound, InvalidRequest or Overloaded."""
         name = submission.model
         if name not in self.engines:
-            raise ModelNotFound(f"there is no model {name!r}", hint=f"there are: {' '.join(self.engines)}")
+            raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self.engines)}")
         if name in self._held or not self.is_awake(name):
             self._wait(name, submission)
         else:
@@ -147,21 +151,23 @@ class Fleet:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> Report:
-        """A step of each engine that is awake; then turns are taken, so that nobody sleeps with something unsaid."""
+        """Run a step of each engine that is awake, then switch models.
+
+        The order ensures that all outputs of a model are returned before it sleeps."""
         outputs, self._news = self._news, {}
         for name in self._sleeper.awake:
             engine = self.engines[name]
             busy = not engine.idle
-            made = engine.step()
-            if busy or made:
-                outputs[name] = [*outputs[name], *made] if name in outputs else made
+            new = engine.step()
+            if busy or new:
+                outputs[name] = [*outputs[name], *new] if name in outputs else new
         if self._queues or self._held:
             self._take_turns()
-        turned, self._sleeper.changed = self._sleeper.changed, set()
-        for name in turned:
-            outputs.setdefault(name, [])  # who sleeps has forgotten what it had cached
-        refused, self._refused = self._refused, []
-        return Report(outputs, refused, turned)
+        sleep_changes, self._sleeper.changed = self._sleeper.changed, set()
+        for name in sleep_changes:
+            outputs.setdefault(name, [])  # its statistics changed: a sleeping model has an empty cache
+        rejected, self._refused = self._refused, []
+        return Report(outputs, rejected, sleep_changes)
 
     def _take_turns(self) -> None:
         self._expire()
@@ -170,10 +176,10 @@ class Fleet:
             name, queue = next(iter(self._queues.items()))
             if busy := self._sleeper.in_the_way(name):
                 self._held = {other for other in busy if self._has_had_its_turn(other, queue.since)}
-                break  # nobody overtakes, or what it waits for would go to others for ever
+                break  # no other model may be woken first, or it could take the memory each time
             self._wake(name)
         for name in [name for name in self._queues if self.is_awake(name) and name not in self._held]:
-            self._wake(name)  # it is held no more
+            self._wake(name)  # it is no longer draining
 
     def _has_had_its_turn(self, name: str, wanted: float) -> bool:
         woke = self._sleeper.since(name)
@@ -185,10 +191,12 @@ class Fleet:
         self._news.setdefault(name, [])
         try:
             self._sleeper.use(name)
-        except Exception:  # a driver's, a device's: whoever waited is told, and the others go on, if they can
-            log.exception("%s could not be woken", name)
+        except Exception:  # of a driver or a device: reject the waiting requests; other models continue if they can
+            log.exception(
+                "waking the model failed, rejecting its requests: model=%s requests=%d", name, len(queue.requests)
+            )
             check_device()
-            error = EngineUnavailable(f"the model {name!r} could not be woken", hint="the server's log says why")
+            error = EngineUnavailable(f"waking the model {name!r} failed", hint="see the server's log")
             self._refused += [(submission_id, error) for submission_id in queue.requests]
             return
         engine = self.engines[name]
@@ -207,9 +215,11 @@ class Fleet:
         now = self._clock.now()
         queue = self._queues.get(name) or Queue(now)
         if len(queue.requests) >= self.config.max_waiting:
-            raise self._overloaded(f"{len(queue.requests)} requests wait for {name} to wake")
+            raise self._overloaded(
+                f"the queue is full: {len(queue.requests)} requests wait for the sleeping model {name!r}"
+            )
         if submission.id in queue.requests:
-            raise InvalidRequest(f"a request with id {submission.id!r} is open", param="id")
+            raise InvalidRequest(f"a request with id {submission.id!r} is already open", param="id")
         queue.requests[submission.id] = Waiting(submission, now)
         self._queues[name] = queue
         self._news.setdefault(name, [])
@@ -228,14 +238,17 @@ class Fleet:
                 submission = waiting.submission
                 if waited >= min(submission.timeout, submission.token_timeout):
                     error: EmberlineError = DeadlineExceeded(
-                        "the request did not begin within its time limit", hint="raise --token-timeout"
+                        f"the request did not start within its time limit: the model {name!r} was asleep for {waited:.0f} s",
+                        hint="raise --token-timeout",
                     )
                 elif waited >= self.config.wait:
-                    error = self._overloaded(f"{name} did not get its turn in {waited:.0f} s: other models are busy")
+                    message = f"the model {name!r} could not be woken within {waited:.0f} s: other models are busy"
+                    error = self._overloaded(message)
                 else:
                     continue
                 self._refused.append((submission_id, error))
                 self._leave(name, submission_id)
 
     def _overloaded(self, message: str) -> Overloaded:
-        return Overloaded(message, retry_after=math.ceil(self.config.turn), hint="retry after the given time")
+        hint = "retry after the time in Retry-After"
+        return Overloaded(message, retry_after=math.ceil(self.config.turn), hint=hint)

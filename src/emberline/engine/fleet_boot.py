@@ -1,5 +1,7 @@
-"""boot_fleet: the models of a server become a Fleet. On a CPU all of them stay awake; on a GPU too, if its memory
-allows it, and otherwise they take turns. What fits is known before anything is loaded."""
+"""boot_engine_group: loads the models of a server as one EngineGroup.
+
+On a CPU all models stay awake. On a GPU they do if they fit into its memory together; otherwise they share it over time.
+Whether they fit is computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
     from emberline.engine.gpu.boot import Booted
     from emberline.models.reader import Reader
 
-FOR_KV = 0.5  # of what weights leave in a CPU's memory, at most
+FOR_KV = 0.5  # largest fraction for KV caches of the main memory that weights leave free
 
 
 class Settled:
-    """A model that stays awake: nobody needs its memory."""
+    """A model that stays awake, because all models fit into memory."""
 
     nbytes = 0
 
@@ -50,17 +52,17 @@ class Settled:
         return self._loaded.weight_bytes
 
     def sleep(self) -> int:
-        raise AssertionError("nobody needs its memory")
+        raise AssertionError("a model that stays awake was put to sleep")
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """What is known of a model before it is loaded."""
+    """What is known about a model's weights before it is loaded."""
 
     config: ModelConfig
     dtype: str
     weight_bytes: int
-    packed: bool  # whether a GPU keeps them in 12 bits
+    packed: bool  # whether a GPU keeps the weights in 12 bits
 
     @staticmethod
     def of(config: EngineConfig) -> Weighed:
@@ -76,7 +78,9 @@ class Weighed:
 def boot_fleet(
     configs: Mapping[str, EngineConfig], rules: FleetConfig, reader: Reader | None = None
 ) -> tuple[Fleet, dict[str, Loaded]]:
-    """`reader`: of the last one's files, since the last is loaded first."""
+    """Load all models and return their group and each loaded engine. Raises ModelError if they do not fit.
+
+    `reader`: a started reader of the files of the last model, which is loaded first."""
     readers = {list(configs)[-1]: reader}
     loaded: dict[str, Loaded] = {}
     if len(configs) == 1 or not on_gpu(next(iter(configs.values()))):
@@ -102,19 +106,22 @@ def boot_fleet(
 
 
 def room_for_kv(configs: Mapping[str, EngineConfig], free: int) -> int:
-    """Bytes for each model's keys and values, where all stay in a CPU's memory."""
+    """Return the bytes of each model's KV cache on a CPU. Raises ModelError if the models do not fit."""
     weights = {name: Weighed.of(config).weight_bytes for name, config in configs.items()}
-    asked = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
-    left = free - sum(weights.values()) - asked
+    configured = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
+    left = free - sum(weights.values()) - configured
     if left < 0:
-        raise _too_much(weights, f" and {memory.gib(asked)} GiB of keys and values" if asked else "", free)
+        raise _too_much(weights, f" and {memory.gib(configured)} GiB of KV cache" if configured else "", free)
     return int(left * FOR_KV) // len(configs)
 
 
 def taking_turns(
     configs: Mapping[str, EngineConfig], total: int, free: int, load: Callable[[str, GPUConfig], Booted]
 ) -> tuple[dict[str, Swapped], int]:
-    """Of a GPU with so much memory, on a host with so much free; and the bytes for all that are awake together."""
+    """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
+
+    Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises ModelError
+    if the models do not fit."""
     weighed = {name: Weighed.of(config) for name, config in configs.items()}
     settings = {name: gpu_settings(config) for name, config in configs.items()}
 
@@ -137,23 +144,27 @@ def taking_turns(
     kept = sum(config.kv_host_memory for config in configs.values())
     sleeps = sum(member.nbytes for member in members.values()) > space
     if sleeps * sum(weights.values()) + kept > free:
-        besides = f" and {memory.gib(kept)} GiB of keys and values" if kept else ""
-        raise _too_much(weights, (", which main memory must hold while they sleep" if sleeps else "") + besides, free)
+        besides = f" and {memory.gib(kept)} GiB of KV blocks" if kept else ""
+        reason = ", which main memory must hold while they sleep" if sleeps else ""
+        raise _too_much(weights, reason + besides, free)
     return members, space
 
 
 def _without_transfer(config: EngineConfig) -> EngineConfig:
-    """While a model sleeps, nobody can read its blocks; and when it wakes, they lie elsewhere."""
+    """Return the settings without KV transfers: the blocks of a sleeping model cannot be read, and they move on waking.
+
+    Raises InvalidRequest if transfers are required."""
     if config.transfer is not None and config.transfer.required:
         hint = "serve one model with each worker, or with --role both"
-        raise InvalidRequest("models that share a GPU exchange no blocks with others", param="transfer", hint=hint)
+        message = "models that share a GPU cannot exchange KV blocks with other workers"
+        raise InvalidRequest(message, param="transfer", hint=hint)
     return replace(config, transfer=None)
 
 
 def _too_much(weights: Mapping[str, int], besides: str, free: int) -> ModelError:
     parts = ", ".join(f"{name} {memory.gib(size)}" for name, size in weights.items())
     return ModelError(
-        f"the models do not fit: {memory.gib(sum(weights.values()))} GiB of weights ({parts}){besides}; "
-        f"{memory.gib(free)} GiB of memory are free",
-        hint="serve fewer models, or smaller ones",
+        f"the models do not fit into main memory: {memory.gib(sum(weights.values()))} GiB of weights ({parts}){besides}; "
+        f"{memory.gib(free)} GiB are free",
+        hint="serve fewer or smaller models",
     )

@@ -1,10 +1,10 @@
-"""Constrained output: a Grammar compiled against a tokenizer, and a Matcher that says which tokens may come next.
+"""Structured output: GrammarCompiler compiles a GrammarSpec, and a GrammarMatcher computes the allowed next tokens.
 
-The library is llguidance (benchmarks/results/grammar-choice.json): no torch, no build per grammar, every step metered.
-What each kind of Grammar holds:
+The library is llguidance (benchmarks/results/grammar-choice.json): it needs no torch and limits the work of every step.
+The text of each kind of GrammarSpec:
 
-    json_object   nothing
-    json_schema   a schema; keywords that cannot be enforced are refused by name, not ignored
+    json_object   empty
+    json_schema   a schema; keywords that cannot be enforced are rejected by name, not ignored
     regex         Rust syntax, matched against the whole output; no look-around, no back-references
     choice        a JSON array of strings
     grammar       Lark (llguidance's dialect), GBNF (it has `::=`), or several joined: llguidance's {"grammars": [...]}
@@ -31,14 +31,16 @@ from emberline.core.params import Grammar, GrammarKind
 MAX_TEXT = 256 * 1024  # characters
 MAX_CHOICES = 10_000
 CACHED = 64
-# Bounded, or a small model that likes newlines writes them until its tokens run out.
+# Limited, because some small models would otherwise write newlines until max_tokens.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 Mask = npt.NDArray[np.int32]
 
 
 class Matcher:
-    """One request's place in its grammar. A mask has one bit for each id of the model's vocabulary, 32 to an int32."""
+    """The state of one request's grammar after its output so far.
+
+    A mask has one bit for each id of the model's vocabulary, 32 in an int32."""
 
     __slots__ = ("_inner", "_words")
 
@@ -60,29 +62,29 @@ class Matcher:
         return self._inner.consume_token(token)
 
     def valid(self, tokens: Sequence[int]) -> int:
-        """How many of these drafts could follow, one after the other; the place stays where it is."""
+        """Return how many of these tokens could follow, one after the other; the state does not change."""
         return self._inner.validate_tokens(list(tokens))
 
     def rollback(self, count: int) -> None:
-        undone = self._inner.rollback(count)
-        assert undone, self._inner.get_error()
+        succeeded = self._inner.rollback(count)
+        assert succeeded, self._inner.get_error()
 
     def fork(self) -> Matcher:
         return Matcher(self._inner.deep_copy(), self._words)
 
     @property
     def done(self) -> bool:
-        """Nothing but an end-of-sequence token may follow."""
+        """Whether only an end-of-sequence token may follow."""
         return self._inner.is_stopped() and not self._inner.is_error()
 
     @property
     def error(self) -> str | None:
-        """Why this request cannot go on: a token the grammar forbids, or a step beyond the library's limits."""
+        """Why the request cannot continue: a token that the grammar forbids, or a limit of the library; else None."""
         return _plain(self._inner.get_error()) if self._inner.is_error() else None
 
 
 def fill_masks(matchers: Sequence[Matcher], masks: Mask) -> None:
-    """Writes the mask of each matcher to the row of `masks` at its place. Several are computed in parallel."""
+    """Write the mask of each matcher to the row of `masks` with the same index, several in parallel."""
     assert masks.dtype == np.int32 and len(masks) == len(matchers) and masks.flags.c_contiguous
     if len(matchers) == 1:
         matchers[0].fill(masks[0])
@@ -97,19 +99,19 @@ def _executor() -> llguidance.LLExecutor:
 
 
 class GrammarCompiler:
-    """Trusts its input to the library's own limits. What comes from outside passes a GrammarGuard first."""
+    """Compiles grammars under the library's own limits. Grammars of requests must pass a GrammarGuard first."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         text = tokenizer.read_text("utf-8")
         self._tokenizer = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[Grammar, Matcher] = OrderedDict()
-        self._lock = threading.Lock()  # of what is compiled, not of compiling
+        self._lock = threading.Lock()  # protects _compiled; compiling itself runs without it
         self.mask_words = (vocab_size + 31) // 32
 
     def compile(self, grammar: Grammar, param: str = "response_format") -> Matcher:
-        if (known := self.compiled(grammar)) is not None:
-            return known
+        if (cached := self.compiled(grammar)) is not None:
+            return cached
         matcher = self._build(grammar, param)
         with self._lock:
             self._compiled[grammar] = matcher
@@ -118,7 +120,7 @@ class GrammarCompiler:
         return matcher.fork()
 
     def compiled(self, grammar: Grammar) -> Matcher | None:
-        """At once, where it was compiled before; also while another thread compiles."""
+        """Return a matcher if the grammar is cached, also while another thread compiles; else None."""
         with self._lock:
             if grammar not in self._compiled:
                 return None
@@ -127,37 +129,35 @@ class GrammarCompiler:
 
     def _build(self, grammar: Grammar, param: str) -> Matcher:
         if len(grammar.text) > MAX_TEXT:
-            raise _refusal(
-                grammar.kind, f"it has {len(grammar.text)} characters, and at most {MAX_TEXT} are taken", param
-            )
+            raise _refusal(grammar.kind, f"it has {len(grammar.text)} characters; the limit is {MAX_TEXT}", param)
         try:
             spec = _SPECS[grammar.kind](grammar.text)
-        except Exception as error:  # the library's translator raises bare ones
+        except Exception as error:  # the library's translator raises Exception itself
             raise _refusal(grammar.kind, str(error), param) from error
         inner = llguidance.LLMatcher(self._tokenizer, spec, log_level=0, limits=self._limits)
         if inner.is_error():
             raise _refusal(grammar.kind, inner.get_error(), param)
         matcher = Matcher(inner, self.mask_words)
-        matcher.allowed()  # finds out whether anything matches at all
+        matcher.allowed()  # sets `error` if no text can match
         if matcher.error is not None:
-            nothing = "NoExtension" in matcher.error
-            raise _refusal(grammar.kind, "no text can match it" if nothing else matcher.error, param)
+            is_empty = "NoExtension" in matcher.error
+            raise _refusal(grammar.kind, "no text can match it" if is_empty else matcher.error, param)
         return matcher
 
 
 def _json_schema(text: str) -> str:
     schema = _json(text)
     if not isinstance(schema, dict):
-        raise ValueError("a schema is a JSON object")
+        raise ValueError("a schema must be a JSON object")
     return llguidance.LLMatcher.grammar_from_json_schema({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def _choice(text: str) -> str:
     choices = _json(text)
     if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError("a choice is a JSON array of one or more strings, none of them empty")
+        raise ValueError("a choice must be a JSON array of one or more strings, none of them empty")
     if len(choices) > MAX_CHOICES:
-        raise ValueError(f"there are {len(choices)} choices; at most {MAX_CHOICES} are taken")
+        raise ValueError(f"it has {len(choices)} choices; the limit is {MAX_CHOICES}")
     return llguidance.grammar_from("choice", text)
 
 
@@ -167,12 +167,12 @@ def _grammar(text: str) -> str:
     composed = _json(text)
     parts = composed.get("grammars") if isinstance(composed, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise ValueError('in JSON it must be {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
+        raise ValueError('as JSON it must be {"grammars": [{"name": ..., "lark_grammar" or "json_schema": ...}, ...]}')
     return json.dumps({"grammars": [_part(part) for part in parts]})
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """One of a composed grammar's parts, under the rules it would have alone, but for leave to be lenient."""
+    """Return one part of a composed grammar under the rules of a single one; only `lenient` is kept from its options."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
     if isinstance(lark, str) and "::=" in lark:
         return {**part, "lark_grammar": any_to_lark(lark)}
@@ -203,15 +203,15 @@ def _refusal(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
     hint = None
     if "Unimplemented keys" in why:
         why = "these keywords cannot be enforced: " + why.partition("Unimplemented keys:")[2].strip()
-        hint = "leave them out, or check them on the reply"
+        hint = "remove them, or check them in the reply"
     elif "oneOf" in why:
-        why, hint = "this oneOf cannot be proved to have disjoint members", "use anyOf"
+        why, hint = "oneOf has members that may overlap, which cannot be enforced", "use anyOf"
     return InvalidRequest(f"the {kind} cannot be used: {_plain(why)}", param=param, hint=hint)
 
 
 def _plain(message: str) -> str:
-    """The library's message without the source it quotes, which can be as long as the request."""
+    """Return the library's message without the grammar that it quotes, which can be as long as the request."""
     lines = [line.strip() for line in message.splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    places = [line for line in lines[1:] if line.startswith("while processing")]
-    return " ".join([*(errors or lines)[:1], *places])[:300]
+    context = [line for line in lines[1:] if line.startswith("while processing")]
+    return " ".join([*(errors or lines)[:1], *context])[:300]

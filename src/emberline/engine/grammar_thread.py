@@ -1,7 +1,7 @@
-"""GrammarThread: where an engine's grammars are compiled, which may take a second, while its loop goes on.
+"""GrammarThread: compiles an engine's grammars, which may take a second, without stopping its loop.
 
-One at a time and in order: few are slow, and the other cores are the kernels'. A grammar that nobody waits for any more
-when its turn comes is passed over.
+Grammars are compiled one at a time in order: few are slow, and the other cores are used by the kernels. A grammar whose
+future was dropped before its compilation began is skipped.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ if TYPE_CHECKING:  # needs llguidance, which a machine without structured output
 class GrammarThread:
     def __init__(self, make_compiler: Callable[[], GrammarCompiler]) -> None:
         self._make_compiler = make_compiler
-        self._compiler: GrammarCompiler | None = None  # made in the thread, for the first grammar: it reads a tokenizer
+        self._compiler: GrammarCompiler | None = (
+            None  # made in the thread with the first grammar, because it reads a tokenizer
+        )
         self._thread: threading.Thread | None = None
         self._jobs: SimpleQueue[tuple[Grammar, ReferenceType[Future[Matcher]]]] = SimpleQueue()
         self._asked: WeakValueDictionary[Grammar, Future[Matcher]] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar) -> Future[Matcher]:
-        """A Matcher to fork, or an EmberlineError. Whoever keeps the future keeps it from being compiled again."""
-        if (asked := self._asked.get(grammar)) is not None:
-            return asked
+        """Return a future of a matcher to fork; it may raise EmberlineError. Keep it to avoid a second compilation."""
+        if (pending := self._asked.get(grammar)) is not None:
+            return pending
         future = self._asked[grammar] = Future()
         if self._compiler is not None and (matcher := self._compiler.compiled(grammar)) is not None:
             future.set_result(matcher)
             return future
         self._jobs.put((grammar, ref(future)))
-        if self._thread is None:  # a daemon: what hangs in it must not keep a process from ending
+        if self._thread is None:  # a daemon, so that a compilation that hangs does not keep the process alive
             self._thread = threading.Thread(target=self._work, name="grammars", daemon=True)
             self._thread.start()
         return future
@@ -55,5 +57,5 @@ class GrammarThread:
             future.set_result(self._compiler.compile(grammar))
         except EmberlineError as e:
             future.set_exception(e)
-        except BaseException as e:  # the library's panics are no Exception
+        except BaseException as e:  # the library's panics are not Exceptions
             future.set_exception(InvalidRequest(f"the {grammar.kind} cannot be used: {e}", param="response_format"))

@@ -1,4 +1,4 @@
-"""Intake: a Submission becomes the Requests of its n completions, or is refused."""
+"""RequestBuilder: validates a Submission and builds one Request for each of its n completions."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ from emberline.core.request import Request, Submission
 class Intake:
     max_context: int
     vocab_size: int
-    publishes: bool  # whether other engines can have blocks from here
+    publishes: bool  # whether other engines can copy blocks of this one
 
     def check(self, submission: Submission) -> None:
+        """Raise InvalidRequest or ContextLengthExceeded if the submission cannot be served."""
         prompt = submission.prompt
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if len(prompt) >= self.max_context:
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(prompt)}, "
-                "which leaves none for the answer",
+                f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self.max_context} tokens, "
+                "including at least one output token",
                 param="prompt",
-                hint="shorten the prompt, or serve with a larger --max-context or --kv-memory",
+                hint="shorten the prompt, or raise --max-context or --kv-memory",
             )
         params = submission.params
-        named = {
+        ids_by_field = {
             "prompt": prompt,
             "logit_bias": params.logit_bias,
             "stop_token_ids": params.stop_token_ids,
             "resumed": [token for tokens in submission.resumed for token in tokens],
         }
-        for name, ids in named.items():
+        for name, ids in ids_by_field.items():
             if ids and not self._knows(ids):
-                raise InvalidRequest(f"{name} names a token outside [0, {self.vocab_size})", param=name)
+                raise InvalidRequest(f"{name} has a token id outside [0, {self.vocab_size})", param=name)
         if len(submission.resumed) not in (0, params.n):
-            raise InvalidRequest(f"{len(submission.resumed)} of {params.n} completions are resumed", param="resumed")
+            message = f"resumed has the output of {len(submission.resumed)} completions, but n is {params.n}"
+            raise InvalidRequest(message, param="resumed")
         if submission.publish:
             self._check_publish(submission)
 
     def requests(self, submission: Submission, arrival: float) -> list[Request]:
         prompt, params = submission.prompt, submission.params
-        room = self.max_context - len(prompt)
-        limit = len(prompt) + (room if params.max_tokens is None else min(params.max_tokens, room))
+        available = self.max_context - len(prompt)
+        limit = len(prompt) + (available if params.max_tokens is None else min(params.max_tokens, available))
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
-        said = submission.resumed or ((),) * params.n
+        resumed = submission.resumed or ((),) * params.n
         return [
             Request(
                 id=f"{submission.id}#{i}",
                 parent=submission.id,
                 index=i,
                 prompt_len=len(prompt),
-                tokens=[*prompt, *said[i]],
+                tokens=[*prompt, *resumed[i]],
                 params=params,
                 seed=_child_seed(seed, i),
                 limit=limit,
@@ -68,7 +70,7 @@ class Intake:
                 deadline=arrival + submission.timeout,
                 token_timeout=submission.token_timeout,
                 leader=f"{submission.id}#0" if i else None,
-                resumed=len(said[i]),
+                resumed=len(resumed[i]),
                 source=submission.source if i == 0 and params.prompt_logprobs is None else None,
                 publish=submission.publish,
             )
@@ -76,22 +78,26 @@ class Intake:
         ]
 
     def _knows(self, ids: Iterable[int]) -> bool:
-        """Whether all are tokens. numpy finds the largest of a long prompt in a third of the time."""
+        """Return whether all ids are in the vocabulary. For long prompts numpy takes a third of the time of max()."""
         try:
             return bool(np.frombuffer(array("Q", ids), np.uint64).max() < self.vocab_size)
-        except OverflowError:  # one is below zero, or beyond 64 bits
+        except OverflowError:  # an id is negative or has more than 64 bits
             return False
 
     def _check_publish(self, submission: Submission) -> None:
         params = submission.params
         if not self.publishes:
-            raise InvalidRequest("this engine keeps its blocks to itself", param="publish", hint="start it as a worker")
+            raise InvalidRequest(
+                "this engine does not exchange KV blocks, so it cannot publish them",
+                param="publish",
+                hint="start it as a worker: --router URL",
+            )
         if params.n != 1 or params.prompt_logprobs is not None:
-            raise InvalidRequest("only one completion without prompt_logprobs can be published", param="publish")
+            raise InvalidRequest("publish needs n = 1 and no prompt_logprobs", param="publish")
 
 
 def _child_seed(seed: int, index: int) -> int:
-    """Completion 0 has the seed as given; the others follow from it."""
+    """Return the seed of one completion: number 0 has the request's seed, the others are derived from it."""
     if index == 0:
         return seed % (1 << 64)
     return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest(), "little")

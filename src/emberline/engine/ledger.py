@@ -1,5 +1,6 @@
-"""Ledger: what the caches of one engine process hold, kept beside it for whoever wants to follow that: the last batches
-of changes, numbered, and a snapshot for those who have missed more."""
+"""BlockEventLog: the recent changes to the KV caches of one engine process, for subscribers.
+
+It keeps the latest numbered batches, and a snapshot for subscribers that have missed more."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from itertools import chain
 
 from emberline.core.blockbatch import BlockBatch
 
-PIECE = 4096  # blocks in a part of a snapshot
-KEPT = 1 << 16  # changes in the batches that are kept
+PIECE = 4096
+KEPT = 1 << 16  # changes in all batches that are kept
 
 
 class Ledger:
@@ -24,16 +25,17 @@ class Ledger:
         self.restart()
 
     def restart(self) -> None:
-        """A new process, whose caches have told nothing yet."""
+        """Start again with an empty log, for a new engine process."""
         self.incarnation = uuid.uuid4().hex
         self.seq = 0
-        self._held: dict[str, dict[bytes, bytes]] = {}  # by model, hashes and their parents'
+        self._held: dict[str, dict[bytes, bytes]] = {}  # by model: block hash, hash of the block before it
         self._kept: deque[BlockBatch] = deque()
-        self._size = 0  # changes in these
+        self._size = 0  # changes in these batches
         self._tell()
 
     @property
     def complete(self) -> bool:
+        """Whether every model has reported its blocks at least once."""
         return len(self._held) == len(self._models)
 
     @property
@@ -41,18 +43,20 @@ class Ledger:
         return self._closed
 
     def close(self) -> None:
-        """Who follows is to leave."""
+        """Mark the log as closed, so that subscribers disconnect."""
         self._closed = True
         self._tell()
 
     def take(self, model: str, whole: bool, stored: Sequence[tuple[bytes, bytes]], removed: Sequence[bytes]) -> None:
-        """From the engine, in order. `whole`: there is nothing else, whatever was before."""
+        """Record changes in the order in which the engine reports them.
+
+        `is_snapshot`: `stored` lists all blocks of the model, and replaces the earlier ones."""
         counts, held = self.complete, self._held.setdefault(model, {})
         if whole:
             now = dict(stored)
             stored = [pair for pair in stored if pair[0] not in held]
             removed = [digest for digest in held if digest not in now]
-        others = [each for name, each in self._held.items() if name != model]  # one cache may hold what another does
+        others = [each for name, each in self._held.items() if name != model]  # two models may cache the same block
         new = [pair for pair in stored if not any(pair[0] in other for other in others)]
         gone = [digest for digest in removed if not any(digest in other for other in others)]
         held.update(stored)
@@ -64,7 +68,7 @@ class Ledger:
         self._tell()
 
     def after(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """For one who has come so far: what follows, or if that is not known any more, everything."""
+        """Return the batches after this one; a snapshot if some of them are no longer kept; [] if there are none."""
         if not self.complete or (incarnation, seq) == (self.incarnation, self.seq):
             return []
         if incarnation == self.incarnation and self._kept and self._kept[0].seq <= seq + 1 <= self.seq:
@@ -72,7 +76,7 @@ class Ledger:
         return self._snapshot()
 
     def sign(self) -> BlockBatch:
-        """That there is nothing new."""
+        """Return an empty batch, which shows subscribers that the log is alive and what the latest number is."""
         return BlockBatch(self.incarnation, self.seq)
 
     async def news(self, patience: float) -> None:

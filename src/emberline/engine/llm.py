@@ -1,4 +1,4 @@
-"""LLM: the engine in your own process, for scripts and batches of prompts.
+"""LLM: runs the engine in the calling process, for scripts and batches of prompts.
 
 from emberline import LLM, SamplingParams
 with LLM("smollm2") as llm:
@@ -32,8 +32,8 @@ from emberline.tokens.tokenizer import Tokenizer
 class Completion:
     """One continuation of one prompt."""
 
-    prompt: int  # which prompt
-    index: int  # which of its n
+    prompt: int  # index of the prompt
+    index: int  # which of the n completions
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -42,18 +42,18 @@ class Completion:
     finish_reason: str = ""
 
 
-Jobs = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission and which of its n
+Jobs = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission id and completion index
 
 
 class LLM:
     def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
-        """`model` is any name that `emberline pull` takes; `settings` are those of EngineConfig."""
+        """Load a model. `model` is any name that `emberline pull` accepts; `settings` are fields of EngineConfig."""
         directory = resolve(str(model))
         self.tokenizer = Tokenizer.load(directory)
         self.template = _template(directory)
         self.loaded = boot(EngineConfig(model=str(directory), **settings))
         self.engine = self.loaded.engine
-        runner = self.engine.runner  # grammars may be a stranger's here too; its process is started by the first
+        runner = self.engine.runner  # checks untrusted grammars; the first one starts its process
         self._guard = GrammarGuard(directory / "tokenizer.json", runner.vocab_size, sorted(runner.eos))
         self._count = 0
         self._closed = False
@@ -65,7 +65,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Blocks on their way to disk or a store get there, and the processes beside this one end. Twice is once."""
+        """Write pending KV blocks to disk or store, and end child processes. Further calls do nothing."""
         if not self._closed:
             self._closed = True
             self._guard.close()
@@ -78,9 +78,11 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Continues every prompt, all in one batch; params.n completions each, in order."""
+        """Complete all prompts in one batch; return params.n completions of each, in the order of the prompts.
+
+        A prompt is text or a list of token ids. Raises EmberlineError if a prompt cannot be completed."""
         if self._closed:
-            raise EngineUnavailable("this LLM has been closed")
+            raise EngineUnavailable("this LLM object was closed", hint="create a new LLM")
         single = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many: Sequence[Any] = [prompts] if single else prompts
         params = params or SamplingParams()
@@ -94,7 +96,7 @@ class LLM:
             while not self.engine.idle:
                 self._step(jobs, bar)
             bar.close()
-        except BaseException:  # of a prompt, or Ctrl-C: nobody waits for the others now
+        except BaseException:  # an invalid prompt or Ctrl-C: the other prompts are no longer needed
             for name, _ in jobs:
                 self.engine.abort(name)
             raise
@@ -104,7 +106,7 @@ class LLM:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **template: Any
     ) -> Completion:
         if self.template is None:
-            raise UnsupportedModel("this model has no chat template", hint="use generate")
+            raise UnsupportedModel("this model has no chat template", hint="use LLM.generate")
         text = self.template.render(list(messages), **template)
         return self.generate([self.tokenizer.encode(text, add_special=False)], params, progress=False)[0]
 
@@ -121,7 +123,7 @@ class LLM:
             jobs[name, n] = Completion(i, n), text
 
     def _is_added(self, submission: Submission) -> bool:
-        """False: the engine is full, and has room for it once others have ended."""
+        """Return False if the engine is full, so that the submission can be added after others have ended."""
         try:
             self.engine.add(submission)
         except Overloaded:
@@ -132,13 +134,15 @@ class LLM:
 
     def _step(self, jobs: Jobs, bar: _Bar) -> None:
         for output in self.engine.step():
-            if (job := jobs.get((output.id, output.index))) is not None:  # or of a call that was broken off
+            if (
+                job := jobs.get((output.id, output.index))
+            ) is not None:  # else it belongs to an earlier call that failed
                 self._take(output, *job)
                 bar.advance(len(output.tokens), output.finish is not None)
 
     def _take(self, output: Output, completion: Completion, detokenizer: Detokenizer) -> None:
         if completion.finish_reason:
-            return  # what came between its stop string and the abort
+            return  # tokens that were sampled between its stop string and the abort
         if output.error is not None:
             raise EmberlineError(f"prompt {completion.prompt}: {output.error}")
         completion.text += detokenizer.push(output.tokens)
@@ -158,11 +162,11 @@ def _template(directory: Path) -> ChatTemplate | None:
     try:
         return ChatTemplate.load(directory)
     except UnsupportedModel:
-        return None  # prompts can be continued without
+        return None  # generate works without one
 
 
 class _Bar:
-    """Completions done and tokens a second, on one line of a terminal."""
+    """Shows finished completions and tokens per second on one line of a terminal."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         self._total, self._enabled = total, enabled

@@ -1,6 +1,6 @@
-"""MemoryPlan: where a device's memory goes, by arithmetic from the model's config. Nothing is tried out. Torch-free.
+"""MemoryPlan: how a GPU's memory is used, computed from the model's config without allocating anything.
 
-Everything but keys and values is counted first, as if nothing shared its memory; they get what is left.
+Everything except the KV cache is counted first, as if nothing shared memory; the cache gets the rest. No torch.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from emberline.engine.scheduler import MOST_SCORED
 from emberline.hub.checkpoint import Checkpoint
 from emberline.models.config import ModelConfig
 
-FRACTION = 0.95  # of the device's memory, for everything; the rest is for fragmentation and for others
-RESERVE = 2 << 30  # the CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of products in parts
-GRAPH_BYTES = 8 << 20  # of one: a few hundred nodes and their arguments; activations are shared by all
+FRACTION = 0.95  # part of the device's memory that is used; the rest is for fragmentation and other processes
+RESERVE = 2 << 30  # CUDA context, libraries, compiled kernels, workspaces of cuBLAS and of split products
+GRAPH_BYTES = 8 << 20  # one captured graph: a few hundred nodes and their arguments; all share activations
 LOGIT_COPIES = 2  # the logits, and the sampler's working copy
-PIECES = 4  # of scratch, for blocks on their way to other tiers: two each way, one filled while the other is emptied
+PIECES = 4  # scratch buffers for copies to and from other tiers: two for each direction, used in turn
 PIECE_BYTES = 64 << 20  # or one block, if that is larger
-SLOTS = 4  # each way, for what other engines are sent or send
-SLOT_BYTES = 4 << 20  # or a layer of the largest block there is, if that is larger: as kv/transfer/receiver.py cuts
-LARGEST_BLOCK = 64  # tokens
-PARTIALS = 16  # parts that the keys of one request are cut into at most, on average over a full batch
-LEAST_WIDENED = 32_768  # tokens: some prompts with a long beginning in the cache come together
+SLOTS = 4  # buffers for each direction of KV transfers
+SLOT_BYTES = 4 << 20  # or one layer of the largest block, if that is larger: what kv/transfer/receiver.py requests
+LARGEST_BLOCK = 64
+PARTIALS = 16  # parts into which attention splits a request's keys, on average over a full batch
+LEAST_WIDENED = 32_768  # so that a few prompts with long cached prefixes can be in one step
 LEAST_BLOCKS = 2
 F32 = 4
-PACKED_BITS = 12.2  # of a packed weight, at most: 12, and those that are written out once more
-PACKED_GRAIN, PACKED_BLOCK = 64, 16  # what rows and columns are multiples of, or stay plain; rows with one header
-UNPACKED = 8192 * 4096  # weights of a packed head that are unpacked at a time, as kernels/gpu.py has it
+PACKED_BITS = 12.2  # per weight: 12, and the escaped ones in full
+PACKED_GRAIN, PACKED_BLOCK = 64, 16  # matrices are packed if rows and columns are multiples of 64; rows per header
+UNPACKED = 8192 * 4096  # weights of a packed output head that kernels/gpu.py unpacks at a time
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float8": 1}
-READ = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py takes
-FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # the first matrix, stacked
+READ = {"F32", "F16", "BF16"}  # dtypes of matrices in a file that models/weights.py supports
+FIRST = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # stacked to the first matrix
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes. The parts and `spare` sum up to `total`."""
+    """Bytes of each part; the parts and `spare_bytes` add up to `total`."""
 
     total: int
     weights: int
     activations: int
-    scratch: int  # partial results; tables of blocks, of angles, of penalties; blocks on their way; float8 keys as bf16
+    scratch: int  # partial results, block tables, rotary angles, penalty counts, copy buffers, widened float8 keys
     logits: int
     graphs: int
     reserve: int
@@ -76,7 +76,9 @@ class MemoryPlan:
 def plan_for(
     config: ModelConfig, settings: GPUConfig, total_bytes: int, dtype: str, *, packed: bool = False
 ) -> MemoryPlan:
-    """What an engine with these settings and weights of this dtype does; for those who only want to know, too."""
+    """Return the plan of an engine with these settings and weights of this dtype.
+
+    Raises ModelError if the model does not fit, UnsupportedModel if the GPU cannot run it."""
     refuse_experts(config)
     kv_bytes = DTYPE_BYTES[kv_dtype(settings, dtype)]
     tokens = settings.kv_tokens
@@ -100,42 +102,44 @@ def plan_for(
 
 
 def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
-    """As the engine takes it from the first matrix: the widest of its parts. No kernel reads float16: it widens."""
+    """Return the dtype of the weights: the requested one, or that of the checkpoint's first matrix.
+
+    float16 becomes float32, since no kernel reads it. Raises UnsupportedModel for other dtypes."""
     found = {checkpoint.tensors[name].dtype for name in FIRST if name in checkpoint.tensors}
-    if strange := found - READ:
-        hint = f"supported: {' '.join(sorted(READ))}"
-        raise UnsupportedModel(f"{checkpoint.directory} has weights of the dtype {min(strange)}", hint=hint)
+    if unsupported := found - READ:
+        hint = f"supported dtypes: {' '.join(sorted(READ))}"
+        raise UnsupportedModel(f"{checkpoint.directory} has weights of dtype {min(unsupported)}", hint=hint)
     if asked != "auto":
         return asked
     return "float32" if found & {"F32", "F16"} else "bfloat16"
 
 
 def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
-    """Whether weights of this dtype are kept in 12 bits, and not as they are."""
+    """Return whether weights of this dtype are kept in 12 bits. Raises InvalidRequest if that is impossible."""
     if settings.weights in ("packed", "both") and dtype != "bfloat16":
-        hint = "serve it with --dtype bfloat16, or --weights plain"
-        what = f"weights is {settings.weights}; only bfloat16 can be packed, and these are {dtype}"
-        raise InvalidRequest(what, param="weights", hint=hint)
+        hint = "use --dtype bfloat16 or --weights plain"
+        message = f"weights is {settings.weights}; only bfloat16 can be packed, and the model has {dtype}"
+        raise InvalidRequest(message, param="weights", hint=hint)
     coded = any(tensor.packed is not None for tensor in checkpoint.tensors.values())
     return settings.weights == "packed" or (settings.weights == "auto" and coded and dtype == "bfloat16")
 
 
 def refuse_packed(weights: str) -> None:
-    """For an engine on a CPU."""
+    """Raise InvalidRequest if packed weights are requested on a CPU."""
     if weights in ("packed", "both"):
-        hint = "serve it with --weights auto, whatever its files are"
-        raise InvalidRequest(f"weights is {weights}; the kernels of a CPU read plain ones", param="weights", hint=hint)
+        hint = "use --weights auto, which also reads packed files"
+        raise InvalidRequest(f"weights is {weights}; on a CPU it must be auto or plain", param="weights", hint=hint)
 
 
 def refuse_experts(config: ModelConfig) -> None:
-    """For an engine on a GPU."""
+    """Raise UnsupportedModel for a mixture of experts, which no GPU kernel supports."""
     if config.experts is not None:
-        what = f"{config.model_type} is a mixture of experts; so far only the CPU computes one"
-        raise UnsupportedModel(what, hint="serve it with --device cpu")
+        message = f"{config.model_type} is a mixture of experts, which is only supported on the CPU"
+        raise UnsupportedModel(message, hint="use --device cpu")
 
 
 def kv_dtype(settings: GPUConfig, dtype: str) -> str:
-    """Of keys and values, by name."""
+    """Return the name of the KV cache's dtype. Raises InvalidRequest if it is unknown."""
     name = dtype if settings.kv_dtype == "auto" else settings.kv_dtype
     if name not in DTYPE_BYTES:
         raise InvalidRequest(
@@ -145,13 +149,13 @@ def kv_dtype(settings: GPUConfig, dtype: str) -> str:
 
 
 def context(config: ModelConfig, settings: GPUConfig) -> int:
-    """Positions that are served, if keys and values of so many fit."""
-    asked = config.max_context if settings.max_context is None else settings.max_context
-    if not 1 <= asked <= config.longest_context:
+    """Return the context length to serve. Raises InvalidRequest if the model does not support it."""
+    length = config.max_context if settings.max_context is None else settings.max_context
+    if not 1 <= length <= config.longest_context:
         raise InvalidRequest(
-            f"max_context is {asked}; this model allows 1 to {config.longest_context}", param="max_context"
+            f"max_context is {length}; this model allows 1 to {config.longest_context}", param="max_context"
         )
-    return asked
+    return length
 
 
 def plan(
@@ -170,7 +174,9 @@ def plan(
     tiers: bool = False,
     transfer: bool = False,
 ) -> MemoryPlan:
-    """`kv_tokens`: so many and no more; by default as many as fit. Steps of each shape there can be are captured."""
+    """Return the plan; `kv_tokens` is the size of the KV cache, or None for as many as fit.
+
+    Graphs of all step shapes are counted. Raises ModelError if the model does not fit."""
     grid = grid_of(config, max_batch_tokens)
     graphs = len(shapes(max_running, max_batch_tokens, grid))
     block_bytes = kv_token_bytes(config, kv_dtype_bytes) * block_size
@@ -189,8 +195,8 @@ def plan(
         "graphs": graphs * GRAPH_BYTES + _activations(config, dtype_bytes, grid.most_tokens + grid.coarse),
         "reserve": RESERVE,
     }
-    room = int(total_bytes * FRACTION) - sum(fixed.values())
-    blocks = max(0, room) // block_bytes
+    available = int(total_bytes * FRACTION) - sum(fixed.values())
+    blocks = max(0, available) // block_bytes
     wanted = LEAST_BLOCKS if kv_tokens is None else max(LEAST_BLOCKS, -(-kv_tokens // block_size))
     if blocks < wanted:
         raise _does_not_fit(fixed, total_bytes, wanted * block_bytes)
@@ -206,20 +212,24 @@ def plan(
 
 
 def widened_blocks(block_size: int, max_context: int, max_batch_tokens: int) -> int:
-    """Of float8 keys and values, those of a layer that chunks of prompts may see as bf16: of the longest prompt and of
-    as many short ones as a step has tokens for. Where they would see more, a slower kernel serves the last of them."""
+    """Return how many float8 blocks of a layer are converted to bf16 for the prompt chunks of one step.
+
+    That covers the longest prompt and as many short ones as a step has tokens for. If the chunks need more, the last
+    ones run with a slower kernel."""
     return -(-max(max_context, LEAST_WIDENED) // block_size) + -(-max_batch_tokens // block_size) + MAX_CHUNKS
 
 
 def usable(total: int, free: int, ours: int) -> int:
-    """Of a device's memory, all but what other processes hold. `ours`: what this one has allocated. Its context cannot
-    be told from theirs, but is smaller than what is kept in reserve for it."""
+    """Return a device's memory without that of other processes.
+
+    `allocated`: bytes that this process has allocated. Its CUDA context cannot be distinguished from other processes'
+    memory, but is smaller than RESERVE_BYTES, which covers it."""
     others = total - free - ours
     return total if others <= RESERVE else total - others
 
 
 def grid_of(config: ModelConfig, max_batch_tokens: int) -> Grid:
-    """Return which steps with chunks of prompts are captured for this model."""
+    """Return the sizes of steps with prompt chunks that are captured for this model."""
     return Grid.of(sum(n * k for n, k in _layer_matrices(config)), max_batch_tokens)
 
 
@@ -230,8 +240,10 @@ def _layer_matrices(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False, both: bool = False) -> int:
-    """Matrices in the dtype they are used in, packed, or both, but for an embedding that is no head; norms and biases
-    in float32."""
+    """Return the bytes of all weights on the device.
+
+    Matrices are in their dtype, packed, or both (an embedding that is not also the output head is never both); norms
+    and biases are in float32."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     head = config.vocab, hidden
     matrices = [*_layer_matrices(config), head]
@@ -245,7 +257,7 @@ def weight_bytes(config: ModelConfig, dtype_bytes: int, *, packed: bool = False,
 
 
 def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
-    """The matrices of a layer's feed-forward network."""
+    """Return the shapes of the matrices of a layer's feed-forward network."""
     hidden, experts = config.hidden, config.experts
     if experts is None or not experts.layers[layer]:
         return [(2 * config.ffn, hidden), (hidden, config.ffn)]
@@ -253,10 +265,10 @@ def _ffn(config: ModelConfig, layer: int) -> list[tuple[int, int]]:
 
 
 def packed_bytes(n: int, k: int) -> int:
-    """Of a matrix, at most, if its weights are spread like those of trained ones; kernels/cuda/uw12.py packs it."""
+    """Return an upper bound for a packed matrix of trained weights; kernels/cuda/uw12.py packs it."""
     if not _packable(n, k):
         return DTYPE_BYTES["bfloat16"] * n * k
-    header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, places, and what rounds them and the list up
+    header = 64 + 2 * (k // PACKED_GRAIN + 1) + 2 * 16  # scales, positions, and padding
     return int(n * k * PACKED_BITS / 8) + n // PACKED_BLOCK * header
 
 
@@ -269,36 +281,39 @@ def kv_token_bytes(config: ModelConfig, kv_dtype_bytes: int) -> int:
 
 
 def copied_at_once(block_bytes: int) -> int:
-    """Blocks to or from another tier that share a piece of scratch."""
+    """Return how many blocks fit into one scratch buffer for copies to and from other tiers."""
     return max(1, PIECE_BYTES // block_bytes)
 
 
 def moved_at_once(token_bytes: int) -> int:
-    """Of what other engines are sent or send. `token_bytes`: keys and values of one token in one layer."""
+    """Return the size of a transfer buffer. `token_bytes`: keys and values of one token in one layer."""
     return max(SLOT_BYTES, LARGEST_BLOCK * token_bytes)
 
 
 def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
-    """x and its normed copy; q, k and v; what attention gives; gate and up; their product."""
+    """Return the bytes of x and its normed copy; q, k and v; attention's output; gate and up; their product."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
 
 
 def _scratch(config: ModelConfig, block_size: int, max_running: int, max_context: int) -> int:
-    partials = max_running * PARTIALS * config.heads * (config.head_dim + 2) * F32  # a sum, its maximum, its weight
-    tables = 2 * max_running * -(-max_context // block_size) * 4  # of int32; one on its way while the other is used
+    partials = (
+        max_running * PARTIALS * config.heads * (config.head_dim + 2) * F32
+    )  # a sum, its maximum, its denominator
+    tables = 2 * max_running * -(-max_context // block_size) * 4  # int32; one is being copied while the other is used
     angles = max_context * config.rope.dim * F32
     return partials + tables + angles
 
 
 def _per_vocabulary(config: ModelConfig, max_running: int) -> int:
-    """Counts of tokens for penalties, 16 bits each, and masks of grammars on their way, one bit each."""
+    """Return the bytes of token counts for penalties (16 bits each) and of grammar masks (one bit each)."""
     return (max_running + 1) * (2 * (config.vocab + 7) + (config.vocab + 31) // 8)
 
 
 def _unpacked(config: ModelConfig) -> int:
-    """For many rows: the largest matrix of a layer as bf16, twice, since the next is unpacked while one is used; and a
-    part of the head."""
+    """Return the bytes for unpacking in steps with many rows: two matrices of a layer and a part of the output head.
+
+    The next matrix is unpacked while the other one is used."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     widest = max(2 * config.ffn, q + 2 * kv, q) * config.hidden
     return DTYPE_BYTES["bfloat16"] * (2 * widest + min(UNPACKED, config.vocab * config.hidden))
@@ -306,16 +321,16 @@ def _unpacked(config: ModelConfig) -> int:
 
 def _does_not_fit(fixed: dict[str, int], total: int, needed: int) -> ModelError:
     usable = int(total * FRACTION)
-    room = usable - sum(fixed.values())
+    left = usable - sum(fixed.values())
     parts = ", ".join(f"{name} {gib(size)}" for name, size in fixed.items())
-    left = f"leaves {gib(room)} GiB" if room >= 0 else f"is {gib(-room)} GiB too little"
+    remainder = f"leaves {gib(left)} GiB" if left >= 0 else f"is {gib(-left)} GiB too little without a KV cache"
     if fixed["weights"] + RESERVE >= usable:
-        hint = "take a smaller model, or a device with more memory"
+        hint = "use a smaller model or a device with more memory"
     else:
         hint = "lower --max-batch-tokens, --max-running or --kv-memory"
     return ModelError(
-        f"the model does not fit: {FRACTION:.0%} of {gib(total)} GiB {left}, and keys and values need "
-        f"{gib(needed)} GiB (in GiB: {parts})",
+        f"the model does not fit into GPU memory: {gib(usable)} of {gib(total)} GiB are usable, which {remainder}; "
+        f"the KV cache needs {gib(needed)} GiB (other parts in GiB: {parts})",
         hint=hint,
     )
 

@@ -1,4 +1,4 @@
-"""What the engine process and its clients say to each other, and how it lies on the wire: length, then MessagePack."""
+"""Messages between the engine process and its client: 4 bytes of length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Submit(msgspec.Struct, tag=True):
 
 class Abort(msgspec.Struct, tag=True):
     id: str
-    index: int | None = None  # one of the n completions, or all
+    index: int | None = None  # which of the n completions; None: all
 
 
 class Peers(msgspec.Struct, tag=True):
-    """Whom a model's engine is to be paired with from now on; those not listed are forgotten."""
+    """The engines that a model's engine connects to from now on; it disconnects from all others."""
 
     model: str
-    peers: list[dict[str, Any]]  # as in Facts
+    peers: list[dict[str, Any]]  # in the form of LoadedModelInfo.peer
 
 
 class Watch(msgspec.Struct, tag=True):
-    """Blocks are to be told of from now on."""
+    """Report changes of cached blocks from now on."""
 
 
 class Facts(msgspec.Struct):
-    """Of a model that has been loaded."""
+    """Properties of a loaded model."""
 
     max_context: int
     vocab_size: int
@@ -54,9 +54,9 @@ class Facts(msgspec.Struct):
     layout: str  # of its KV blocks
     max_running: int
     seconds: dict[str, float]
-    peer: dict[str, Any] | None = None  # kv.transfer.ticket's Peer: how other engines reach its blocks
+    peer: dict[str, Any] | None = None  # kv.transfer.ticket.Peer: how other engines reach its blocks
     device: str = "cpu"  # or cuda
-    kv_dtype: str = ""  # of keys and values, as torch names it
+    kv_dtype: str = ""  # torch's name of the KV cache's dtype
     prefix_cache: bool = True
     numerics: Numerics | None = None
 
@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, tag=True):
     models: dict[str, Facts]
 
 
-NewTokens = tuple[str, int, list[int]]  # an Output with nothing but tokens: id, index, tokens
+NewTokens = tuple[str, int, list[int]]  # short form of an Output with only tokens: id, index, tokens
 
 
 class Progress(msgspec.Struct, tag=True):
@@ -75,7 +75,7 @@ class Progress(msgspec.Struct, tag=True):
 
 
 def compact(outputs: list[Output]) -> list[Output | NewTokens]:
-    """Return the outputs with those that have nothing but tokens, as most have, in their short form."""
+    """Return the outputs; those that have only tokens, as most do, in their short form."""
     return [
         (o.id, o.index, o.tokens)
         if o.timing is None and not o.logprobs and o.finish is None and o.ticket is None and o.prompt_logprobs is None
@@ -89,7 +89,7 @@ class Computing(msgspec.Struct, tag=True):
 
 
 class Turned(msgspec.Struct, tag=True):
-    """A model fell asleep or woke. Before Ready, how each of them is."""
+    """A model fell asleep or woke. One is sent for each model before Ready."""
 
     model: str
     awake: bool
@@ -97,31 +97,31 @@ class Turned(msgspec.Struct, tag=True):
 
 
 class Paired(msgspec.Struct, tag=True):
-    """With whom a model's engine is paired, by incarnation; said whenever that changes."""
+    """The engines that a model's engine is connected to, by incarnation; sent after each change."""
 
     model: str
     paired: list[str]
-    refused: dict[str, str]  # why not
+    refused: dict[str, str]  # incarnations that it cannot connect to, and why
 
 
 class Blocks(msgspec.Struct, tag=True):
-    """What has become of the blocks that a model's cache holds, in order; said only to who watches."""
+    """Changes of a model's cached blocks, in order; sent only after WatchBlocks."""
 
     model: str
-    whole: bool  # these are all, whatever was before
-    stored: list[tuple[bytes, bytes]]  # hashes, and their parents'
+    whole: bool  # `stored` lists all cached blocks and replaces earlier ones
+    stored: list[tuple[bytes, bytes]]  # block hash, hash of the block before it
     removed: list[bytes]
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A submission that was not taken in, or (id "") an engine that could not start."""
+    """A submission that was rejected, or (id "") an engine that could not start."""
 
     id: str
     code: str
     message: str
     param: str | None = None
     hint: str | None = None
-    retry_after: int = 1  # seconds, if it is Overloaded
+    retry_after: int = 1  # seconds, for Overloaded
 
     @staticmethod
     def of(request_id: str, error: EmberlineError) -> Refused:
@@ -155,7 +155,7 @@ def encode(message: Message) -> bytes:
 
 
 class Inbox:
-    """Bytes in, whole messages out."""
+    """Splits received bytes into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

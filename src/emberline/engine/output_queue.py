@@ -1,4 +1,4 @@
-"""OutputQueue: the outputs of one submission on their way to its reader."""
+"""OutputQueue: the outputs of one submission that its reader has not taken yet."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from emberline.core.events import Output
 
 class OutputQueue:
     def __init__(self, *, merging: bool) -> None:
-        """`merging`: outputs that the reader has not taken yet are merged. A reader that cannot keep up then gets more
-        tokens at a time, at an even pace, instead of falling further behind."""
+        """`merges`: merge outputs that the reader has not taken yet.
+
+        A slow reader then gets more tokens at a time at an even pace, instead of falling further behind."""
         self._merging = merging
         self._items: deque[Output | EmberlineError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -28,7 +29,7 @@ class OutputQueue:
                 waiter.set_result(None)
 
     def put_tokens(self, id: str, index: int, tokens: list[int]) -> None:
-        """Put an output that has nothing but tokens."""
+        """Put an output that has only tokens."""
         if self._merging and self._items:
             last = self._items[-1]
             if isinstance(last, Output) and can_grow(last, index):
@@ -37,7 +38,7 @@ class OutputQueue:
         self.put(Output(id, index, tokens))
 
     async def get(self) -> Output | EmberlineError:
-        """Return the next item; one task may wait at a time."""
+        """Return the next item. Only one task may wait at a time."""
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -45,7 +46,7 @@ class OutputQueue:
 
 
 def merge(earlier: Output | EmberlineError, later: Output) -> bool:
-    """Add an output to the one before it; return False if they have to stay two."""
+    """Merge an output into the previous one; return False if they must stay separate."""
     if isinstance(earlier, EmberlineError) or not can_grow(earlier, later.index):
         return False
     if later.error is not None or later.ticket is not None or later.prompt_logprobs is not None:
@@ -58,5 +59,5 @@ def merge(earlier: Output | EmberlineError, later: Output) -> bool:
 
 
 def can_grow(output: Output, index: int) -> bool:
-    """Return whether tokens of a completion may be added to an output."""
+    """Return whether tokens of completion `index` may be appended to an output."""
     return output.index == index and output.finish is None and output.error is None and output.ticket is None

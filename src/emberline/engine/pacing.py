@@ -1,51 +1,55 @@
-"""Pacer: how many tokens of prompts a step may carry, so that streams in the same step get their next token in time.
+"""PromptPacer: limits the prompt tokens of a step, so that streams in the same step meet their inter-token target.
 
-It learns two costs from the steps that were run: what a step takes without any prompt, and what a token of a prompt
-adds. Both drift (more streams, longer contexts), so recent steps count more. No torch, no clock.
+It estimates two costs from the steps that were run: the time of a step without prompts, and the time that each prompt
+token adds. Both change with the number of streams and their contexts, so recent steps have more weight. It needs
+neither torch nor a clock.
 """
 
 from __future__ import annotations
 
 from emberline.engine.gpu.shape import GRAIN
 
-RECENT = 0.2  # the weight of the newest step
-LEAST = 64  # a step always carries so much, or prompts would starve when the target cannot be met anyway
-WAITED_TARGETS = 8  # prompts that have waited for so many targets get long steps
-# One token of ONE_LATE_OF may come late, in a long step. Those that came in time are saved up to MAX_SAVED_TOKENS, so a
-# burst of prompts gets several long steps in a row. That leaves a margin to the nine of ten tokens that are promised.
+RECENT = 0.2  # weight of the newest step in the estimates
+LEAST = 64  # always allowed, so that prompts do not starve when the target cannot be met anyway
+WAITED_TARGETS = 8  # a prompt that has waited for this many targets gets long steps
+# One token in TOKENS_PER_LATE_TOKEN may be late, in a long step. Unused ones are saved, up to MAX_LATE_TOKENS, so that a
+# burst of prompts gets several long steps in a row. This keeps a margin to the promised 90 % of tokens on time.
 ONE_LATE_OF = 14
 MAX_SAVED_TOKENS = 1000
-MARGIN = 0.97  # of the tail that a long step is planned for, since its cost is an estimate
+MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate
 
 
 class Pacer:
     def __init__(self, target: float, tail: float) -> None:
-        """`target`: seconds between two tokens of a stream; `tail`: targets that a long step may take."""
+        """`target`: seconds between two tokens of a stream; `tail`: length of a long step in targets."""
         self.target, self.tail = target, tail
-        self._base, self._per_token = 0.005, 25e-6  # a guess that steps correct
-        self._saved = 0.0  # tokens that may be late
-        self._streams, self._usual = 0, 0  # of the step that is being planned: tokens of prompts that are in time
+        self._base, self._per_token = 0.005, 25e-6  # initial guesses
+        self._saved = 0.0  # number of tokens that may be late
+        self._streams, self._usual = 0, 0  # of the step being planned: streams, and prompt tokens that meet the target
 
     def allowance(self, streams: int, waited: float = 0.0) -> int | None:
-        """Tokens of prompts for the next step; None: as many as there are, since nobody waits for a next token.
-        `waited`: seconds, of the prompt that is first."""
+        """Return the prompt tokens allowed in the next step; None: no limit, since there are no streams.
+
+        `waited`: seconds that the first prompt has waited."""
         self._streams, self._usual = streams, self._room(streams, self.target)
         if not streams:
             return None
         self._saved = min(self._saved + streams / ONE_LATE_OF, max(MAX_SAVED_TOKENS, streams))
-        long = waited > WAITED_TARGETS * self.target and self._saved >= streams
-        return max(self._usual, self._room(streams, MARGIN * self.tail * self.target)) if long else self._usual
+        is_long = waited > WAITED_TARGETS * self.target and self._saved >= streams
+        return max(self._usual, self._room(streams, MARGIN * self.tail * self.target)) if is_long else self._usual
 
     def planned(self, prompt_tokens: int) -> None:
-        """What the step has got."""
+        """Record how many prompt tokens the step was given."""
         if self._streams and prompt_tokens > self._usual:
             self._saved -= self._streams
 
     def _room(self, streams: int, seconds: float) -> int:
-        room = (seconds - self._base) / self._per_token
-        return max(LEAST, (streams + int(room)) // GRAIN * GRAIN - streams)
+        """Return how many prompt tokens fit into a step of this length."""
+        tokens = (seconds - self._base) / self._per_token
+        return max(LEAST, (streams + int(tokens)) // GRAIN * GRAIN - streams)
 
     def learn(self, prompt_tokens: int, seconds: float) -> None:
+        """Update the estimates from a step that was run."""
         if prompt_tokens == 0:
             self._base += RECENT * (seconds - self._base)
         elif prompt_tokens >= LEAST:

@@ -1,4 +1,4 @@
-"""Pairing: connects to other engines before there is anything to pull from them, each in a thread of its own."""
+"""PeerPairing: connects to other engines ahead of the first KV transfer, each in its own thread."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
 
-ATTEMPT = 5.0  # seconds
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between attempts
-PASSING = (PeerUnreachable, PeerLost, TransferTimeout, Corrupted)  # a peer may still be starting, a line be bad
+ATTEMPT = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # between attempts
+PASSING = (PeerUnreachable, PeerLost, TransferTimeout, Corrupted)  # the peer may be starting, the network may fail
 
 
 class Pairs(NamedTuple):
-    """By incarnation."""
+    """Connected peers, and the reason for each failed one, by incarnation."""
 
     paired: list[str]
-    refused: dict[str, str]  # why
+    refused: dict[str, str]
 
 
 class Pairing:
@@ -38,26 +38,26 @@ class Pairing:
         self._receiver = receiver
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
-        self._wanted: dict[str, Peer] = {}  # by incarnation, as all here
+        self._wanted: dict[str, Peer] = {}  # by incarnation, like all below
         self._paired: set[str] = set()
         self._refused: dict[str, str] = {}
         self._news = False
 
     @property
     def unsettled(self) -> bool:
-        """Whether there is, or may be soon, something to tell."""
+        """Whether the state has changed since it was last taken, or a connection attempt is open."""
         with self._changed:
             return self._news or len(self._paired) + len(self._refused) < len(self._wanted)
 
     def meet(self, peers: Sequence[dict[str, Any]]) -> None:
-        """These and nobody else."""
+        """Connect to these peers and disconnect from all others."""
         wanted, unreadable = {}, {}
-        for told in peers:
+        for data in peers:
             try:
-                peer = Peer.parsed(told)
+                peer = Peer.parsed(data)
                 wanted[peer.incarnation] = peer
-            except TransferError as error:  # such as a layout of a later release
-                unreadable[str(told.get("incarnation"))] = error.message
+            except TransferError as error:  # for example a layout of a later release
+                unreadable[str(data.get("incarnation"))] = error.message
         with self._changed:
             new = [peer for name, peer in wanted.items() if name not in self._wanted]
             gone = [peer for name, peer in self._wanted.items() if name not in wanted]
@@ -71,7 +71,7 @@ class Pairing:
             threading.Thread(target=self._pair, args=(peer,), name="kv-pair", daemon=True).start()
 
     def news(self) -> Pairs | None:
-        """How things are, if that has changed since the last time."""
+        """Return the state if it has changed since the last call; else None."""
         with self._changed:
             if not self._news:
                 return None
@@ -82,7 +82,7 @@ class Pairing:
         self.meet(())
 
     def _pair(self, peer: Peer) -> None:
-        """Until it is done, or hopeless, or nobody wants it any more."""
+        """Try to connect until it succeeds, fails permanently, or the peer is no longer wanted."""
         pause = FIRST_PAUSE
         while True:
             failure: TransferError | None = None
@@ -90,7 +90,7 @@ class Pairing:
                 self._receiver.pair(peer, self._clock.now() + ATTEMPT)
             except TransferError as error:
                 failure = error
-            except Exception as error:  # of an address that is none
+            except Exception as error:  # for example an invalid address
                 failure = BadTransfer(f"{type(error).__name__}: {error}")
             with self._changed:
                 if peer.incarnation not in self._wanted:
@@ -106,12 +106,12 @@ class Pairing:
         if failure is None:
             self._paired.add(peer.incarnation)
             self._refused.pop(peer.incarnation, None)
-            log.info("paired with %s", peer.name)
+            log.info("peer engine connected: peer=%s", peer.name)
         elif self._refused.get(peer.incarnation) == failure.message:
             return
         else:
             self._refused[peer.incarnation] = failure.message
-            log.warning("not paired with %s: %s", peer.name, failure)
+            log.warning("connecting to a peer engine failed: peer=%s reason=%s", peer.name, failure)
         self._tell()
 
     def _tell(self) -> None:

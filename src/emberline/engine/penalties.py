@@ -1,6 +1,6 @@
-"""PenaltyCounts: which tokens occurred in one request and how often, for penalties that the host applies.
+"""PenaltyCounts: how often each token occurred in one request, for penalties that the host applies.
 
-The counts are sparse: a token costs as much as there are distinct tokens so far, whatever the size of the vocabulary.
+The counts are sparse: a step costs as much as there are distinct tokens so far, independent of the vocabulary's size.
 `ref.penalise` defines the arithmetic; both give the same bits.
 """
 
@@ -27,14 +27,14 @@ class PenaltyCounts:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Counts one more token of the output."""
+        """Count one more token of the output."""
         at = self._index.get(token)
         if at is None:
             at = self._index[token] = self._append(token)
         self._counts[at] = min(self._counts[at] + 1, MAX_COUNT)
 
     def apply(self, logits: np.ndarray) -> None:
-        """Changes the logits of all tokens that occurred."""
+        """Apply the penalties to the logits of all tokens that occurred, in place."""
         ids, counts = self._ids[: self._size], self._counts[: self._size]
         values = logits[ids]
         scaled = np.where(values > 0, values / self._repetition, values * self._repetition)

@@ -1,4 +1,6 @@
-"""The engine process: reads messages from the socket it was given, steps the engine, answers. It ends with its client.
+"""The engine process: receives messages on an inherited socket, steps the engines and sends their outputs.
+
+It ends when its client closes the socket.
 
 python -m emberline.engine.process FD
 """
@@ -46,16 +48,16 @@ if TYPE_CHECKING:
     from emberline.engine.boot import Loaded
     from emberline.models.reader import Reader
 
-IDLE_REPORT = 1.0  # seconds between reports when there is nothing to do
-QUIET_S = 0.25  # seconds without messages after which idle time is used to prepare later steps
-REMEMBER_AFTER_S = 5.0  # seconds after the start, so that it does not slow the first requests down
-PROGRESS_REPORT_S = 1.0  # seconds between reports of progress within a step
-LAST_STEP_S = 10.0  # seconds for the step under way once the client is gone
-GLANCE = 0.05  # seconds between looks at blocks that others hold, when there is nothing else to do
+IDLE_REPORT = 1.0  # between two reports of an idle engine
+QUIET_S = 0.25  # time without messages after which idle time is used to prepare later steps
+REMEMBER_AFTER_S = 5.0  # from the start to recording used files, so that it does not slow down the first requests
+PROGRESS_REPORT_S = 1.0  # between two reports of progress within a step
+LAST_STEP_S = 10.0  # for the current step after the client has disconnected
+GLANCE = 0.05  # between two checks of blocks that peers hold, of an idle engine
 
 
 def main() -> int:
-    # A terminal or a service manager tells all of us. The client ends what is open, then us, by closing the socket.
+    # A terminal or service manager signals all processes. The client first ends open requests, then closes the socket.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     channel, booted = Channel(fileno=int(sys.argv[1])), threading.Event()
@@ -75,7 +77,7 @@ def main() -> int:
     except EmberlineError as e:
         channel.sendall(encode(Refused.of("", e)))
         return 1
-    from emberline.kernels import ops  # late, since it imports torch
+    from emberline.kernels import ops  # imported late, because it imports torch
 
     booted.set()
     imports = {"imports": imported - began}
@@ -94,7 +96,7 @@ def main() -> int:
 
 
 class Channel(socket.socket):
-    """The socket to the client. Several threads may send: messages are not mixed up."""
+    """The socket to the client. Several threads may send: each message is sent as a whole."""
 
     def __init__(self, fileno: int) -> None:
         super().__init__(fileno=fileno)
@@ -106,8 +108,9 @@ class Channel(socket.socket):
 
 
 def report_progress(channel: socket.socket, progress: Callable[[], int], interval: float = PROGRESS_REPORT_S) -> None:
-    """Tells the client while a step is computed, however long it takes, so that it is not taken for one that hangs.
-    Returns when the client is gone."""
+    """Report to the client while kernels make progress, so that a long step is not taken for a hang.
+
+    Returns when the client has disconnected."""
     last = progress()
     with contextlib.suppress(OSError):
         while True:
@@ -140,22 +143,22 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
 
 
 def _read_ahead(config: EngineConfig) -> Reader | None:
-    """For a GPU the disk is the longest way: it starts before torch is imported."""
+    """Start reading files for a GPU before torch is imported, since the disk takes longest; None for a CPU."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
         return None
     return early.begin(Path(config.model))
 
 
 def _read(channel: socket.socket, inbox: queue.SimpleQueue[Message | None], booted: threading.Event) -> None:
-    frames = Inbox()
-    with contextlib.suppress(ConnectionError):  # a client that was killed with something unread
+    decoder = Inbox()
+    with contextlib.suppress(ConnectionError):  # a client that was killed with unread data
         while data := channel.recv(1 << 16):
-            for message in frames.feed(data):
+            for message in decoder.feed(data):
                 inbox.put(message)
     inbox.put(None)
     if booted.is_set():
-        time.sleep(LAST_STEP_S)  # a step that hangs must not outlive its client; this thread is a daemon
-    os._exit(1)  # nothing waits for what is being loaded or computed, and another process may need the memory
+        time.sleep(LAST_STEP_S)  # lets serve_client end cleanly; a step that hangs must not outlive the client
+    os._exit(1)  # the result is no longer needed, and another process may need the memory
 
 
 def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message | None]) -> None:
@@ -184,7 +187,7 @@ def serve(fleet: Fleet, channel: socket.socket, inbox: queue.SimpleQueue[Message
                     for engine in fleet.engines.values():
                         engine.kv.watch()
                 case _:
-                    raise AssertionError(f"the engine cannot take {type(message).__name__}")
+                    raise AssertionError(f"unexpected message to the engine: {type(message).__name__}")
         channel.sendall(b"".join(map(encode, _news(fleet))))
 
 
@@ -195,9 +198,9 @@ def _news(fleet: Fleet) -> Iterator[Message]:
     for name, engine in fleet.engines.items():
         if (blocks := engine.kv.news()) is not None:
             yield Blocks(name, *blocks)
-    outputs = report.outputs or {name: [] for name in fleet.engines}  # with nothing to say, that all are well
-    for name, made in outputs.items():
-        yield Progress(name, compact(made), fleet.stats(name))
+    outputs = report.outputs or {name: [] for name in fleet.engines}  # an empty update is a heartbeat
+    for name, new in outputs.items():
+        yield Progress(name, compact(new), fleet.stats(name))
     for submission_id, error in report.refused:
         yield Refused.of(submission_id, error)
     for name, engine in fleet.engines.items():
@@ -206,7 +209,7 @@ def _news(fleet: Fleet) -> Iterator[Message]:
 
 
 def _pause(fleet: Fleet) -> float:
-    """How long it may wait for messages."""
+    """Return the seconds to wait for messages before the next step."""
     if not fleet.idle:
         return 0.0
     if fleet.is_preparing:
@@ -215,7 +218,7 @@ def _pause(fleet: Fleet) -> float:
 
 
 def _take(inbox: queue.SimpleQueue[Message | None], *, wait: float) -> list[Message | None]:
-    """All that has come; with nothing to compute, waits for the first a while."""
+    """Return all received messages; wait up to `timeout` seconds for the first one."""
     messages: list[Message | None] = []
     try:
         if wait:

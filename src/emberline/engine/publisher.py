@@ -1,5 +1,6 @@
-"""Publisher: hands blocks of prompts to other engines as they are computed, under leases. Each block stays where it is
-and as it is until its lease has ended, whatever becomes of the request that computed it."""
+"""BlockPublisher: lets other engines copy blocks of prompts as they are computed, under leases.
+
+A published block is neither moved nor changed until its lease ends, even if the request that computed it has ended."""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ from emberline.kv.manager import KVManager
 from emberline.kv.transfer.errors import TicketOver
 from emberline.kv.transfer.ticket import Ticket, subject_of
 
-if TYPE_CHECKING:  # numpy comes with it: a GPU's start does not wait for that
+if TYPE_CHECKING:  # it imports numpy, which would delay the start on a GPU
     from emberline.kv.transfer.sender import Sender
 
 
-AGES = {"0-1": 1.0, "1-10": 10.0, "10-60": 60.0}  # of leases, in seconds
+AGES = {"0-1": 1.0, "1-10": 10.0, "10-60": 60.0}
 OLDER = "60-"
 
 
 class Publisher:
     def __init__(self, sender: Sender, kv: KVManager, lease: float) -> None:
-        """`lease`: seconds without a sign of anybody who wants the blocks."""
+        """`lease_seconds`: seconds that blocks stay published without a renewal from a reader."""
         self._sender = sender
         self._kv = kv
         self._lease = lease
-        self._tickets: dict[str, Ticket | None] = {}  # of open requests; None: nobody wants theirs any more
+        self._tickets: dict[str, Ticket | None] = {}  # of open requests; None: the lease has ended early
         self._requests = 0
         self._blocks = 0
 
     def publish(self, request: Request) -> dict[str, Any] | None:
-        """What has been computed since the last time of all it came with. The ticket, if that was the first."""
+        """Publish the request's blocks that were computed since the last call; return the ticket if it is new."""
         full = min(request.computed, request.arrived_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets
@@ -49,14 +50,14 @@ class Publisher:
         return None
 
     def offer(self, request: Request, outputs: list[Output]) -> bool:
-        """Publish what is computed; append the ticket to `outputs` and return True if that made it."""
+        """Publish computed blocks; if that created the ticket, append it to `outputs` and return True."""
         if (ticket := self.publish(request)) is None:
             return False
         outputs.append(Output(request.parent, request.index, ticket=ticket))
         return True
 
     def complete(self, request: Request, sampled: Sampled) -> dict[str, Any] | None:
-        """Its first token is known. The ticket as it is in the end; None if there is none, or nobody wants it."""
+        """Add the first sampled token to the ticket and return its final form; None if the lease has ended."""
         ticket = self._tickets.pop(request.id, None)
         if ticket is None:
             return None
@@ -69,18 +70,18 @@ class Publisher:
             return None
 
     def close(self, request: Request) -> None:
-        """It has ended; if that was too soon, so has its lease."""
+        """End the lease of a request that ended before its ticket was complete."""
         if (ticket := self._tickets.pop(request.id, None)) is not None:
             with suppress(TicketOver):
                 self._sender.close(ticket)
 
     def collect(self) -> None:
-        """Takes blocks back whose lease has ended. To be called often as long as there are any."""
+        """Unpin blocks whose lease has ended. Call this often while any block is published."""
         for ended in self._sender.collect():
             self._kv.unpin(ended.blocks)
 
     def report(self, stats: TransferStats) -> None:
-        """Adds what is known here."""
+        """Write the publisher's statistics into `stats`."""
         pinned, traffic = self._sender.pinned(), self._sender.traffic
         stats.published, stats.published_blocks = self._requests, self._blocks
         stats.sent_bytes = traffic.bytes

@@ -1,4 +1,4 @@
-"""TorchRunner: computes a StepPlan with a decoder and a paged cache."""
+"""TorchRunner: computes StepPlans on the CPU with a decoder and a paged KV cache."""
 
 from __future__ import annotations
 
@@ -59,24 +59,26 @@ class TorchRunner:
     def _score_prompts(
         self, work: list[Work], logits: torch.Tensor
     ) -> tuple[dict[str, list[TokenLogprob]], torch.Tensor]:
-        """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
+        """Return the prompts' log-probabilities, and the logits with only the rows that are sampled from."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        spans, keep = scored_rows(work)
-        scores = {w.id: self._sampler.prompt_logprobs(w.id, w.start, logits[rows]) for w, rows in spans}
-        return scores, logits[keep]
+        scored, sampled = scored_rows(work)
+        scores = {w.id: self._sampler.prompt_logprobs(w.id, w.start, logits[rows]) for w, rows in scored}
+        return scores, logits[sampled]
 
 
 def plan_cache(
     model: Decoder, *, dtype: torch.dtype, block_size: int, memory: int, max_tokens: int, shared: bool = False
 ) -> KVCache:
-    """As many blocks as the memory holds and `max_tokens` can use. `shared`: where other processes can read them."""
+    """Allocate a KV cache with as many blocks as fit into `memory` bytes and `max_tokens` can use.
+
+    `shared`: in shared memory, where other processes can read the blocks. Raises ModelError if memory is too small."""
     config = model.config
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, block_size, dtype)
     blocks = min(memory // shape.block_bytes, -(-max_tokens // block_size))
     if blocks < 2:
         raise ModelError(
-            f"{memory} bytes hold {blocks} KV blocks of {shape.block_bytes} bytes; at least 2 are needed",
+            f"the KV cache has {memory} bytes, which hold {blocks} blocks of {shape.block_bytes} bytes; 2 are needed",
             hint="raise --kv-memory",
         )
     return KVCache(shape, blocks, segment=Segment(shape.layout(model.fingerprint), blocks) if shared else None)

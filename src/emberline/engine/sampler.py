@@ -1,7 +1,7 @@
-"""Sampler: logits to tokens. Keeps, for each request, what its choice depends on besides the logits of the moment.
+"""Sampler: chooses tokens from logits, and keeps the sampling state of each request.
 
-Every draw is a function of (seed, position) and the row's own logits, so a request gets the same tokens in any batch,
-after preemption, and on another worker.
+Every choice is a function of (seed, position) and the request's own logits, so a request gets the same tokens in any
+batch, after preemption, and on another worker.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from emberline.kernels import ops
 if TYPE_CHECKING:  # needs llguidance, which a machine without structured output may lack
     from emberline.engine.grammar import GrammarCompiler, Matcher
 
-PATIENCE = 10.0  # seconds for a grammar that nobody had prepared
+PATIENCE = 10.0  # for compiling a grammar that was not prepared
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Changes to a few logits: divided if positive and multiplied if not, then added to."""
+    """Changes to a few logits: positive ones are divided, others multiplied by `divide`; then `add` is added."""
 
     ids: np.ndarray  # int64, each once
     divide: np.ndarray  # float32
@@ -43,7 +43,7 @@ class Edits:
 
 
 class Row:
-    """One request's sampling state; all of it follows from the Admission and the tokens since."""
+    """One request's sampling state; it follows from the Admission and the tokens sampled since."""
 
     def __init__(self, admission: Admission, eos: frozenset[int], matcher: Masker | None) -> None:
         self.params = admission.params
@@ -61,21 +61,23 @@ class Row:
 
     @property
     def plain(self) -> bool:
-        """Whether its choice depends on nothing but the logits, and nothing but the choice is wanted."""
+        """Whether tokens depend on the logits alone and no log-probabilities are requested."""
         p = self.params
-        special = p.penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
-        return not special
+        is_special = p.penalised or p.logit_bias or p.min_tokens or self.matcher is not None or p.logprobs is not None
+        return not is_special
 
     def edits(self, known: int) -> Edits | None:
-        """Bias and the minimal length, when the token after `known` ones is chosen. Penalties are applied before."""
-        short = known - self.prompt_len < self.params.min_tokens
-        if not (short or len(self._bias_ids)):
+        """Return the edits for logit_bias and min_tokens when the token after `num_known` ones is chosen.
+
+        Penalties are not included: they are applied before."""
+        is_short = known - self.prompt_len < self.params.min_tokens
+        if not (is_short or len(self._bias_ids)):
             return None
-        barred = self._enders if short else np.zeros(0, np.int64)
-        ids = np.unique(np.concatenate([self._bias_ids, barred]))
+        forbidden = self._enders if is_short else np.zeros(0, np.int64)
+        ids = np.unique(np.concatenate([self._bias_ids, forbidden]))
         divide, add = np.ones(len(ids), np.float32), np.zeros(len(ids), np.float32)
         add[np.searchsorted(ids, self._bias_ids)] += self._bias
-        add[np.searchsorted(ids, barred)] = -np.inf
+        add[np.searchsorted(ids, forbidden)] = -np.inf
         return Edits(ids, divide, add)
 
     def append(self, token: int) -> None:
@@ -84,12 +86,12 @@ class Row:
 
     @property
     def done(self) -> bool:
-        """The grammar allows nothing more."""
+        """Whether the grammar allows no further token."""
         return self.matcher is not None and self.matcher.done
 
     @property
     def error(self) -> str | None:
-        """Why the grammar cannot be followed further: one of its limits was met."""
+        """Why the grammar cannot be followed further (one of its limits was reached); else None."""
         return self.matcher.error if self.matcher is not None else None
 
     def _accept(self, token: int) -> None:
@@ -98,7 +100,7 @@ class Row:
 
 
 class RowMaker:
-    """Makes a request's Row, or raises InvalidRequest. To `prepare` its grammar first saves waiting for it then."""
+    """Makes a request's SamplingState, or raises InvalidRequest. Call `prepare` first to avoid waiting for a grammar."""
 
     def __init__(self, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._eos = eos
@@ -109,9 +111,9 @@ class RowMaker:
         return Row(admission, self._eos, masker_of(params, self._matcher(params.grammar)))
 
     def prepare(self, grammar: Grammar) -> Future[Matcher]:
-        """Compiles it beside the caller. It is there for rows as long as somebody keeps the future."""
+        """Compile a grammar in another thread. The result is kept as long as the returned future is."""
         if self._grammars is None:
-            raise InvalidRequest("this engine has no tokenizer, so it cannot follow a grammar", param="grammar")
+            raise InvalidRequest("this engine has no tokenizer, so it does not support grammars", param="grammar")
         return self._grammars.compile(grammar)
 
     def _matcher(self, grammar: Grammar | None) -> Matcher | None:
@@ -120,7 +122,9 @@ class RowMaker:
         try:
             return self.prepare(grammar).result(PATIENCE).fork()
         except TimeoutError:
-            raise InvalidRequest(f"the {grammar.kind} takes more than {PATIENCE:g} s to prepare") from None
+            raise InvalidRequest(
+                f"compiling the {grammar.kind} takes more than {PATIENCE:g} s", hint="simplify it"
+            ) from None
 
 
 class Sampler:
@@ -131,7 +135,7 @@ class Sampler:
         self._penalties: dict[str, PenaltyCounts] = {}  # of the rows that have some
 
     def admit(self, admission: Admission) -> str | None:
-        """None, or why this request cannot be sampled."""
+        """Add a request; return None, or the reason why it cannot be sampled."""
         try:
             row = self._rows[admission.id] = self._make_row(admission)
         except InvalidRequest as e:
@@ -145,10 +149,12 @@ class Sampler:
         self._penalties.pop(request_id, None)
 
     def sample(self, ids: Sequence[str], logits: Tensor) -> tuple[dict[str, Sampled], dict[str, str]]:
-        """One token for each id from its row of the logits, which are overwritten; or why there is none."""
+        """Sample a token for each request from its row of the logits, which are overwritten.
+
+        Return the tokens, and the reason for each request that cannot continue."""
         rows = [self._rows[i] for i in ids]
-        wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits[wants] if wants else logits[:0]
+        scored = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits[scored] if scored else logits[:0]
         self._penalise(ids, logits)
         self._constrain(rows, logits)
         params = [row.params for row in rows]
@@ -162,11 +168,11 @@ class Sampler:
             torch.from_numpy(seeds),
             torch.tensor([len(row.tokens) for row in rows], dtype=torch.int32),
         ).tolist()
-        tops = [params[i].logprobs or 0 for i in wants]
-        logprobs = dict(zip(wants, token_logprobs(raw, [chosen[i] for i in wants], tops), strict=True))
+        tops = [params[i].logprobs or 0 for i in scored]
+        logprobs = dict(zip(scored, token_logprobs(raw, [chosen[i] for i in scored], tops), strict=True))
         sampled, failed = {}, {}
         for i, (request_id, row, token) in enumerate(zip(ids, rows, chosen, strict=True)):
-            if row.error is None:  # the mask was good
+            if row.error is None:  # the mask was valid
                 row.append(token)
                 if (penalties := self._penalties.get(request_id)) is not None:
                     penalties.add(token)
@@ -177,7 +183,9 @@ class Sampler:
         return sampled, failed
 
     def prompt_logprobs(self, request_id: str, start: int, logits: Tensor) -> list[TokenLogprob]:
-        """Of the prompt tokens that follow positions start, start + 1, ...; the last position may have none yet."""
+        """Return the log-probabilities of the prompt tokens after positions start, start + 1, ...
+
+        The last position may have no next token yet."""
         row = self._rows[request_id]
         successors = row.tokens[start + 1 : start + 1 + len(logits)]
         return token_logprobs(
@@ -201,17 +209,19 @@ class Sampler:
 
 
 def scored_rows(work: Sequence[Work]) -> tuple[list[tuple[Work, slice]], list[int]]:
-    """Of a step's logits, in the order of its work: rows that score each prompt, and rows that are sampled from."""
-    spans: list[tuple[Work, slice]] = []
+    """Return the rows of a step's logits that score each prompt, and the rows that are sampled from.
+
+    The logits are in the order of the step's work."""
+    scored: list[tuple[Work, slice]] = []
     sampled: list[int] = []
     end = 0
     for w in work:
         begin, end = end, end + (len(w.tokens) if w.prompt_logprobs else int(w.samples))
         if w.prompt_logprobs:
-            spans.append((w, slice(begin, end)))
+            scored.append((w, slice(begin, end)))
         if w.samples:
             sampled.append(end - 1)
-    return spans, sampled
+    return scored, sampled
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenLogprob]:

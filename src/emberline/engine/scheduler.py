@@ -1,9 +1,9 @@
-"""Scheduler: decides what the next step computes, and what its result means for each request.
+"""Scheduler: decides what the next step computes, and applies its result to each request.
 
-There are no phases: every running request has tokens that are known but not computed, one or many, and a step gives
-each as many as the budget allows. Whoever has one left samples, so a mixed batch of chunks and single tokens is the
-normal case. A step may be planned while the one before it is under way: plans are carried out in order, so blocks freed
-by a later plan cannot be missed by an earlier one. No torch, no wall clock, no I/O.
+There are no phases: every running request has one or more tokens that are known but not computed, and a step computes as
+many of each as the budget allows. A request whose tokens are all computed samples its next token in this step, so a step
+usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs: plans are executed in
+order, so an earlier plan never uses a block that a later plan has freed. No torch, no wall clock, no I/O.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from emberline.engine.pacing import Pacer
 from emberline.engine.publisher import Publisher
 from emberline.kv.manager import KVManager
 
-MOST_SCORED = 512  # prompt tokens of a step whose log-probabilities are wanted: each has a row of logits
+MOST_SCORED = 512  # per step, prompt tokens with log-probabilities: each needs a row of logits
 ONE_PENDING = (PENDING,)
-RUNNING = Status.RUNNING  # looked up for every token
+RUNNING = Status.RUNNING  # a global, because it is looked up for every token
 
 
 class Scheduler:
@@ -41,25 +41,25 @@ class Scheduler:
         self.eos = eos
         self.publisher = publisher
         self.waiting = WaitingQueue(config.ageing_seconds)
-        self.running: list[Request] = []  # in rank order
-        self.requests: dict[str, Request] = {}  # all that have not ended
+        self.running: list[Request] = []  # in the order of WaitingQueue.rank
+        self.requests: dict[str, Request] = {}  # all open ones
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self._pacer = None if config.itl_target is None else Pacer(config.itl_target, config.itl_tail)
-        self._scored = MOST_SCORED  # what is left of it
+        self._scored = MOST_SCORED  # remaining in this step
         self._step = 0
-        self._followers: dict[str, list[Request]] = {}  # siblings that wait for their leader to compute the prompt
-        self._loading: dict[str, Request] = {}  # those whose prefix is on its way from somewhere else
-        self._unmet: dict[str, Request] = {}  # running, but the runner has not heard of these
+        self._followers: dict[str, list[Request]] = {}  # siblings that wait until their leader has computed the prompt
+        self._loading: dict[str, Request] = {}  # wait for blocks from a lower tier or another engine
+        self._unmet: dict[str, Request] = {}  # running requests without an Admission in a plan yet
         self._met: set[str] = set()
-        self._found: dict[str, int] = {}  # of preempted ones: cached tokens, before they computed any themselves
+        self._found: dict[str, int] = {}  # of preempted requests: cached tokens when they first started
         self._ended: list[str] = []
         self._prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         self._outputs: list[Output] = []
-        self.has_early_outputs = False  # made while planning: another engine, or a stream that moved, waits for them
+        self.has_early_outputs = False  # outputs made while planning, for which another engine or a moved stream waits
 
-    # -- in and out ---------------------------------------------------------------------------------------------
+    # -- requests and outputs -----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         assert request.id not in self.requests
@@ -70,14 +70,14 @@ class Scheduler:
         else:
             self.waiting.push(request)
         if request.resumed and (finish := self._ending(request)) is not None:
-            self._end(request, finish)  # all but its ending was told elsewhere
+            self._end(request, finish)  # its output was already complete when it moved here
 
     def abort(self, request_id: str, error: str | None = None) -> None:
-        """Ends a request and frees its blocks at once; unknown ids have ended already."""
+        """End a request and free its blocks at once; unknown ids are ignored, since they have ended."""
         self.end(request_id, FinishReason.ABORT if error is None else FinishReason.ERROR, error)
 
     def end(self, request_id: str, finish: FinishReason, error: str | None = None) -> None:
-        """The same, for another reason."""
+        """End a request with another finish reason."""
         if request := self.requests.get(request_id):
             self._end(request, finish, error)
 
@@ -105,7 +105,7 @@ class Scheduler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run."""
+        """Return the plan of the next step, or None if there is nothing to do."""
         self._expire()
         if self.kv.num_quarantined:
             self.kv.clear_quarantine()
@@ -117,9 +117,9 @@ class Scheduler:
             remaining = request.remaining
             if remaining > 1:
                 chunks.append(request)
-            elif remaining and request.status is RUNNING:  # not preempted for one before it
+            elif remaining and request.status is RUNNING:  # not preempted by an earlier one in this loop
                 self._plan(request, 1, planned)
-        budget = given = self._chunk_budget(planned, chunks)
+        budget = total_budget = self._chunk_budget(planned, chunks)
         self._scored = MOST_SCORED
         for request in chunks:
             if request.status is Status.RUNNING and (count := self._share(request, budget)):
@@ -129,8 +129,8 @@ class Scheduler:
                 planned[admitted.id] = self._share(admitted, budget)
                 budget -= planned[admitted.id]
         if self._pacer is not None:
-            self._pacer.planned(given - budget)
-        saves, loads = self.kv.saves(), self.kv.loads()  # last: also what a request brought that has ended since
+            self._pacer.planned(total_budget - budget)
+        saves, loads = self.kv.saves(), self.kv.loads()  # last, to include the requests that ended above
         if not (planned or self._ended or saves or loads):
             return None
         self._step += 1
@@ -146,6 +146,7 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> None:
+        """Apply the result of a plan to its requests. Results must be given in the order of the plans."""
         assert plan.step == result.step
         if plan.saves or plan.loads:
             self.kv.copied(plan.saves, plan.loads)
@@ -156,18 +157,18 @@ class Scheduler:
         for work in plan.work:
             request = self.requests.get(work.id)
             if request is None:
-                continue  # ended while the step ran
+                continue  # it ended while the step ran
             if result.failed and (why := result.failed.get(work.id)) is not None:
                 self._end(request, FinishReason.ERROR, error=why)
                 continue
-            if work.life == request.preemptions:  # what it computed is still there
+            if work.life == request.preemptions:  # else its blocks were freed since
                 self._computed(request, work, result)
             if work.samples:
                 request.pending -= 1
                 self.generated_tokens += 1
                 self._advance(request, result.sampled[work.id], now)
 
-    # -- the parts of a step --------------------------------------------------------------------------------------
+    # -- parts of a step ------------------------------------------------------------------------------------------
 
     def _computed(self, request: Request, work: Work, result: StepResult) -> None:
         request.computed = computed = work.start + len(work.tokens)
@@ -175,7 +176,7 @@ class Scheduler:
             self.prompt_tokens += min(computed, request.prompt_len) - work.start
         if work.prompt_logprobs:
             self._prompt_logprobs.setdefault(request.id, []).extend(result.prompt_logprobs[work.id])
-        if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block has become full
+        if len(work.tokens) > 1 or computed % self.config.block_size == 0:  # else no block became full
             self.kv.commit(request)
         if request.publish and self.publisher is not None:
             self.publisher.offer(request, self._outputs)
@@ -183,14 +184,16 @@ class Scheduler:
             self._release_followers(request)
 
     def _admit_next(self) -> Request | None:
-        """Full-prompt admission: a request starts when all of its known tokens fit, so it never stalls half way."""
+        """Start the first waiting request and return it; None if it cannot start now.
+
+        A request starts when blocks for all of its known tokens are free, so it cannot stall in its prompt."""
         request = self.waiting.head()
         if request is None or request.pending or len(self.running) >= self.config.max_running:
             return None
         if request.scores and not self._scored:
             return None
         if not self.kv.admit(request, reserve=len(self.running)):
-            return None  # nobody overtakes the head, or a long prompt would wait for ever
+            return None  # later requests must not overtake it, or a long prompt would wait for ever
         self.waiting.remove(request)
         request.status = Status.RUNNING
         if request.admitted is None:
@@ -203,31 +206,34 @@ class Scheduler:
             request.status = Status.LOADING
             self._loading[request.id] = request
             self._load(request)
-        elif request.publish and self.publisher is not None:  # what it found in the cache
+        elif request.publish and self.publisher is not None:  # publish what was found in the cache
             self.has_early_outputs |= self.publisher.offer(request, self._outputs)
         return request
 
     def _load(self, request: Request) -> None:
-        """Takes what has come of its prefix. It starts when that is all, or when it has waited long enough; perhaps
-        with a first token that was sampled where its prefix is from."""
+        """Take the blocks that have arrived for a request, and let it run when all have, or after a timeout.
+
+        If the engine that computed the prompt also sampled the first token, that token is used."""
         self.kv.load(request)
         if not self.kv.is_loading(request):
             del self._loading[request.id]
             request.status = Status.RUNNING
-            if (told := request.told) is not None:
+            if (result := request.told) is not None:
                 self.has_early_outputs = True
-                self._advance(request, Sampled(told.tokens[0], stop=told.stop), self.clock.now())
+                self._advance(request, Sampled(result.tokens[0], stop=result.stop), self.clock.now())
 
     def _introduce(self, planned: dict[str, int]) -> list[Admission]:
-        """To the runner, with the first work of each: so that what it has against one is an answer to that."""
-        fresh = [request for name, request in self._unmet.items() if name in planned]
-        for request in fresh:
+        """Return admissions of the planned requests that are new to the runner.
+
+        A request is admitted with its first work item, so that the runner can report an error in that step's result."""
+        new = [request for name, request in self._unmet.items() if name in planned]
+        for request in new:
             del self._unmet[request.id]
             self._met.add(request.id)
-        return [self._admission(request) for request in fresh]
+        return [self._admission(request) for request in new]
 
     def _share(self, request: Request, budget: int) -> int:
-        """Of the budget, what a request can use; scored tokens have a budget of their own besides."""
+        """Return how many tokens of the budget a request can use; tokens to be scored also use up their own budget."""
         count = min(request.remaining, budget)
         if request.scores:
             count = min(count, self._scored)
@@ -235,7 +241,7 @@ class Scheduler:
         return count
 
     def _plan(self, request: Request, count: int, planned: dict[str, int]) -> int:
-        """How much of the budget it took."""
+        """Plan `count` tokens of a request if there are blocks for them; return how many were planned."""
         tokens = request.planned + count
         if len(planned) >= self.config.max_batch_tokens or not (
             self.kv.grow(request, tokens) or self._make_room(request, tokens, planned)
@@ -245,7 +251,7 @@ class Scheduler:
         return count
 
     def _chunk_budget(self, planned: dict[str, int], chunks: list[Request]) -> int:
-        """What is left for prompts beside the single tokens already planned."""
+        """Return how many prompt tokens may be planned in addition to the single tokens."""
         left = self.config.max_batch_tokens - len(planned)
         if self._pacer is None:
             return left
@@ -264,14 +270,16 @@ class Scheduler:
         return True
 
     def _victim(self, request: Request) -> Request:
-        """Among those ranked behind the one in need, the batch class first, then whoever frees a block for the least
-        recomputation. The one in need itself if nobody is behind it: so the first in rank always gets on."""
+        """Return the request to preempt, so that `request` gets more blocks.
+
+        It is one that is ranked lower: batch requests first, then the one that loses the fewest computed blocks. If there
+        is none, it is `request` itself, so the request ranked first always makes progress."""
         rank = self.waiting.rank
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)
             for i, r in enumerate(self.running[bisect_right(self.running, rank(request), key=rank) :])
             if (blocks := self.kv.private_blocks(r)) > 0
-            and not (r.pending and r.params.prompt_logprobs is not None)  # its scores are on their way
+            and not (r.pending and r.params.prompt_logprobs is not None)  # its prompt is being scored
         ]
         return min(candidates)[-1] if candidates else request
 
@@ -289,7 +297,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def _work(self, request: Request, count: int) -> Work:
-        """Puts the request forward, and says to where."""
+        """Advance the request by `count` tokens and return the work item."""
         start, end = request.planned, request.planned + count
         tokens: Sequence[int]
         if count == 1 and start == len(request.tokens):
@@ -298,7 +306,7 @@ class Scheduler:
             tokens, samples = request.tokens[start:end], end == request.known
             if len(tokens) < count:
                 tokens = [*tokens, PENDING]
-        # By position: with keywords it takes twice as long, and one is made for every token.
+        # Positional arguments: keywords take twice as long, and one is made for every token.
         work = Work(request.id, start, tokens, self.kv.table(request), samples, request.scores, request.preemptions)
         request.planned = end
         request.pending += samples
@@ -309,12 +317,12 @@ class Scheduler:
         return Admission(request.id, list(request.tokens), request.prompt_len, request.params, request.seed)
 
     def _advance(self, request: Request, sampled: Sampled, now: float) -> None:
-        """A new token is known: tell the client, and see whether it is the last."""
+        """Append a sampled token to the request, add an Output, and end the request if the token is its last."""
         request.tokens.append(sampled.token)
         request.token_deadline = now + request.token_timeout
         finish, ticket = self._ending(request, sampled.stop), None
         first = request.first_token is None
-        if not (first or finish or request.publish or sampled.logprob):  # as most are
+        if not (first or finish or request.publish or sampled.logprob):  # the usual case
             self._outputs.append(Output(request.parent, request.index, [sampled.token]))
             return
         if first:
@@ -344,7 +352,9 @@ class Scheduler:
     # -- endings ---------------------------------------------------------------------------------------------------
 
     def _ending(self, request: Request, stop: bool = False) -> FinishReason | None:
-        """What its newest token means for it. `stop`: that its grammar allows no more."""
+        """Return why the request ends with its newest token; None if it continues.
+
+        `stop`: whether its grammar is complete."""
         token, params = request.tokens[-1], request.params
         if stop or token in params.stop_token_ids or (token in self.eos and not params.ignore_eos):
             return FinishReason.STOP
@@ -365,7 +375,7 @@ class Scheduler:
         self._remove(request)
 
     def _remove(self, request: Request) -> None:
-        """The only way out: blocks, queues and every mention of the request are gone after it."""
+        """Free the blocks of a request and delete all its state. Every request ends here."""
         if request.status in (Status.RUNNING, Status.LOADING):
             self.kv.free(request)
             self.running.remove(request)

@@ -1,5 +1,6 @@
-"""AsyncEngine: an engine process and its streams of outputs. It starts the process, and starts it again if it dies or
-hangs; whatever was open then ends with an error. Every stream ends exactly once."""
+"""AsyncEngine: runs an engine process and streams its outputs.
+
+If the process dies or hangs, all open requests end with an error and it is restarted. Every stream ends exactly once."""
 
 from __future__ import annotations
 
@@ -42,9 +43,9 @@ from emberline.engine.output_queue import OutputQueue
 log = logging.getLogger("emberline.engine")
 
 READ = 1 << 18
-LONGEST_PAUSE = 30.0  # seconds between attempts to restart
-REAP = 2.0  # seconds for a process to end by itself, and as many again once it was killed
-BOOT_TIMEOUT = 900.0  # seconds for imports, kernels and the weights of a model
+LONGEST_PAUSE = 30.0  # between two restarts
+REAP = 2.0  # for a process to end by itself, and again after it was killed
+BOOT_TIMEOUT = 900.0  # for imports, kernels and weights of one model
 
 
 class State(Enum):
@@ -65,14 +66,14 @@ class AsyncEngine:
     ) -> None:
         self.models = dict(models)
         self.state = State.STARTING
-        self.ready: dict[str, Facts] = {}  # what each model came to, the last time
+        self.ready: dict[str, Facts] = {}  # by model, from the latest start of the process
         self.stats = dict.fromkeys(models, Stats())
-        self.turned: dict[str, Turned] = {}  # the last each model was said to fall asleep or wake
-        self.paired: dict[str, Paired] = {}  # with whom each model was last said to be paired
-        self.ledger = Ledger(models)  # of blocks, once somebody watches
+        self.turned: dict[str, Turned] = {}  # latest message of each model
+        self.paired: dict[str, Paired] = {}  # latest message of each model
+        self.ledger = Ledger(models)  # filled after watch_blocks
         self.restarts = 0
         self.progress_reports = 0  # received while steps were computed
-        self.last_sign = 0.0  # when the process last said anything
+        self.last_sign = 0.0  # time of the latest message of the process
         self.on_stats: Callable[[str, Stats], None] = lambda model, stats: None  # called with every report
         self._rules = rules
         self._stall_timeout = stall_timeout
@@ -98,7 +99,7 @@ class AsyncEngine:
         return len(self._open)
 
     def now(self) -> float:
-        """On the clock that Timing is told in."""
+        """Return the time on the clock that Timing uses."""
         return self._clock.now()
 
     @property
@@ -106,7 +107,7 @@ class AsyncEngine:
         return self._clock.now() - self.last_sign
 
     async def start(self) -> None:
-        """Returns when the engine is ready; raises what kept it from starting."""
+        """Start the process and wait until it is ready. Raises EmberlineError if it could not start."""
         assert self._keeper is None
         self._started = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep())
@@ -121,17 +122,21 @@ class AsyncEngine:
         self._end_all(EngineUnavailable("the server is shutting down"))
 
     async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
-        """The outputs of a submission, each of its completions ending once. Leaving the loop early aborts it.
-        `merging`: outputs that wait for the caller may be merged into one with several tokens."""
+        """Yield the outputs of a submission; each of its completions ends once. Closing the generator aborts it.
+
+        `merges`: outputs that wait for the caller may be merged into one with several tokens. Raises EngineUnavailable if
+        the process is not ready, EngineFailed if it dies."""
         assert submission.id not in self._open
         if not self._tell(Submit(submission)):
-            state = State.RESTARTING if self.state is State.READY else self.state  # it is gone, which is not noted yet
+            state = (
+                State.RESTARTING if self.state is State.READY else self.state
+            )  # the socket is closed, but that was not handled yet
             raise EngineUnavailable(f"the engine is {state.value}", hint="retry in a few seconds")
-        inbox = self._open[submission.id] = OutputQueue(merging=merging)
+        queue = self._open[submission.id] = OutputQueue(merging=merging)
         left = submission.params.n
         try:
             while left:
-                item = await inbox.get()
+                item = await queue.get()
                 if isinstance(item, EmberlineError):
                     left = 0
                     raise item
@@ -143,29 +148,29 @@ class AsyncEngine:
                 self._tell(Abort(submission.id, None))
 
     def abort_one(self, submission_id: str, index: int) -> None:
-        """Ends one of the n completions of an open submission; its stream still says so."""
+        """Abort one of the n completions of an open submission; its end is part of the stream."""
         if submission_id in self._open:
             self._tell(Abort(submission_id, index))
 
     def pair(self, model: str, peers: list[dict[str, Any]]) -> None:
-        """With these and nobody else, now and after every restart; `paired` says what came of it."""
+        """Connect a model's engine to these peers only, now and after every restart; see `pairing_states`."""
         self._peers[model] = peers
         self._tell(Peers(model, peers))
 
     def watch(self) -> None:
-        """The ledger is kept, now and after every restart."""
+        """Record changes of cached blocks in `block_events`, now and after every restart."""
         if not self._watched:
             self._watched = True
             self._tell(Watch())
 
     def _tell(self, message: Message) -> bool:
-        """False: no engine is there to hear it. A dead one's socket may be known to be closed before its death is."""
+        """Send a message; return False if the process is not ready or its socket is closed."""
         if self.state is not State.READY or self._writer is None or self._writer.is_closing():
             return False
         self._writer.write(encode(message))
         return True
 
-    # -- keeping the process alive ---------------------------------------------------------------------------------
+    # -- the process -----------------------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
         pause = 0.5
@@ -173,8 +178,10 @@ class AsyncEngine:
             began = self._clock.now()
             try:
                 why = await self._live()
-            except Exception as e:  # no memory for a process, no descriptor for its socket: nobody else tries again
-                log.exception("the engine process is given up")
+            except (
+                Exception
+            ) as e:  # for example no memory or no file descriptor: without this, nothing would restart it
+                log.exception("starting or running the engine process failed")
                 why = EngineFailed(f"{type(e).__name__}: {e}")
             first = self._started is not None and not self._started.done()
             if first:
@@ -184,30 +191,33 @@ class AsyncEngine:
             self.state = State.RESTARTING
             self.restarts += 1
             log.error(
-                "engine process ended: %s; %d open requests ended with an error; restarting", why, len(self._open)
+                "engine process ended, restarting: reason=%s failed_requests=%d restarts=%d",
+                why,
+                len(self._open),
+                self.restarts,
             )
             self._end_all(
                 EngineFailed(
-                    f"the engine died while the request was open: {why.message}", hint="send the request again"
+                    f"the engine process ended while the request was open: {why.message}", hint="send the request again"
                 )
             )
             pause = 0.5 if self._clock.now() - began > 60 else min(pause * 2, LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
     async def _live(self) -> EmberlineError:
-        """One life of the process, from start to death; returns why it ended."""
+        """Start a process, handle its messages until it ends, and return why it ended."""
         self._process, ours = self._spawned()
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=READ)
         self.last_sign = self._clock.now()
         self._writer.write(encode(Start(self.models, self._rules)))
         watcher = asyncio.create_task(self._watch(self._process, self._writer))
-        refusal: EmberlineError | None = None
+        error: EmberlineError | None = None
         try:
-            frames = Inbox()
+            decoder = Inbox()
             while data := await reader.read(READ):
                 self.last_sign = self._clock.now()
-                for message in frames.feed(data):
-                    refusal = self._receive(message) or refusal
+                for message in decoder.feed(data):
+                    error = self._receive(message) or error
         except ConnectionError:
             pass
         finally:
@@ -215,30 +225,31 @@ class AsyncEngine:
             self._writer.close()
             await self._reap(self._process)
         status = self._process.returncode
-        return refusal or EngineFailed("it was killed, and does not end" if status is None else f"exit status {status}")
+        return error or EngineFailed("killed, but still running" if status is None else f"exit status {status}")
 
     def _spawned(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """A new process, and our end of the line to it."""
+        """Start a process and return it with our end of its socket."""
         ours, theirs = socket.socketpair()
         with theirs:
-            line = theirs.fileno()
+            fd = theirs.fileno()
             try:
-                return subprocess.Popen([*self._command, str(line)], pass_fds=[line], stdout=sys.stderr), ours
+                return subprocess.Popen([*self._command, str(fd)], pass_fds=[fd], stdout=sys.stderr), ours
             except OSError:
                 ours.close()
                 raise
 
     def _receive(self, message: Message) -> EmberlineError | None:
+        """Handle a message; return an error if the process reports that it could not start."""
         match message:
             case Progress(model, outputs, stats):
                 self.stats[model] = stats
                 self.on_stats(model, stats)
                 for output in outputs:
                     if isinstance(output, Output):
-                        if (inbox := self._open.get(output.id)) is not None:
-                            inbox.put(output)
-                    elif (inbox := self._open.get(output[0])) is not None:
-                        inbox.put_tokens(*output)
+                        if (queue := self._open.get(output.id)) is not None:
+                            queue.put(output)
+                    elif (queue := self._open.get(output[0])) is not None:
+                        queue.put_tokens(*output)
             case Computing():
                 self.progress_reports += 1
             case Turned():
@@ -260,30 +271,35 @@ class AsyncEngine:
             case Refused(id=""):
                 return message.error()
             case Refused(id):
-                if (inbox := self._open.get(id)) is not None:
-                    inbox.put(message.error())
+                if (queue := self._open.get(id)) is not None:
+                    queue.put(message.error())
         return None
 
     async def _watch(self, process: subprocess.Popen[bytes], writer: asyncio.StreamWriter) -> None:
-        """A process that reports nothing is stuck: it is ended, and all that waits for it. An idle one reports too, and
-        so does one that computes a long step, as long as its kernels make progress.
-        Ticks are counted: where the whole machine was paused, the clock went on for both."""
+        """Kill the process if it sends no message for the stall timeout.
+
+        An idle process sends messages too, and so does one in a long step while its kernels make progress. Silence is
+        counted in ticks of this loop and not by the clock, which also advances while the whole machine is suspended."""
         tick = min(1.0, self._stall_timeout / 4)
-        silent, heard = 0.0, self.last_sign
+        silent, last = 0.0, self.last_sign
         while True:
             await asyncio.sleep(tick)
-            silent = silent + tick if self.last_sign == heard else 0.0
-            heard = self.last_sign
-            booting = max(BOOT_TIMEOUT * len(self.models), self._stall_timeout)
-            patience = self._stall_timeout if self.state is State.READY else booting
-            if silent > patience:
-                log.error("engine process silent for %.0f s: ending it", self.silent_seconds)
+            silent = silent + tick if self.last_sign == last else 0.0
+            last = self.last_sign
+            boot_timeout = max(BOOT_TIMEOUT * len(self.models), self._stall_timeout)
+            timeout = self._stall_timeout if self.state is State.READY else boot_timeout
+            if silent > timeout:
+                log.error(
+                    "engine process hangs, killing it: silent_s=%.0f timeout_s=%.0f", self.silent_seconds, timeout
+                )
                 process.kill()
-                writer.transport.abort()  # one that does not end keeps its end of the line
+                writer.transport.abort()  # a process that does not end keeps its end of the socket open
                 return
 
     async def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        """One that a driver holds on to does not even end when it is killed: everybody else goes on without it."""
+        """Wait for the process to end, and kill it after a while.
+
+        A process that hangs in a driver may not end even then; this returns all the same."""
         for last in (False, True):
             until = self._clock.now() + REAP
             while self._clock.now() < until:
@@ -294,5 +310,5 @@ class AsyncEngine:
                 process.kill()
 
     def _end_all(self, error: EmberlineError) -> None:
-        for inbox in self._open.values():
-            inbox.put(error)
+        for queue in self._open.values():
+            queue.put(error)

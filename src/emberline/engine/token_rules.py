@@ -1,4 +1,4 @@
-"""TokenRules: allowed_token_ids and bad_words as a mask of each step, alone or on top of a grammar's."""
+"""TokenRules: applies allowed_token_ids and bad_words as a mask in each step, alone or together with a grammar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mask = np.ndarray  # int32: one bit for each id of the vocabulary
 
 
 class Masker(Protocol):
-    """What decides which tokens may come next: `engine.grammar.Matcher` and TokenRules."""
+    """Computes which tokens may be sampled next: `engine.grammar.GrammarMatcher` and TokenRules."""
 
     def fill(self, mask: Mask) -> None: ...
 
@@ -33,10 +33,10 @@ class TokenRules:
     def __init__(self, params: SamplingParams, grammar: Masker | None) -> None:
         self._grammar = grammar
         self._allowed_ids = params.allowed_token_ids
-        self._allowed: Mask | None = None  # as a mask, made when the first one shows the vocabulary's size
+        self._allowed: Mask | None = None  # made with the first mask, which shows the vocabulary's size
         self._bad = params.bad_words
         self._longest = max(map(len, self._bad), default=1)
-        self._tail: list[int] = []  # the newest output tokens, as many as a bad word may have before its last
+        self._tail: list[int] = []  # the newest output tokens: one less than the longest bad word has
         self._stuck = False
 
     def fill(self, mask: Mask) -> None:
@@ -57,7 +57,7 @@ class TokenRules:
                 mask.view(np.uint32)[word[-1] // 32] &= np.uint32(0xFFFFFFFF ^ (1 << word[-1] % 32))
         self._stuck = not mask.any()
         if self._stuck:
-            mask[:] = -1  # the request ends with `error`; a row of nothing but -inf has no most probable token
+            mask[:] = -1  # the request ends with `error`; a row of -inf alone has no most probable token
 
     def accept(self, token: int) -> bool:
         if self._longest > 1:
@@ -71,17 +71,18 @@ class TokenRules:
     @property
     def error(self) -> str | None:
         if self._stuck:
-            return "bad_words and allowed_token_ids leave no token to go on with"
+            return "bad_words and allowed_token_ids leave no token to sample"
         return self._grammar.error if self._grammar is not None else None
 
 
 def masker_of(params: SamplingParams, grammar: Masker | None) -> Masker | None:
-    ruled = params.bad_words or params.allowed_token_ids
-    return TokenRules(params, grammar) if ruled else grammar
+    """Return what masks the tokens of a request; None if all are allowed."""
+    has_rules = params.bad_words or params.allowed_token_ids
+    return TokenRules(params, grammar) if has_rules else grammar
 
 
 def fill_masks(maskers: Sequence[Masker], masks: Mask) -> None:
-    """Write the mask of each masker to the row of `masks` at its place; those of grammars alone in parallel."""
+    """Write the mask of each masker to the row of `masks` with the same index; in parallel if all are grammars."""
     if any(isinstance(masker, TokenRules) for masker in maskers):
         for masker, mask in zip(maskers, masks, strict=True):
             masker.fill(mask)

@@ -1,1 +1,1 @@
-"""A cluster on a virtual clock: scheduler, KV manager and router as in production, a cost model for the device."""
+"""A simulated cluster on a virtual clock: production scheduler, KV manager and router, with a cost model of a GPU."""

@@ -1,4 +1,4 @@
-"""Agents: conversations of many turns over a few long system prompts, as coding agents and assistants have them."""
+"""A workload of conversations with many turns and a few long system prompts, typical of coding agents."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MODEL = "sim"
 @dataclass(frozen=True, slots=True)
 class Habits:
     sessions: int = 160
-    systems: int = 8  # system prompts that sessions share
+    systems: int = 8  # distinct system prompts
     system_tokens: tuple[int, int] = (2048, 4096)
     turns: tuple[int, int] = (10, 20)
-    user_tokens: float = 220.0  # of a turn, tool results included; log-normal, the median
-    reply_tokens: float = 120.0
-    spread: float = 0.7
-    think_seconds: float = 8.0  # between a reply and the next turn; exponential
-    over_seconds: float = 240.0  # in which the sessions begin
+    user_tokens: float = 220.0  # median per turn, including tool results; log-normal
+    reply_tokens: float = 120.0  # median per turn; log-normal
+    spread: float = 0.7  # sigma of both distributions
+    think_seconds: float = 8.0  # mean pause between a reply and the next turn; exponential
+    over_seconds: float = 240.0  # time window in which the sessions start
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Message:
     tokens: list[int]
 
     def raw(self) -> msgspec.Raw:
-        """As a client writes it: a word for each token."""
+        """Return the message as a client would send it, with one word for each token."""
         words = " ".join(f"{token:x}" for token in self.tokens)
         return msgspec.Raw(msgspec.json.encode({"role": self.role, "content": words}))
 
@@ -45,7 +45,7 @@ class Session:
     raws: list[msgspec.Raw] = field(default_factory=list)
 
     def ask(self) -> tuple[bytes, list[int], int]:
-        """The next turn: its body, its tokens, and how long the reply will be."""
+        """Return the next turn: the request's body, its tokens, and the length of the reply in tokens."""
         self.messages.append(Message("user", _tokens(self.rng, self._draw(self.habits.user_tokens))))
         self.raws += [message.raw() for message in self.messages[len(self.raws) :]]
         reply = self._draw(self.habits.reply_tokens)

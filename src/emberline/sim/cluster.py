@@ -1,4 +1,4 @@
-"""SimCluster: workers behind the router's own Dispatch, on one calendar of virtual time."""
+"""SimCluster: simulated workers behind the router's production code, driven by one queue of events in virtual time."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from emberline.sim.costmodel import CostModel
 from emberline.sim.oracle import Oracle
 from emberline.sim.worker import SimWorker, Store
 
-FAR = 1e9  # seconds: nobody dies in here
-LOOK = 1.0  # seconds between looks at the balance
+FAR = 1e9  # a timeout that never passes: workers do not fail in the simulation
+LOOK = 1.0  # virtual seconds between two samples of the load balance
 
 Chooser = Callable[[Dispatch, Ask], Decision]
 
 
 @dataclass(slots=True)
 class Seen:
-    """What came of a run."""
+    """The measurements of one simulated run."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    known_tokens: int = 0  # that a cache which forgets nothing and is everywhere would have had
-    working_set: int = 0  # tokens of conversations that go on at the same time, at most
-    first: list[float] = field(default_factory=list)  # seconds to the first token
-    between: list[float] = field(default_factory=list)  # seconds between tokens
-    balance: list[float] = field(default_factory=list)  # most over mean tokens in flight
-    conversations: Counter[str] = field(default_factory=Counter)  # that began at each worker
+    known_tokens: int = 0  # prompt tokens that an unlimited cache shared by all workers would have had
+    working_set: int = 0  # largest number of tokens of conversations that were active at the same time
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    balance: list[float] = field(default_factory=list)  # maximum over mean of the workers' open tokens
+    conversations: Counter[str] = field(default_factory=Counter)  # conversations that started at each worker
     requests: int = 0
     seconds: float = 0.0
 
@@ -55,7 +55,7 @@ class Seen:
         return self.cached_tokens / self.prompt_tokens
 
     def spread(self, workers: int) -> float:
-        """Conversations of the worker that has most, over the mean of all."""
+        """Return the largest number of conversations of a worker, divided by the mean."""
         return max(self.conversations.values()) * workers / sum(self.conversations.values())
 
     @property
@@ -65,14 +65,14 @@ class Seen:
 
 @dataclass(slots=True)
 class Open:
-    """A turn that is being answered."""
+    """A turn whose reply is being generated."""
 
     session: Session
     leg: Leg
     account: ExitStack
     asked: float
     prompt: int
-    link: Link | None = None  # where it ends
+    link: Link | None = None  # last full block of the prompt
     cached: int = 0
     reply: list[int] = field(default_factory=list)
     last: float = 0.0
@@ -81,7 +81,7 @@ class Open:
 @dataclass(frozen=True, slots=True)
 class Shape:
     workers: int = 4
-    kv_tokens: int = 131_072  # of each
+    kv_tokens: int = 131_072  # KV cache of each worker
     max_running: int = 64
     batch_tokens: int = 2048
     cost: CostModel = field(default_factory=CostModel)
@@ -97,7 +97,7 @@ class SimCluster:
         store: Store | None = None,
         kv_events: bool = False,
     ) -> None:
-        """`header`: clients name their session. `kv_events`: the router follows what the workers' caches hold."""
+        """`names_session`: clients send a session id. `kv_events`: the router subscribes to the workers' KV cache events."""
         self.clock = ManualClock()
         router = RouterConfig(lost_after=FAR, stuck_after=FAR, kv_events=kv_events)
         self.dispatch = Dispatch(router, self.clock)
@@ -118,7 +118,7 @@ class SimCluster:
             self.dispatch.beat(Beat(name, name))
         self._open: dict[str, Open] = {}
         self._oracle = Oracle(config.block_size)
-        self._live: dict[str, int] = {}  # conversations that go on, and their tokens
+        self._live: dict[str, int] = {}  # tokens of each active conversation
         self._calendar: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -232,7 +232,7 @@ def fewest_requests(dispatch: Dispatch, ask: Ask) -> Decision:
 
 
 def _given(dispatch: Dispatch, ask: Ask, name: str) -> Decision:
-    """What the router would note of a worker that others' rules chose."""
+    """Return the decision that the router would record if it had chosen this worker."""
     estimate = dispatch.estimates[ask.model]
     load = Load(estimate.prompt(ask.size), estimate.output(ask))
     return Decision(dispatch.workers[name], load, Why.LOAD, 0.0)

@@ -1,4 +1,4 @@
-"""What a cache that forgets nothing and is everywhere would save: the bound of every way of routing."""
+"""PrefixOracle: a cache of unlimited size that all workers share: the upper bound for every routing policy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Oracle:
         self._seen: set[bytes] = set()
 
     def cached(self, tokens: list[int]) -> int:
-        """Of a prompt, and remembers it."""
-        size, parent, cached, whole = self._block_size, root_hash("oracle", ""), 0, True
+        """Return how many tokens of a prompt are cached, and add all of its blocks."""
+        size, parent, cached, is_hit = self._block_size, root_hash("oracle", ""), 0, True
         for at in range(0, len(tokens) - size + 1, size):
             parent = block_hash(parent, tokens[at : at + size])
-            whole = whole and parent in self._seen and at + size < len(tokens)
-            cached += size * whole
+            is_hit = is_hit and parent in self._seen and at + size < len(tokens)
+            cached += size * is_hit
             self._seen.add(parent)
         return cached

@@ -1,4 +1,4 @@
-"""SharedStore: a Tier that holds names only: which blocks a store would have, the least recently used ones gone."""
+"""SharedStore: a simulated KV tier that records which blocks a store would have, with LRU eviction, but no content."""
 
 from __future__ import annotations
 

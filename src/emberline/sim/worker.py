@@ -1,4 +1,4 @@
-"""SimWorker: a production Engine whose runner only says how long it would have taken."""
+"""SimWorker: a production Engine whose runner computes nothing and only advances a virtual clock."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from emberline.sim.costmodel import CostModel
 from emberline.tokens.blockhash import last_full, root_hash
 
 VOCABULARY = 100_000
-BUFFER = 8  # bytes that stand for a block; what is in them does not matter
-STAGED = 512  # blocks on their way to a store and back
+BUFFER = 8  # size of a simulated block; its content does not matter
+STAGED = 512  # blocks between the cache and the store
 
 
 class SimRunner:
-    """Moves the worker's clock by what a plan costs; every request's tokens follow from its id and position."""
+    """Advances the worker's clock by the cost of each plan; tokens follow from request id and position."""
 
     layout = "sim"
     vocab_size = VOCABULARY
@@ -49,7 +49,7 @@ class SimWorker:
     ) -> None:
         self.name = name
         self.clock = ManualClock()
-        self.stepping = False  # a step's end is on the calendar
+        self.stepping = False  # the end of its step is a scheduled event
         self._store = store
         self._tiers = None
         if store is not None:
@@ -58,25 +58,27 @@ class SimWorker:
         runner = SimRunner(kv_tokens // config.block_size, cost, self.clock)
         self.engine = Engine(config, runner, self.clock, self._tiers)
         self._ledger = Ledger([name])
-        self._until = 0.0  # when the link to the store is free again
+        self._until = 0.0
 
     def add(self, submission: Submission, now: float) -> None:
         self.engine.add(submission, arrival=now)
 
     def step(self, now: float) -> tuple[list[Output], float]:
-        """What comes of a step that begins now, and when it ends."""
+        """Run a step that begins at `now`; return its outputs and the time when it ends."""
         self.clock.time = now
         self._move(now)
         outputs = self.engine.step()
         loading = self.engine.scheduler.num_loading
-        if self.clock.time == now and loading and self._store is not None:  # nothing to compute: it waits for blocks
+        if (
+            self.clock.time == now and loading and self._store is not None
+        ):  # nothing to compute: wait for blocks of the store
             self.clock.time = max(now, self._until) + self._store.seconds
         return outputs, self.clock.time
 
     def batches(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """What is new about its blocks, to who has come so far."""
-        if (news := self.engine.kv.news()) is not None:
-            self._ledger.take(self.name, *news)
+        """Return the changes of its cache after this batch."""
+        if (changes := self.engine.kv.news()) is not None:
+            self._ledger.take(self.name, *changes)
         return self._ledger.after(incarnation, seq)
 
     def end_of(self, tokens: list[int]) -> Link | None:
@@ -89,14 +91,14 @@ class SimWorker:
 
     @property
     def tokens_left(self) -> int:
-        """Of all its requests, to be computed until they end: what is in flight."""
+        """Number of tokens that all of its requests still have to compute until they end."""
         return sum(request.limit - request.computed for request in self.engine.scheduler.requests.values())
 
     def _move(self, now: float) -> None:
-        """Blocks that the link to the store had the time for; writes do not hold reads up."""
+        """Transfer the blocks that the link to the store had time for until `now`; writes do not delay reads."""
         if self._tiers is None or self._store is None:
             return
-        self._until = max(self._until, self.clock.time - 1.0)  # idle links do not save up more than a second
+        self._until = max(self._until, self.clock.time - 1.0)  # an idle link saves up one second of transfers at most
         while self._until + self._store.seconds <= now and self._tiers.read_next():
             self._until += self._store.seconds
         while self._tiers.write_next():
@@ -104,7 +106,7 @@ class SimWorker:
 
 
 class Store:
-    """What all workers share, and how long a block takes from it."""
+    """The store that all workers share, and the seconds that reading a block takes."""
 
     def __init__(self, tier: Tier, seconds: float) -> None:
         self.tier = tier

@@ -1,1 +1,1 @@
-"""Text to tokens and back, chat templates, block identity. Torch-free."""
+"""Tokenizer, detokenizer, chat templates and hashes of KV blocks. Nothing here needs torch."""

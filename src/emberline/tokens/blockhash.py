@@ -1,4 +1,4 @@
-"""block_hash: the one identity of a block of tokens in its context. Scheduler, tiers, workers and router all use it."""
+"""block_hash: the identity of a block of tokens in its context, shared by scheduler, tiers, workers and router."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ SIZE = 16
 
 
 def root_hash(layout: str, salt: str = "") -> bytes:
-    """Where chains begin: `layout` names model and cache form, so that unlike caches never meet; `salt` the tenant."""
+    """Return the parent of a sequence's first block.
+
+    `layout` names model and cache format, `salt` the tenant: blocks of different ones never have equal hashes."""
     digest = blake2b(VERSION, digest_size=SIZE)
     for part in (layout.encode(), salt.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -19,12 +21,12 @@ def root_hash(layout: str, salt: str = "") -> bytes:
 
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of one full block: its own tokens and, through `parent`, all that came before."""
+    """Return the hash of one full block; through `parent` it covers all tokens before the block too."""
     return blake2b(array("I", tokens).tobytes(), key=parent, digest_size=SIZE).digest()
 
 
 def last_full(root: bytes, tokens: Sequence[int], size: int) -> tuple[bytes, int] | None:
-    """The hash of the last full block, and how many there are; None: there is none."""
+    """Return the hash of the last full block and the number of full blocks; None if there is no full block."""
     digest = root
     for at in range(0, len(tokens) - size + 1, size):
         digest = block_hash(digest, tokens[at : at + size])

@@ -1,6 +1,8 @@
-"""Tokens to text as they arrive: whole characters only, stop strings found wherever token boundaries fall.
+"""Detokenizer: turns tokens into text as they arrive, in whole characters, and finds stop strings.
 
-decoded text   [ emitted ............ | held: may begin a stop string ]  + bytes of a character still arriving
+A stop string may begin and end inside a token, so text that may be the beginning of one is held back:
+
+decoded text   [ emitted ............ | held: may begin a stop string ]  + bytes of an incomplete character
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class Detokenizer:
         keep: frozenset[int] = frozenset(),
         at_least: int = 0,
     ) -> None:
-        """`continuing`: the text goes on from a prompt, so a SentencePiece model's first space is really a space.
-        `keep`: special tokens that are shown even if the others are skipped. `at_least`: the first so many tokens'
-        text is not searched for stop strings."""
+        """Raises UnsupportedModel if the tokenizer cannot decode single tokens.
+
+        `continues_prompt`: the text follows a prompt, so a SentencePiece model's first space is kept.
+        `shown_special_ids`: special tokens that are shown although the others are skipped.
+        `min_tokens`: stop strings are not searched for in the text of this many first tokens."""
         if tokenizer.alphabet is Alphabet.OPAQUE:
-            raise UnsupportedModel("this model's tokenizer cannot be decoded token by token")
+            raise UnsupportedModel("the model's tokenizer cannot decode single tokens, which text generation needs")
         self._token_bytes = tokenizer.token_bytes
         self._skip = tokenizer.special_ids - keep if skip_special else frozenset[int]()
         self._stops, self._include_stop = tuple(s for s in stop if s), include_stop
@@ -35,12 +39,12 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and not continuing
         self._held = ""
-        self._length = 0  # characters decoded so far, held ones included
-        self.offsets: list[int] = []  # per token taken: where in the text it begins
-        self.stopped: str | None = None
+        self._length = 0  # characters decoded so far, including held ones
+        self.offsets: list[int] = []  # of each token so far: where its text begins
+        self.stopped: str | None = None  # the stop string that was found
 
     def push(self, ids: Iterable[int]) -> str:
-        """New text. Tokens after the one that completes a stop string are not taken: see `len(offsets)`."""
+        """Return the new text. Tokens after a complete stop string are ignored; `len(offsets)` counts the used ones."""
         if not self._stops:
             return "".join([self._take(i) for i in ids])
         out = []
@@ -51,7 +55,7 @@ class Detokenizer:
         return "".join(out)
 
     def flush(self) -> str:
-        """The rest, once no more tokens come: what was held, and half a character as U+FFFD."""
+        """Return the held text after the last token; an incomplete character becomes U+FFFD."""
         if self.stopped is not None:
             return ""
         text = self._release(self._text(b"", final=True))
@@ -70,7 +74,10 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        """The stop string that ends first wins, of those the longest: the same however the text was cut."""
+        """Return the text that can be emitted; set `matched_stop` at the first complete stop string.
+
+        Of several, the one that ends first is used, and of those the longest: the result does not depend on how the
+        text is split into tokens."""
         if len(self.offsets) <= self._at_least:
             return text
         text = self._held + text
@@ -86,7 +93,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n

@@ -1,4 +1,6 @@
-"""The work that one rendering of a template may do, in characters touched: counted, not timed, the same everywhere."""
+"""RenderBudget: limits the work of rendering one template.
+
+The cost is counted in characters processed and not measured as time, so the limit is the same on every machine."""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 
 FUEL = 32_000_000  # about half a second of work
-STEP = 64  # what one step costs beside its data
+STEP = 64  # fixed cost of an operation, besides its data
 
 
 class OutOfFuel(SecurityError):
@@ -21,10 +23,10 @@ class Fuel:
     def burn(self, amount: int) -> None:
         self.left -= amount + STEP
         if self.left < 0:
-            raise OutOfFuel("it does too much work or makes too much text")
+            raise OutOfFuel("rendering does too much work or produces too much text")
 
     def burn_deep(self, value: Any) -> None:
-        """Price of printing or comparing `value`: a list held twice inside another costs twice."""
+        """Spend the cost of printing or comparing `value`; a list that occurs twice inside another costs twice."""
         stack = [value]
         while stack:
             v = stack.pop()
@@ -36,7 +38,7 @@ class Fuel:
                 stack += v
 
     def burn_text(self, name: str, text: Any, args: list[Any]) -> None:
-        """Price of a string method or filter; `replace`, `join` and `indent` can make much out of little."""
+        """Spend the cost of a string method or filter; `replace`, `join` and `indent` may produce more than they read."""
         self.burn(size(text) + sum(size(a) for a in args))
         if name == "replace" and len(args) >= 2:
             self.burn(str(text).count(str(args[0])) * size(args[1]))

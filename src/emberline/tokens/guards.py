@@ -1,6 +1,7 @@
-"""What a template's syntax tree gets added before it is compiled, so that loops, concatenations, outputs, comparisons
-and slices, which jinja2 compiles to bare Python, are paid for too. Guards are filters with names no template can spell.
-"""
+"""CostGuardTransformer: adds calls that spend the render budget to a template's syntax tree.
+
+jinja2 compiles loops, concatenations, outputs, comparisons and slices to plain Python, so the sandbox cannot intercept
+them. The added guards are filters with spaces in their names, which no template can use by itself."""
 
 from __future__ import annotations
 
@@ -15,22 +16,22 @@ from jinja2.visitor import NodeTransformer
 
 from emberline.tokens.fuel import STEP, Fuel, size
 
-FUEL_KEY = "fuel of this rendering"  # with its spaces, not a name either
+FUEL_KEY = "render budget"  # with a space, so that no template can read it
 NODE_COST = 8
-CALL_COST = 2048  # a macro call is dear: about 40 microseconds
+CALL_COST = 2048  # of a macro call, which takes about 40 microseconds
 Body = TypeVar("Body", nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)
 
 
 def fuel_of(context: Context) -> Fuel:
-    fuel = context.parent[FUEL_KEY]
-    assert isinstance(fuel, Fuel)
-    return fuel
+    budget = context.parent[FUEL_KEY]
+    assert isinstance(budget, Fuel)
+    return budget
 
 
 class Guarding(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.For:
         if node.recursive:
-            raise SecurityError("recursive loops are not offered")
+            raise SecurityError("recursive loops are not supported")
         self._paid_body(node)
         node.iter = _guard(node.iter, "guard loop")
         return node
@@ -55,9 +56,8 @@ class Guarding(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
         self.generic_visit(node)
-        for (
-            operand
-        ) in node.ops:  # the other side costs no more: a comparison ends with the shorter, a search is in this one
+        # The left operand costs no more: a comparison ends with the shorter one, and `in` searches the right one.
+        for operand in node.ops:
             operand.expr = _guard(operand.expr, "guard deep")
         return node
 
@@ -66,7 +66,7 @@ class Guarding(NodeTransformer):
         return _guard(node, "guard size") if isinstance(node.arg, nodes.Slice) else node
 
     def _paid_body(self, node: Body) -> Body:
-        """Each pass through a body pays for its length, whatever cheap things it is made of."""
+        """Make each pass through the body spend a cost in proportion to the body's length."""
         cost = 0 if isinstance(node, nodes.For) else CALL_COST
         cost += NODE_COST * sum(1 for _ in node.find_all(nodes.Node))
         cost += sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -85,7 +85,7 @@ def _guard(node: nodes.Node, name: str, always: bool = False) -> nodes.Expr:
 @pass_context
 def _loop(context: Context, value: Any) -> Any:
     if isinstance(value, Iterator):
-        value = list(value)  # a view of something already paid for
+        value = list(value)  # a view of data whose cost was already spent
     fuel_of(context).burn(size(value) * STEP)
     return value
 

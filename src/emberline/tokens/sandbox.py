@@ -1,8 +1,8 @@
-"""A jinja2 environment that a hostile template cannot leave, hang or bloat.
+"""TemplateSandbox: a jinja2 environment in which a malicious template cannot run code, hang or exhaust memory.
 
-jinja2's own sandbox keeps templates away from Python's insides but lets them loop and grow for ever. Here every loop
-pass, call, filter, operator and output is paid for out of one `Fuel` per rendering, before it happens, in proportion to
-the data it touches; what cannot be priced (format widths, powers, recursive loops) is not offered.
+jinja2's own sandbox blocks access to Python's internals but allows endless loops and output. Here every loop pass,
+call, filter, operator and output first spends a cost from one `RenderBudget` per rendering, in proportion to its data.
+Operations whose cost cannot be computed in advance (format widths, powers, recursive loops) are not supported.
 """
 
 from __future__ import annotations
@@ -71,24 +71,24 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return isinstance(obj, (LoopContext, Namespace, Macro)) and super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """No special case for str.format: it is not among its methods here."""
+        """Do nothing: jinja2 would treat str.format specially, and it is not an allowed method here."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        owner, given = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
+        owner, arguments = getattr(__obj, "__self__", None), [*args, *kwargs.values()]
         name = __obj.__name__ if isinstance(owner, str) else ""
-        fuel_of(__context).burn_text(name, owner, given)
+        fuel_of(__context).burn_text(name, owner, arguments)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" or (operator == "%" and isinstance(left, str)):
-            raise SecurityError(f"{operator} is not offered here")
+            raise SecurityError(f"the operator {operator} is not supported here")
         times = 1
         if operator == "*":
             times = max([1, *(n for n in (left, right) if isinstance(n, int))])
         fuel_of(context).burn((size(left) + size(right)) * times if _sequence(left, right) else 0)
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, int) and result.bit_length() > MAX_INT_BITS:
-            raise SecurityError("its numbers grow too large")
+            raise SecurityError(f"a number has more than {MAX_INT_BITS} bits")
         return result
 
 
@@ -100,20 +100,20 @@ def _priced(name: str, inner: Any, deep: bool) -> Callable[..., Any]:
     leading = getattr(getattr(inner, "jinja_pass_arg", None), "name", "")
 
     @pass_context
-    def priced(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        fuel, given = fuel_of(context), [*args, *kwargs.values()]
-        if name == "join":  # here the list comes first, the separator second
-            fuel.burn_text(name, given[0] if given else "", [value])
+    def charge_and_call(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget, arguments = fuel_of(context), [*args, *kwargs.values()]
+        if name == "join":  # the filter takes the list first, the separator second
+            budget.burn_text(name, arguments[0] if arguments else "", [value])
         else:
-            fuel.burn_text(name, value, given)
+            budget.burn_text(name, value, arguments)
         if deep:
-            fuel.burn_deep([value, *given])
+            budget.burn_deep([value, *arguments])
         passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         first = (passed[leading], value) if leading else (value,)
         result = inner(*first, *args, **kwargs)
         return list(result) if isinstance(result, Iterator) else result
 
-    return priced
+    return charge_and_call
 
 
 @pass_context
@@ -127,14 +127,14 @@ def _tojson(
 ) -> str:
     fuel_of(context).burn_deep(value)
     if indent is not None and not (isinstance(indent, int) and 0 <= indent <= 16):
-        raise SecurityError("tojson indents by 0 to 16")
+        raise SecurityError(f"tojson has indent {indent!r}; it must be 0 to 16")
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     fuel_of(context).burn(len(text))
     return text
 
 
 class GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here it is only its content."""
+    """{% generation %} marks the assistant's text for training. Here it is replaced by its content."""
 
     tags = {"generation"}  # noqa: RUF012
 

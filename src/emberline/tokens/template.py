@@ -1,4 +1,4 @@
-"""A model's chat template: messages and tools to the prompt text it was trained on."""
+"""ChatTemplate: renders messages and tools to the prompt text that a model was trained on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from emberline.tokens.sandbox import Sandbox
 
 MAX_SOURCE = 256 << 10
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# Not for a request to set: what a template is given anyway, and documents, which nobody serves.
+# Variables that a request may not set: those that every template gets, and documents, which are not supported.
 OWN_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", *SPECIALS}
 )
 
 
 class Refused(TemplateError):
-    """The template called raise_exception: these messages are not ones that its model understands."""
+    """The template called raise_exception: its model does not support these messages."""
 
 
 class _Compiled(NamedTuple):
@@ -37,7 +37,7 @@ class ChatTemplate:
     def __init__(
         self, sources: dict[str, str], specials: dict[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """`sources` by name; of several, `tool_use` serves requests with tools and `default` the others."""
+        """`sources`: templates by name; `tool_use` is used for requests with tools, `default` for the others."""
         self.sources, self._specials, self._now = sources, specials, now
         environment = Sandbox()
         self._templates = {name: _compiled(environment, source) for name, source in sources.items()}
@@ -45,16 +45,16 @@ class ChatTemplate:
     @staticmethod
     def load(directory: Path, override: Path | None = None) -> ChatTemplate:
         config = read_optional(directory / "tokenizer_config.json")
-        own = directory / "chat_template.jinja"
+        separate_file = directory / "chat_template.jinja"
         if override is not None:
             sources = {"default": _read(override)}
-        elif own.exists():
-            sources = {"default": _read(own)}
+        elif separate_file.exists():
+            sources = {"default": _read(separate_file)}
         else:
-            beside = read_optional(directory / "chat_template.json")
-            sources = _named(config.get("chat_template") or beside.get("chat_template"))
+            json_file = read_optional(directory / "chat_template.json")
+            sources = _named(config.get("chat_template") or json_file.get("chat_template"))
         if not sources:
-            raise UnsupportedModel(f"{directory} has no chat template", hint="give one: --chat-template FILE")
+            raise UnsupportedModel(f"{directory} has no chat template", hint="pass one with --chat-template FILE")
         return ChatTemplate(sources, {name: text for name in SPECIALS if (text := _text(config.get(name))) is not None})
 
     def render(
@@ -77,7 +77,7 @@ class ChatTemplate:
         return _rendered(self._choose(bool(tools)).template, variables)
 
     def arguments(self, with_tools: bool) -> frozenset[str]:
-        """The variables it reads beside its own: what else it is given leaves no trace in the prompt."""
+        """Return the names of the variables that it reads and a request may set; others do not change the prompt."""
         return self._choose(with_tools).arguments
 
     def _choose(self, with_tools: bool) -> _Compiled:
@@ -91,10 +91,10 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
         return template.render(variables)
     except SecurityError as e:
         raise ModelFileError(
-            f"the chat template may not do this: {e}", hint="give another: --chat-template FILE"
+            f"the chat template is not allowed to do this: {e}", hint="pass another one with --chat-template FILE"
         ) from e
     except Refused as e:
-        raise InvalidRequest(f"the model's chat template refuses these messages: {e}", param="messages") from e
+        raise InvalidRequest(f"the model's chat template rejects these messages: {e}", param="messages") from e
     except (UndefinedError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
         raise InvalidRequest(f"the model's chat template cannot render these messages: {e}", param="messages") from e
     except (TemplateError, RecursionError, MemoryError) as e:
@@ -103,13 +103,13 @@ def _rendered(template: Template, variables: dict[str, Any]) -> str:
 
 def _compiled(environment: Sandbox, source: str) -> _Compiled:
     if len(source) > MAX_SOURCE:
-        raise ModelFileError(f"the chat template has {len(source)} characters; at most {MAX_SOURCE} are read")
+        raise ModelFileError(f"the chat template has {len(source)} characters; the limit is {MAX_SOURCE}")
     try:
         names = meta.find_undeclared_variables(environment.parse(source))
         return _Compiled(environment.from_string(source), frozenset(names) - OWN_NAMES)
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as e:
         raise ModelFileError(
-            f"the chat template does not compile: {e}", hint="give another: --chat-template FILE"
+            f"the chat template does not compile: {e}", hint="pass another one with --chat-template FILE"
         ) from e
 
 
@@ -118,12 +118,12 @@ def _refuse(message: Any = "") -> None:
 
 
 def _named(value: Any) -> dict[str, str]:
-    """One template, or a list of {"name", "template"}."""
+    """Return templates by name from one template, or from a list of {"name", "template"}."""
     if isinstance(value, str):
         return {"default": value}
     entries = value if isinstance(value, list) else []
-    named = {e.get("name"): e.get("template") for e in entries if isinstance(e, dict)}
-    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    templates = {e.get("name"): e.get("template") for e in entries if isinstance(e, dict)}
+    return {name: text for name, text in templates.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def _read(path: Path) -> str:
@@ -134,6 +134,6 @@ def _read(path: Path) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """A special token is written as text, or as an object with its content."""
+    """Return the text of a special token, which config files write as a string or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

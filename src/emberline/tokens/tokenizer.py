@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to ids, ids to the exact bytes they stand for, and the ids with a meaning of their own."""
+"""Tokenizer: turns text into token ids and ids into the exact bytes they stand for, and knows the special ids."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Alphabet(Enum):
-    """How a vocabulary entry writes down its bytes."""
+    """How the entries of a vocabulary represent bytes."""
 
-    BYTE_LEVEL = "byte-level"  # GPT-2's: each byte is a printable character
-    PIECES = "pieces"  # SentencePiece's: ▁ for a space, <0xAB> for a byte
-    OPAQUE = "opaque"  # anything else (WordPiece, say): good for encoding, not for generation
+    BYTE_LEVEL = "byte-level"  # GPT-2: each byte is a printable character
+    PIECES = "pieces"  # SentencePiece: ▁ for a space, <0xAB> for a byte
+    OPAQUE = "opaque"  # others, for example WordPiece: usable for encoding, not for generation
 
 
 class Tokenizer:
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        inner.no_truncation()  # lengths are the engine's business
+        inner.no_truncation()  # the engine checks lengths
         inner.no_padding()
         self._inner = inner
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
@@ -42,14 +42,14 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise UnsupportedModel(
-                f"{directory} has no tokenizer.json", hint="convert its tokenizer with transformers first"
+                f"{directory} has no tokenizer.json", hint="convert the model's tokenizer with transformers first"
             )
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as e:  # the library raises bare Exception, and its panics are not even that
-            raise ModelFileError(f"{path} is not a tokenizer: {e}") from e
+        except BaseException as e:  # the library raises Exception itself, and its panics are not even that
+            raise ModelFileError(f"{path} cannot be loaded as a tokenizer: {e}") from e
         return Tokenizer(inner)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
@@ -59,7 +59,7 @@ class Tokenizer:
         try:
             return [e.ids for e in self._inner.encode_batch_fast(texts, add_special_tokens=add_special)]
         except (UnicodeEncodeError, TypeError) as e:
-            raise InvalidRequest("the text is not valid Unicode: it holds half of a surrogate pair") from e
+            raise InvalidRequest("the text is not valid Unicode: it contains half of a surrogate pair") from e
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         if self.alphabet is Alphabet.OPAQUE:
@@ -69,7 +69,7 @@ class Tokenizer:
         return text.removeprefix(" ") if self.strips_space else text
 
     def token_bytes(self, id_: int) -> bytes:
-        """What the token adds to the text; empty for ids that only pad the model's vocabulary."""
+        """Return the bytes that the token adds to the text; b"" for ids that only pad the model's vocabulary."""
         found = self._bytes.get(id_)
         if found is None:
             found = self._bytes[id_] = self._spell(id_)
@@ -96,7 +96,7 @@ class Tokenizer:
 
 
 def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:
-    """The alphabet, and whether decoding drops the one space that SentencePiece put before the text."""
+    """Return the alphabet, and whether decoding drops the space that SentencePiece puts before the text."""
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     steps = state.get("decoders", [state])
     kinds = {step.get("type"): step for step in steps}
@@ -110,7 +110,7 @@ def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Bytes that print as themselves in Latin-1 do; the others take the characters from 256 on, in order."""
+    """Return GPT-2's byte of each character: printable Latin-1 bytes stand for themselves, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
