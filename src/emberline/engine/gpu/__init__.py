@@ -1,1 +1,1 @@
-"""The engine's computing half on a GPU: rows kept on the device, steps captured as graphs, results fetched late."""
+"""The GPU runner: request state on the device, steps captured as CUDA graphs, results read asynchronously."""

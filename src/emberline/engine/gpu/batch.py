@@ -1,7 +1,7 @@
-"""Batch: a plan's work in the order the device takes it, as arrays. Pure numpy.
+"""DeviceBatch: the work of a plan as numpy arrays, in the order in which the device processes it.
 
-rows of the step    [0, singles) have one token each     [singles, ...) are chunks of prompts
-tokens of the step  theirs                               the chunks', one after the other
+rows of the step    [0, singles) have one token each     [singles, ...) are prompt chunks
+tokens of the step  one for each single row              then those of the chunks, one chunk after the other
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from emberline.engine.gpu.shape import Shape
 @dataclass(frozen=True, slots=True)
 class Batch:
     singles: int
-    rows: np.ndarray  # [B] int64: the device's row of each
+    rows: np.ndarray  # [B] int64: row of each request in DeviceRows
     starts: np.ndarray  # [B] int32: tokens in the cache before this step
-    counts: np.ndarray  # [B] int32; of a padded step with chunks, singles may have none
-    tokens: np.ndarray  # [T] int64, with PENDING where the device knows better
+    counts: np.ndarray  # [B] int32: tokens in this step; padding rows may have none
+    tokens: np.ndarray  # [T] int64; PENDING_TOKEN where only the device has the token
     positions: np.ndarray  # [T] int32
     slots: np.ndarray  # [T] int64
-    token_rows: np.ndarray  # [T] int64: the row of each token's request
-    logit_rows: np.ndarray  # [S] int64: of the tokens, those whose logits are computed
-    wanted: np.ndarray  # int64: of these, those that somebody wants, in order
+    token_rows: np.ndarray  # [T] int64: row of each token's request in DeviceRows
+    logit_rows: np.ndarray  # [S] int64: indexes of the tokens whose logits are computed
+    wanted: np.ndarray  # int64: indexes of the rows of logits that are used, in order; the others are padding
 
     @staticmethod
     def split(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-        """Single tokens that sample, and chunks: all else, whatever its length."""
+        """Return the work items with one token that sample, and all others: the chunks."""
         chunks = [w for w in work if len(w.tokens) > 1 or not w.samples or w.prompt_logprobs]
         if not chunks:
             return list(work), []
@@ -41,8 +41,8 @@ class Batch:
     @staticmethod
     def of(singles: Sequence[Work], chunks: Sequence[Work], rows: Rows, block_size: int) -> Batch:
         work = [*singles, *chunks]
-        # Of lists, which takes half as long as to iterate over generators.
-        index = np.array([place.index for place in rows.places(work)], np.int64)
+        # From lists, which takes half as long as from generators.
+        index = np.array([row.index for row in rows.places(work)], np.int64)
         starts = np.array([w.start for w in work], np.int32)
         counts = np.ones(len(work), np.int32)
         counts[len(singles) :] = [len(w.tokens) for w in chunks]
@@ -64,38 +64,40 @@ class Batch:
         return Batch(len(singles), index, starts, counts, tokens, positions, slots, token_rows, logit_rows, wanted)
 
     def shaped(self, shape: Shape, row: int) -> Batch:
-        """With as much of nobody's as makes up a captured step: rows behind the singles and behind the chunks, and
-        tokens behind all others. `row` is nobody's. Its tokens write nothing; where all have one, each sees one key."""
+        """Return the batch padded to the shape of a captured step.
+
+        Padding rows follow the singles and the chunks, padding tokens follow all others. They belong to `padding_row` and
+        write nothing to the cache. In a step without chunks, each padding row has one token and attends to one key."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
         scored = self.logit_rows[s:]
-        alone = shape.chunks == 0
+        has_no_chunks = shape.chunks == 0
 
-        def rows(ours: np.ndarray, single: int, chunk: int) -> np.ndarray:
-            made = np.full(shape.rows, chunk, ours.dtype)
-            made[:s], made[s : shape.singles] = ours[:s], single
-            made[shape.singles : shape.singles + chunks] = ours[s:]
-            return made
+        def pad_rows(values: np.ndarray, single: int, chunk: int) -> np.ndarray:
+            padded = np.full(shape.rows, chunk, values.dtype)
+            padded[:s], padded[s : shape.singles] = values[:s], single
+            padded[shape.singles : shape.singles + chunks] = values[s:]
+            return padded
 
-        def tokens(ours: np.ndarray, nobodys: int) -> np.ndarray:
-            made = np.full(total, nobodys, ours.dtype)
-            made[: len(ours)] = ours
-            return made
+        def pad_tokens(values: np.ndarray, padding: int) -> np.ndarray:
+            padded = np.full(total, padding, values.dtype)
+            padded[: len(values)] = values
+            return padded
 
         logit_rows = np.zeros(shape.rows, np.int64)
-        first = shape.singles if alone else s
+        first = shape.singles if has_no_chunks else s
         logit_rows[:first] = np.arange(first)
         logit_rows[shape.singles : shape.singles + len(scored)] = scored
         wanted = np.arange(s + len(scored))
         wanted[s:] += shape.singles - s
         return Batch(
             shape.singles,
-            rows(self.rows, row, row),
-            rows(self.starts, 0, 0),
-            rows(self.counts, int(alone), 0),
-            tokens(self.tokens, 0),
-            tokens(self.positions, 0),
-            tokens(self.slots, -1),
-            tokens(self.token_rows, row),
+            pad_rows(self.rows, row, row),
+            pad_rows(self.starts, 0, 0),
+            pad_rows(self.counts, int(has_no_chunks), 0),
+            pad_tokens(self.tokens, 0),
+            pad_tokens(self.positions, 0),
+            pad_tokens(self.slots, -1),
+            pad_tokens(self.token_rows, row),
             logit_rows,
             wanted,
         )
@@ -108,5 +110,5 @@ class Batch:
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
-    """Of a long prompt, in half the time that numpy takes: as C's unsigned numbers, which all but PENDING are."""
+    """Return the tokens as int64. An array of C's unsigned numbers takes half the time, but excludes PENDING_TOKEN."""
     return np.array(tokens, np.int64) if tokens[-1] == PENDING else np.frombuffer(array("Q", tokens), np.int64)

@@ -1,4 +1,4 @@
-"""boot: a model and settings become an Engine on a GPU. Memory is planned from arithmetic before anything is loaded."""
+"""boot_gpu: builds an Engine on a GPU from a model and settings. Memory is planned before anything is loaded."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ __all__ = ["Booted", "GPUConfig", "Plainly", "boot_from", "boot_gpu"]
 log = logging.getLogger("emberline.engine")
 KV_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float8": torch.float8_e4m3fn}
 WARM_TOKENS = 16
-CAPTURE_SECONDS = 4.0  # for capturing steps before requests are taken; the shapes left are captured when idle
-MakeTiers = Callable[[str, KVShape], TierStack]  # for blocks of a layout
+CAPTURE_SECONDS = 4.0  # for capturing steps before requests are accepted; the rest is captured in idle time
+MakeTiers = Callable[[str, KVShape], TierStack]  # called with the layout and shape of the cache
 MakeDock = Callable[[DeviceRegion], Dock | None]
-TURNS = 5e-4  # seconds after which a thread lets another have the interpreter, while several bring the weights
+TURNS = 5e-4  # Python's thread switch interval while several threads load the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Booted:
     runner: GPURunner
     plan: MemoryPlan
     seconds: Mapping[str, float]
-    weights: str = "plain"  # as they are kept: plain, packed or both
+    weights: str = "plain"  # format in GPU memory: plain, packed or both
 
 
 class Plainly:
-    """A runner that is given one plan at a time: the loop without lookahead, to compare with."""
+    """Runs a GPURunner one plan at a time, without pipelining, for comparison."""
 
     def __init__(self, runner: GPURunner) -> None:
         self.num_blocks, self.vocab_size = runner.num_blocks, runner.vocab_size
@@ -89,8 +89,10 @@ def boot_gpu(
     tiers: MakeTiers | None = None,
     dock: MakeDock | None = None,
 ) -> Booted:
-    """`weights` is where the tensors come from; it is finished here, with everything else made while they arrive.
-    `identity` is asked for when they have. `tiers`, `dock`: make those that the settings speak of."""
+    """Build the engine while the weights are being loaded.
+
+    `weights`: the source of the tensors; this function finishes it. `identity`: returns the checkpoint's fingerprint,
+    and is called after the weights are loaded. `tiers`, `endpoint`: make what the settings of the same name require."""
     assert (tiers is not None) == settings.tiers and (dock is not None) == settings.transfer
     began = time.perf_counter()
     device = device or Cuda()
@@ -100,7 +102,9 @@ def boot_gpu(
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, settings.block_size, kv_dtype)
     served = replace(settings, max_context=context)
     plan = memory.plan_for(config, served, _device_memory(device), dtype, packed=weights.packed)
-    tuned = _tune(model, settings) if device.torch.type == "cuda" and settings.graphs else 0.0  # while much is free
+    tuned = (
+        _tune(model, settings) if device.torch.type == "cuda" and settings.graphs else 0.0
+    )  # before the cache fills the memory
     cache = KVCache(shape, plan.kv_blocks, str(device.torch))
     made = time.perf_counter()
     eos = frozenset(config.eos)
@@ -111,11 +115,11 @@ def boot_gpu(
         seconds["pack"] = _keep_packed(weights, runner)
     filled = time.perf_counter()
     if (weights.packed or settings.weights == "both") and weights.taken_bytes > plan.weights + plan.spare // 2:
-        taken = f"with weights {settings.weights} they take {weights.taken_bytes} bytes"
-        raise ModelError(f"{taken}; {plan.weights} were planned for", hint="serve it with --weights plain")
-    # It reads a little of every tensor: not while the disk is busy.
+        message = f"packed weights take {weights.taken_bytes} bytes, and {plan.weights} bytes were planned for them"
+        raise ModelError(message, hint="use --weights plain")
+    # Computing the identity reads a little of every tensor: not while the disk is busy.
     kept = "both" if settings.weights == "both" else "packed" if weights.packed else "plain"
-    named = identity() if kept == "plain" else f"{identity()}-{kept}"  # other kernels make their keys and values
+    named = identity() if kept == "plain" else f"{identity()}-{kept}"  # other kernels compute other keys and values
     runner.model = replace(model, fingerprint=named, weight_bytes=weights.taken_bytes)
     seconds["identity"] = time.perf_counter() - filled
     scheduler = SchedulerConfig(
@@ -134,7 +138,7 @@ def boot_gpu(
     shared = dock(region_of(runner, device)) if dock is not None else None
     engine = Engine(scheduler, runner if settings.overlap else Plainly(runner), tiers=below, dock=shared)
     seconds["capture"] = _capture_first(runner, scheduler)
-    gc.freeze()  # half a million objects of imported libraries: looking through them takes a tenth of a second
+    gc.freeze()  # excludes half a million objects of imported libraries, which take 0.1 s in each collection
     return Booted(engine, runner, plan, seconds, kept)
 
 
@@ -148,7 +152,7 @@ def boot_from(
     tiers: MakeTiers | None = None,
     dock: MakeDock | None = None,
 ) -> Booted:
-    """From a checkpoint. `reader`: one that has been reading its files since before torch was imported."""
+    """Build the engine of a checkpoint. `reader`: a reader of its files, started before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.of(checkpoint)
@@ -163,7 +167,7 @@ def boot_from(
         device = Cuda()
         torch.cuda.synchronize(device.torch)
     codec.result()
-    there = time.perf_counter()
+    initialized = time.perf_counter()
     weights = DeviceWeights(checkpoint, dtype, device.torch, reader, packed=packed)
     identity = partial(fingerprint, checkpoint, config, used, context)
     grammars = None if compiler is None else partial(compiler, directory, config)
@@ -178,11 +182,11 @@ def boot_from(
         tiers=tiers,
         dock=dock,
     )
-    return replace(booted, seconds={"config": opened - began, "device": there - opened, **booted.seconds})
+    return replace(booted, seconds={"config": opened - began, "device": initialized - opened, **booted.seconds})
 
 
 def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
-    """Where blocks go that the runner's cache has no room for; the first is in its device's reach until it closes."""
+    """Make the tiers below the runner's cache; the memory of the first is pinned for the device until it closes."""
     assert runner.copier is not None
     tiers = make(runner.layout, runner.cache.shape)
     runner.copier.reach(tiers.host.area)
@@ -191,14 +195,13 @@ def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
 
 
 def region_of(runner: GPURunner, device: Device) -> DeviceRegion:
-    """Its cache, for other engines."""
+    """Return the runner's cache as a region for KV transfers."""
     layout = runner.cache.shape.layout(runner.model.fingerprint, turned=False)
     return DeviceRegion(layout, runner.cache, device)
 
 
 def _tune(model: Decoder, settings: GPUConfig) -> float:
-    """Of all the sizes that steps have, by what their products are fastest: known from an earlier start, or measured.
-    Seconds."""
+    """Find the fastest kernels for all sizes of steps, measured now or in an earlier start; return the seconds."""
     from emberline.kernels import tuning
 
     weights = set(every(ops.PackedWeight, model.layers))
@@ -219,8 +222,9 @@ def _capture_first(runner: GPURunner, config: SchedulerConfig) -> float:
 
 
 def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
-    """Serve one request, by an engine of its own whose counters and cache are dropped: what runs for the first time
-    takes up to 2 ms more, and the first request would have to wait for it. The runner's cache must be empty."""
+    """Serve one request with a temporary engine, whose counters and cache are dropped.
+
+    The first run of each part takes up to 2 ms more, which would delay the first request. The cache must be empty."""
     engine = Engine(config, runner)
     length = min(WARM_TOKENS, engine.max_context - 2)
     if length > 0:
@@ -228,16 +232,16 @@ def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
         engine.add(Submission("rehearsal", [0] * length, params))
         while not engine.idle:
             engine.step()
-        engine.step()  # its plan lets the runner forget the request
+        engine.step()  # its plan makes the runner drop the request
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
-    """Waits for the weights; meanwhile everything a first request would have to load is loaded. How long each took."""
+    """Wait for the weights, and meanwhile load all that a first request needs; return the seconds of each part."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
     def warm() -> float:
         try:
-            runner.model = _stand_in(model) if late else model  # what is to be packed has no place before it has come
+            runner.model = _stand_in(model) if late else model  # packed weights are allocated only when they are loaded
             return compile_kernels(runner) + warm_up(runner)
         finally:
             runner.model = model
@@ -252,7 +256,7 @@ def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
             loaded = time.perf_counter()
             warm_seconds = warmed.result()
             if late:
-                torch.cuda.empty_cache()  # what stood in was as large as a layer and the head
+                torch.cuda.empty_cache()  # the zero weights were as large as a layer and the output head
     finally:
         sys.setswitchinterval(interval)
     times = weights.times if isinstance(weights, DeviceWeights) else None
@@ -264,7 +268,7 @@ def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
 
 
 def _keep_packed(weights: Weights, runner: GPURunner) -> float:
-    """All that is there plainly, in 12 bits too; and what reads it, loaded. Seconds."""
+    """Add a packed copy of all plain weights and load its kernels; return the seconds."""
     began = time.perf_counter()
     weights.taken_bytes += sum(ops.keep_packed(weight) for weight in every(ops.PackedWeight, runner.model))
     warm_up(runner)
@@ -272,7 +276,7 @@ def _keep_packed(weights: Weights, runner: GPURunner) -> float:
 
 
 def _stand_in(model: Decoder) -> Decoder:
-    """The same kernels run for it, of weights that are zeros: one for all of a shape."""
+    """Return a model with zero weights that runs the same kernels; weights of equal shape share memory."""
     device = model.layers[0].attention.cos_sin.device
 
     @cache
@@ -286,7 +290,9 @@ def _stand_in(model: Decoder) -> Decoder:
 
 
 def _like(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any:
-    """No closure: one that knows itself would keep the zeros until the collector comes by, and nobody lets it."""
+    """Return a part of a model with its weights replaced by zeros.
+
+    Not a closure: a recursive one would keep the zeros alive until garbage collection, which does not run here."""
     if isinstance(part, ops.PackedWeight):
         return zeros(part.n, part.k, part.gated) if part.dtype is torch.bfloat16 else part
     if isinstance(part, tuple):
@@ -297,17 +303,19 @@ def _like(part: Any, zeros: Callable[[int, int, bool], ops.PackedWeight]) -> Any
 
 
 def _start_codec(checkpoint: Checkpoint) -> None:
-    """Packed files need it; it may have to be compiled."""
+    """Load the codec that packed files need; it may have to be compiled."""
     if any(tensor.packed is not None for tensor in checkpoint.tensors.values()):
         backend = ops.start(threads=1)
         if backend.library is None:
-            log.warning("packed weights are decoded by numpy, which is slow: %s", backend.reason)
+            log.warning(
+                "the codec is not available, decoding packed weights slowly with numpy: reason=%s", backend.reason
+            )
 
 
 def compile_kernels(runner: GPURunner) -> float:
-    """Compile all kernels that steps will need at the same time, unless an earlier start did; return the seconds.
+    """Compile all kernels that steps need in parallel, unless an earlier start did; return the seconds.
 
-    Compiled one by one as they are first used, they would hold up the first requests for a second each."""
+    Compiled one by one at their first use, each would delay a request by a second."""
     began = time.perf_counter()
     if not runner.cache.keys.is_cuda:
         return 0.0
@@ -325,25 +333,28 @@ def compile_kernels(runner: GPURunner) -> float:
 
 
 def warm_up(runner: GPURunner) -> float:
-    """A first request, whatever the weights are by now; seconds. Its step is not a captured one: to capture, a thread
-    must be alone with the device."""
+    """Run a first request with the weights as they are; return the seconds.
+
+    Its steps are not captured: during a capture no other thread may use the device."""
     began = time.perf_counter()
     graphs, runner.graphs = runner.graphs, False
     keys, size = runner.cache.keys, runner.cache.shape.block_size
     if keys.is_cuda:
-        torch.cuda.default_stream(keys.device).synchronize()  # on it the cache and the inputs' memory become zero
+        torch.cuda.default_stream(
+            keys.device
+        ).synchronize()  # it initializes the cache and the inputs' memory with zeros
     tokens = [0] * min(WARM_TOKENS, size * runner.num_blocks, runner.model.context)
     if len(tokens) > 1:
         blocks = range(-(-len(tokens) // size))
         params = SamplingParams(max_tokens=1, temperature=0.0)
         admission = Admission("warm-up", tokens, len(tokens), params, 0)
         runner.run(StepPlan(0, [admission], [Work("warm-up", 0, tokens, blocks, samples=True)], []))
-        if blocks[-1] * size + size > len(tokens):  # there is room for one more
+        if blocks[-1] * size + size > len(tokens):  # the last block has a free slot
             work = Work("warm-up", len(tokens), [PENDING], blocks, samples=True)
             runner.run(StepPlan(0, [], [work], []))
         runner.run(StepPlan(0, [], [], ["warm-up"]))
         for part in (keys, runner.cache.values):
-            part[:, : len(blocks)].zero_()  # no stray NaN may stay
+            part[:, : len(blocks)].zero_()  # no NaN may remain
     if keys.is_cuda:
         torch.cuda.default_stream(keys.device).synchronize()
     runner.graphs = graphs
@@ -355,6 +366,6 @@ def _device_memory(device: Device) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes that a plan may share out."""
+    """Return the bytes of a GPU that a plan may use."""
     free, total = torch.cuda.mem_get_info(device)
     return memory.usable(total, free, torch.cuda.memory_reserved(device))

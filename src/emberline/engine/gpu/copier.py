@@ -1,15 +1,14 @@
-"""DeviceCopier: moves blocks between a cache on a device and buffers in main memory.
+"""DeviceCopier: copies blocks between the cache on a device and buffers in main memory.
 
-In a buffer lies the same as in kv/tiers/copier.py. A block is in many places, one for the keys and one for the values
-of each layer. So it goes by way of a piece of scratch: kernels gather it there, or scatter it from there, several
-blocks at a time and in the order of the steps; and between scratch and main memory it is one copy, on a lane of its
-own, beside the model:
+A buffer has the format of kv/tiers/copier.py. On the device a block has separate parts for the keys and the values of
+each layer. Kernels gather several blocks into scratch memory, or scatter them from it, on the stream of the steps.
+Between scratch and main memory they are copied on another stream, while the model runs:
 
-    save    the steps' lane: gather |--> lane out: scratch to buffers     over: the piece and the buffers are free
-    load    lane in: buffers to scratch |--> the steps' lane: scatter     over: the same
+    save    step stream: gather |--> out stream: scratch to buffers     event: piece and buffers are free again
+    load    in stream: buffers to scratch |--> step stream: scatter     event: the same
 
-A piece is used again when its last trip is over; the device waits for that, not the host. Where the driver cannot pin
-the buffers, blocks also pass through pinned memory of ours, and the host waits, and copies, instead.
+A piece of scratch is reused after its last copy; the device waits for that, not the host. If the driver cannot pin the
+buffers, blocks also pass through another pinned buffer, and the host waits and copies.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from emberline.engine.gpu.device import Device, Lane, Mark
 from emberline.engine.gpu.staging import ALIGN, Staging
 from emberline.kv.cache import KVCache
 
-WORD = torch.int64  # what kernels move at a time, whatever it means
+WORD = torch.int64  # unit in which kernels copy, independent of the cache's dtype
 
 
 @dataclass(slots=True)
 class Trip:
-    """Blocks that went together."""
+    """A launched copy of a few blocks."""
 
-    over: Mark
-    due: list[tuple[Tensor, Tensor]]  # what the host has to copy then: to, from
+    over: Mark  # passed when the device is done
+    due: list[tuple[Tensor, Tensor]]  # copies for the host after that: target, source
 
     def end(self) -> None:
         self.over.wait()
@@ -47,13 +46,13 @@ class Trip:
 
 
 class Piece:
-    """Scratch for a few blocks, in the form they have in buffers: keys of all layers, then values."""
+    """Scratch memory for a few blocks, in the format of the buffers: keys of all layers, then values."""
 
     def __init__(self, blocks: int, layers: int, words: int, device: torch.device) -> None:
         self.memory = torch.zeros(blocks, 2, layers, words, dtype=WORD, device=device)
         self.rows = self.memory.flatten(1).view(torch.uint8)
-        self.pinned: Tensor | None = None  # the same in main memory, if buffers are out of the device's reach
-        self.trip: Trip | None = None  # its last
+        self.pinned: Tensor | None = None  # the same in pinned main memory, if the buffers cannot be pinned
+        self.trip: Trip | None = None
 
 
 class DeviceCopier:
@@ -62,16 +61,16 @@ class DeviceCopier:
         self._size = cache.shape.block_bytes
         self._at_once = at_once = memory.copied_at_once(self._size)
         halves = (half.flatten(2).view(WORD) for half in (cache.keys, cache.values))
-        self._halves = [half.transpose(0, 1) for half in halves]  # block, layer, word
+        self._halves = [half.transpose(0, 1) for half in halves]  # keys, values: [block, layer, word]
         _, layers, words = self._halves[0].shape
         self._pieces = [Piece(at_once, layers, words, device.torch) for _ in range(memory.PIECES)]
         self._next_out, self._next_in = cycle(self._pieces[::2]), cycle(self._pieces[1::2])
         self._steps, self._out, self._in = device.lane, device.beside(), device.beside()
-        self._numbers = Staging(2 * (8 * cache.num_blocks + ALIGN), device)  # of blocks
+        self._numbers = Staging(2 * (8 * cache.num_blocks + ALIGN), device)
         self._area: Tensor | None = None
 
     def reach(self, area: memoryview) -> None:
-        """All buffers lie in this area. It is pinned until `let_go`, if that can be."""
+        """Set the memory area of all buffers, and pin it until `detach_area` if the driver can."""
         assert self._area is None
         self._area = torch.frombuffer(area, dtype=torch.uint8)
         if not self._device.pin(self._area):
@@ -79,7 +78,7 @@ class DeviceCopier:
                 piece.pinned = self._device.pinned(piece.rows.numel()).view_as(piece.rows)
 
     def let_go(self) -> None:
-        """The area may go."""
+        """Wait for all copies and unpin the area, so that it can be freed."""
         assert self._area is not None
         for piece in self._pieces:
             if piece.trip is not None:
@@ -89,20 +88,21 @@ class DeviceCopier:
         self._area = None
 
     def launch(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> Callable[[], None]:
-        """Saves, then loads, where the steps' lane is now. The call it gives back waits until all buffers are done
-        with."""
+        """Launch the saves, then the loads, at this point of the step stream.
+
+        Return a function that waits until all buffers are free."""
         assert self._area is not None
-        # A block may change hands while a plan is made: who was to have it first will not miss it.
+        # A block may be given to another request while a plan is made: only its last load counts.
         loads = list({copy.block: copy for copy in loads}.values())
-        sheet = self._numbers.sheet()
-        from_here, to_here = (sheet.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
-        sheet.send()
-        trips = [self._save(*part) for part in self._parts(saves, from_here)]
-        trips += [self._load(*part) for part in self._parts(loads, to_here)]
+        staged = self._numbers.sheet()
+        saved, loaded = (staged.put(np.array([c.block for c in copies], np.int64)) for copies in (saves, loads))
+        staged.send()
+        pending = [self._save(*part) for part in self._parts(saves, saved)]
+        pending += [self._load(*part) for part in self._parts(loads, loaded)]
 
         def finish() -> None:
-            for trip in trips:
-                trip.end()
+            for copy in pending:
+                copy.end()
 
         return finish
 
@@ -122,14 +122,14 @@ class DeviceCopier:
             torch.index_select(half, 0, places, out=piece.memory[: len(copies), at])
         self._out.after(self._steps.mark())
         with self._out.working():
-            buffers, due = [self._buffer(copy) for copy in copies], []
+            buffers, host_copies = [self._buffer(copy) for copy in copies], []
             if piece.pinned is not None:
                 piece.pinned[: len(copies)].copy_(piece.rows[: len(copies)], non_blocking=True)
-                due = list(zip(buffers, piece.pinned, strict=False))
+                host_copies = list(zip(buffers, piece.pinned, strict=False))
             else:
                 for buffer, row in zip(buffers, piece.rows, strict=False):
                     buffer.copy_(row, non_blocking=True)
-            piece.trip = Trip(self._out.mark(), due)
+            piece.trip = Trip(self._out.mark(), host_copies)
         return piece.trip
 
     def _load(self, copies: Sequence[Copy], places: Tensor) -> Trip:
@@ -150,7 +150,7 @@ class DeviceCopier:
 
     @staticmethod
     def _vacated(piece: Piece, lane: Lane) -> Piece:
-        """What the lane does next may overwrite it."""
+        """Make the stream wait for the piece's last copy, so that its next operation may overwrite the piece."""
         if piece.trip is not None:
             if piece.pinned is not None:
                 piece.trip.end()

@@ -1,5 +1,6 @@
-"""Device: the few things a runner asks of a GPU's runtime. `Host` stands in where there is no GPU: it does all at once,
-in order, so that a runner's bookkeeping is tested anywhere."""
+"""Device: what the runner needs of CUDA: streams, events, captured graphs and pinned memory.
+
+`HostDevice` implements it without a GPU by doing everything at once and in order, for tests."""
 
 from __future__ import annotations
 
@@ -20,51 +21,52 @@ log = logging.getLogger("emberline.engine")
 
 
 class Mark(Protocol):
-    """A point in a lane's work."""
+    """A point in a stream's work."""
 
     def wait(self) -> None: ...
     def since(self, earlier: Mark) -> float:
-        """Seconds between two marks that have passed."""
+        """Return the seconds between two events that have both passed."""
         ...
 
 
 class Lane(Protocol):
-    """Work in order. Lanes run beside each other."""
+    """A queue of work that the device executes in order. Streams run in parallel."""
 
     def working(self) -> AbstractContextManager[object]:
-        """Inside, work goes to this lane."""
+        """Return a context in which work is queued on this stream."""
         ...
 
     def mark(self) -> Mark:
-        """Here, after all that was given to the lane so far."""
+        """Return an event after all work that was queued so far."""
         ...
 
     def after(self, mark: Mark) -> None:
-        """What comes next waits for another lane's mark."""
+        """Make later work of this stream wait for an event of another stream."""
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Notes the work down without doing it, and gives back a call that does it, on the same addresses. The work
-        was done once before, so that nothing is left to compile."""
+        """Record the work as a graph without executing it, and return a function that executes it on the same addresses.
+
+        The work must have been executed once before, so that nothing is compiled during the capture."""
         ...
 
     def forget(self) -> None:
-        """All that was captured is gone: its memory may go too."""
+        """Release the memory of captured graphs; they must not be used again."""
         ...
 
 
 class Device(Protocol):
     torch: torch.device
-    lane: Lane  # all of the device
+    lane: Lane  # the stream of the steps, with high priority
 
     def pinned(self, size: int) -> Tensor: ...
     def pin(self, memory: Tensor) -> bool:
-        """Lets the device reach main memory by itself, until `unpin`; False: it cannot."""
+        """Pin main memory, so that the device can copy it asynchronously, until `unpin`; return False if it cannot."""
         ...
 
     def unpin(self, memory: Tensor) -> None: ...
     def beside(self) -> Lane:
-        """Another lane with all of the device."""
+        """Return another stream."""
         ...
 
 
@@ -84,7 +86,7 @@ class _CudaMark:
 class CudaLane:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._pool: Any = None  # torch has no public name for it
+        self._pool: Any = None  # torch has no public type for it
 
     def working(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
@@ -100,8 +102,8 @@ class CudaLane:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # One pool for all of a lane: they run one after the other, so each may use what the others left behind.
-        # Begun by hand: torch's own context would wait for the device, and empty its cache of memory.
+        # One memory pool for all graphs of a stream: they run one after the other, so they can share memory.
+        # Not torch's own context manager, which would wait for the device and empty torch's memory cache.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -115,17 +117,17 @@ class CudaLane:
 
 
 def has_hopper() -> bool:
-    """Our kernels use what came with compute capability 9.0, in the form that only 9.0 has."""
+    """Return whether the GPU has compute capability 9.0, which the kernels need exactly."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 class Cuda:
     def __init__(self) -> None:
         if not has_hopper():
-            hint = "serve with --device auto; emberline doctor says what is here"
-            raise InvalidRequest("device is cuda; there is no GPU here that our kernels are made for", hint=hint)
+            hint = "use --device auto; emberline doctor shows the hardware"
+            raise InvalidRequest("device is cuda, but there is no GPU with compute capability 9.0", hint=hint)
         self.torch = torch.device("cuda", 0)
-        # Before all others: what runs beside a step takes the multiprocessors that it leaves.
+        # High priority: other streams get only the multiprocessors that a step leaves free.
         self.lane: Lane = CudaLane(torch.cuda.Stream(self.torch, priority=-1))
 
     def pinned(self, size: int) -> Tensor:
@@ -135,8 +137,8 @@ class Cuda:
         try:
             pin(memory)
         except ModelError as error:
-            log.warning("%s: keys and values are copied once more on their way", error.message)
-            with contextlib.suppress(RuntimeError):  # the runtime tells its last error once more, to whoever is next
+            log.warning("pinning main memory failed, copying KV blocks through a buffer: reason=%s", error.message)
+            with contextlib.suppress(RuntimeError):  # the next CUDA call reports the same error once more
                 torch.zeros(1, device=self.torch)
             return False
         return True

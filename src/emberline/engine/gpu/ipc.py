@@ -1,8 +1,8 @@
-"""Between the GPUs of one host: the receiver opens the sender's cache, and its device copies blocks out of it straight
-to where they belong. Leases travel over a Unix socket.
+"""KV transfers between GPUs of one host by CUDA IPC: the receiver maps the sender's cache and copies blocks from it.
 
-What proves a copy is the sender's word, given after it: that the lease lives and no block has been renewed. Memory that
-is open here outlives its process: so a thread waits for the other side to hang up, and then lets go of it.
+Leases and control messages use a Unix socket. After a copy the sender confirms that the lease is still valid and that no
+block was reused. Mapped memory stays allocated after its process ends, so a thread waits until the sender disconnects
+and then unmaps it.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ log = logging.getLogger("emberline.transfer")
 
 
 def near(region: DeviceRegion) -> Near | None:
-    """None if others cannot reach its memory: blocks have other ways."""
+    """Return the transport for a region; None if its memory cannot be shared, so that other transports are used."""
     if region.device.type != "cuda":
         return None
     try:
         exported = [ipc.export(part) for part in region.parts]
     except DriverError as error:
-        log.warning("blocks do not travel from GPU to GPU: %s", error)
+        log.warning("sharing GPU memory failed, KV transfers use main memory: reason=%s", error)
         return None
 
     def serve(sender: Sender) -> Server:
@@ -70,13 +70,14 @@ class IpcServer(Server):
     def _attach(self, channel: Channel, transfer: int) -> None:
         unix.check_user(channel)
         parts = [(part.handle.hex(), part.offset) for part in self._parts]
-        told = {"parts": parts, "blocks": self._sender.region.blocks}
-        channel.tell(Kind.OKAY, transfer, told, time.monotonic() + PATIENCE)
+        reply = {"parts": parts, "blocks": self._sender.region.blocks}
+        channel.tell(Kind.OKAY, transfer, reply, time.monotonic() + PATIENCE)
 
 
 class Memory:
-    """A sender's cache, open until the last of its users has left; the first is whoever opens it. Said, not left to the
-    collector: errors hold on to what was used where they were raised."""
+    """A sender's cache, mapped until its last user has called `release`; the creator is the first user.
+
+    Users are counted instead of relying on garbage collection, since exceptions keep references to local variables."""
 
     def __init__(self, blocks: int, parts: Sequence[Exported], device: torch.device) -> None:
         self.blocks = blocks
@@ -84,7 +85,7 @@ class Memory:
         self._opened: dict[bytes, Opened] = {}
         try:
             for handle, _ in parts:
-                if handle not in self._opened:  # two parts may lie in one allocation
+                if handle not in self._opened:  # two parts may be in one allocation
                     self._opened[handle] = Opened(handle, device)
         except DriverError:
             self.leave()
@@ -95,7 +96,7 @@ class Memory:
     def used(self) -> Iterator[None]:
         with self._lock:
             if not self._users:
-                raise PeerUnreachable("the sender is gone, and its memory with it")
+                raise PeerUnreachable("the sender has disconnected, and its GPU memory was unmapped")
             self._users += 1
         try:
             yield
@@ -107,7 +108,7 @@ class Memory:
             self._users -= 1
             opened = [] if self._users else list(self._opened.values())
         for one in opened:
-            with suppress(DriverError):  # of a device that is lost
+            with suppress(DriverError):  # the device was lost
                 one.close()
 
 
@@ -118,39 +119,39 @@ class IpcLink(StreamLink):
 
     def _prepare(self, deadline: float) -> None:
         with self._channel(deadline) as channel:
-            told = self._told(channel, Kind.ATTACH, {}, deadline)
+            reply = self._told(channel, Kind.ATTACH, {}, deadline)
         try:
-            self._memory = self._open(told)
+            self._memory = self._open(reply)
         except DriverError as error:
-            raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU is out of reach: {error}") from error
+            raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be mapped: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise BadTransfer(f"the sender told of its memory what cannot be read: {error!r}") from error
+            raise BadTransfer(f"the sender's description of its GPU memory is invalid: {error!r}") from error
         threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
 
-    def _open(self, told: dict[str, Any]) -> Memory:
-        parts = [Exported(bytes.fromhex(handle), int(offset)) for handle, offset in told["parts"]]
+    def _open(self, reply: dict[str, Any]) -> Memory:
+        parts = [Exported(bytes.fromhex(handle), int(offset)) for handle, offset in reply["parts"]]
         if len(parts) != len(self._region.parts) or any(len(handle) != ipc.HANDLE for handle, _ in parts):
-            raise ValueError("it has other parts")
-        return Memory(int(told["blocks"]), parts, self._region.device)
+            raise ValueError(f"expected {len(self._region.parts)} valid handles, got {len(parts)} parts")
+        return Memory(int(reply["blocks"]), parts, self._region.device)
 
     def _watch(self) -> None:
-        """Until the sender is gone, or we are."""
+        """Wait until the sender disconnects or this link is closed; then release its memory."""
         while not self._closed:
             try:
                 channel = self._opened(time.monotonic() + PATIENCE)
             except TransferError:
                 break
             if not self._closed:
-                with suppress(PeerLost):  # it also hangs up on those who are silent for very long
+                with suppress(PeerLost):  # the sender also disconnects idle connections
                     channel.rest(IDLE)
             self._give(channel)
         self._memory.leave()
 
     def fetch(self, fetch: Fetch) -> None:
-        """All at once: it takes a moment, and nobody who cancels waits for longer than that."""
+        """Copy all blocks at once. That takes so little time that it need not be cancelled in between."""
         fetch.progress.check()
         if time.monotonic() >= fetch.deadline:
-            raise TransferTimeout("the deadline passed before the device was asked")
+            raise TransferTimeout("the deadline passed before the copy was started")
         if not fetch.pieces:
             return
         try:
@@ -159,7 +160,7 @@ class IpcLink(StreamLink):
                     part = slice(piece.first, piece.last)
                     self._copy(piece, fetch.blocks[part], fetch.into[part])
         except DriverError as error:
-            raise PeerUnreachable(f"the memory of {self._peer.name}'s GPU cannot be copied: {error}") from error
+            raise PeerUnreachable(f"GPU memory of {self._peer.name} cannot be copied: {error}") from error
         self._vouched(fetch)
         for piece in fetch.pieces:
             fetch.landed(piece)
@@ -167,7 +168,7 @@ class IpcLink(StreamLink):
     def _copy(self, piece: Piece, blocks: Ids, into: Ids) -> None:
         memory = self._memory
         if blocks.min() < 0 or blocks.max() >= memory.blocks:
-            raise BadTransfer("the ticket names blocks that the sender does not have")
+            raise BadTransfer(f"the ticket has block ids outside [0, {memory.blocks}), the sender's cache")
         size, height = self._layout.plane_bytes, piece.bottom - piece.top
         theirs, ours = memory.blocks * size, self._region.blocks * size  # bytes of a layer
         for base, part in zip(memory.bases, self._region.parts, strict=True):
@@ -176,12 +177,12 @@ class IpcLink(StreamLink):
                 ipc.copy_rows(source + a * size, theirs, target + b * size, ours, count * size, height)
 
     def _vouched(self, fetch: Fetch) -> None:
-        """Of all blocks at once, from the first to the last."""
+        """Let the sender confirm that no block was reused before the copy ended. Raises Corrupted otherwise."""
         first, last = min(piece.first for piece in fetch.pieces), max(piece.last for piece in fetch.pieces)
         whole = Piece(0, self._layout.layers, first, last)
-        asked = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
-        if self._ask(Kind.VOUCH, asked, fetch.deadline).get("mark") != generation_mark(fetch.generations[first:last]):
-            raise Corrupted("blocks of another generation arrived")
+        query = {"id": fetch.ticket.id, "piece": astuple(whole), "checked": False}
+        if self._ask(Kind.VOUCH, query, fetch.deadline).get("mark") != generation_mark(fetch.generations[first:last]):
+            raise Corrupted("the sender reused blocks while they were copied")
 
 
 class IpcTransport:
@@ -192,23 +193,27 @@ class IpcTransport:
 
     def connect(self, peer: Peer, deadline: float) -> IpcLink:
         if peer.layout.tokens != self._region.layout.tokens:
-            raise PeerUnreachable(f"{peer.name} has blocks of another size: its GPU cannot copy them by itself")
+            raise PeerUnreachable(
+                f"{peer.name} has blocks of {peer.layout.tokens} tokens instead of {self._region.layout.tokens}, which "
+                "CUDA IPC cannot convert"
+            )
         return IpcLink(peer, self._region, unix.dialling(peer.endpoints[self.kind]), deadline)
 
 
 def stacked(pieces: Iterable[Piece]) -> list[Piece]:
-    """Pieces of the same blocks in neighbouring layers are one."""
-    found: list[Piece] = []
+    """Merge pieces of the same blocks in adjacent layers."""
+    merged: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.first, piece.last, piece.top)):
-        if found and replace(found[-1], top=piece.top, bottom=piece.bottom) == piece and found[-1].bottom == piece.top:
-            found[-1] = replace(found[-1], bottom=piece.bottom)
+        last = merged[-1] if merged else None
+        if last and replace(last, top=piece.top, bottom=piece.bottom) == piece and last.bottom == piece.top:
+            merged[-1] = replace(last, bottom=piece.bottom)
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def _runs(blocks: Ids, into: Ids) -> list[tuple[int, int, int]]:
-    """Neighbours in both: from where, to where, how many."""
+    """Return runs of blocks that are adjacent in both lists: (source, target, count)."""
     steps = (np.diff(blocks) != 1) | (np.diff(into) != 1)
     starts = [0, *(np.flatnonzero(steps) + 1).tolist()]
     ends = [*starts[1:], len(blocks)]

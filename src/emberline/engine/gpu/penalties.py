@@ -1,8 +1,8 @@
-"""DevicePenalties: for each row of the device, how often each token occurred in its request, 16 bits a token.
+"""DevicePenalties: how often each token occurred in the request of each row, 16 bits per token, on the device.
 
-The device counts the tokens it samples, so a step can be launched before the host knows the token of the step before
-it. Counts are rebuilt from the request's tokens when it gets a row: at its start, and after a preemption if another
-request has taken its row.
+The device counts the tokens it samples, so a step can be launched before the host knows the tokens of the previous one.
+Counts are rebuilt from the request's tokens when it gets a row: at its start, and after a preemption if another request
+has taken its row.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from emberline.engine.gpu.staging import Sheet
 from emberline.kernels import ops
 from emberline.kernels.ref import IN_PROMPT, MAX_COUNT
 
-LOAD = 8  # counts that a kernel reads at once: rows are a multiple of it
+LOAD = 8  # the table's width is a multiple of this, since a kernel reads 8 counts at once
 
 
 @dataclass(frozen=True, slots=True)
 class PenalisedRows:
-    """The rows of one step's logits that have penalties."""
+    """The requests of one step that have penalties."""
 
-    rows: Tensor  # [P] int32: of the logits
-    slots: Tensor  # [P] int32: of the counts
+    rows: Tensor  # [P] int32: rows of the logits
+    slots: Tensor  # [P] int32: rows of the counts
     settings: Tensor  # [P, 3] float32: repetition, frequency, presence
 
 
 @dataclass(frozen=True, slots=True)
 class CountReset:
-    """Counts of requests that have got a row in this step, as flat positions in the table."""
+    """New counts of requests that get a row in this step; `prompt` and `output` are indexes into the flat table."""
 
-    slots: Tensor  # int64
+    slots: Tensor  # int64: rows of the counts
     prompt: Tensor  # int64
-    output: Tensor  # int64, each once
-    occurrences: Tensor  # int16, of each in `output`
+    output: Tensor  # int64, without duplicates
+    occurrences: Tensor  # int16, for each of `output`
 
 
 class DevicePenalties:
@@ -47,21 +47,21 @@ class DevicePenalties:
         self.counts = torch.zeros(capacity, -(-vocab // LOAD) * LOAD, dtype=torch.int16, device=device)
 
     def prepare_reset(self, places: Sequence[Place], sheet: Sheet) -> CountReset | None:
-        """What the device needs to rebuild the counts of those that have got a row since they were last counted."""
-        fresh = [p for p in places if not p.plain and not p.counted and p.row.params.penalised]
-        if not fresh:
+        """Stage the new counts of requests that have got a row; None if there are none with penalties."""
+        new = [p for p in places if not p.plain and not p.counted and p.row.params.penalised]
+        if not new:
             return None
         prompt, output, occurrences = [], [], []
-        for place in fresh:
-            place.counted = True
-            row, base = place.row, place.index * self.counts.shape[1]
-            tokens = np.array(row.tokens, np.int64)
-            ids, counts = np.unique(tokens[row.prompt_len :], return_counts=True)
-            prompt.append(base + np.flatnonzero(np.bincount(tokens[: row.prompt_len])))
+        for request_row in new:
+            request_row.counted = True
+            state, base = request_row.row, request_row.index * self.counts.shape[1]
+            tokens = np.array(state.tokens, np.int64)
+            ids, counts = np.unique(tokens[state.prompt_len :], return_counts=True)
+            prompt.append(base + np.flatnonzero(np.bincount(tokens[: state.prompt_len])))
             output.append(base + ids)
             occurrences.append(np.minimum(counts, MAX_COUNT).astype(np.int16))
         return CountReset(
-            sheet.put(np.array([p.index for p in fresh], np.int64)),
+            sheet.put(np.array([p.index for p in new], np.int64)),
             *(sheet.put(np.concatenate(parts)) for parts in (prompt, output, occurrences)),
         )
 
@@ -76,18 +76,18 @@ class DevicePenalties:
         ops.penalise(logits, penalised.rows, penalised.slots, penalised.settings, self.counts)
 
     def count(self, tokens: Tensor, penalised: PenalisedRows) -> None:
-        """Counts the tokens that were sampled, one for each row of the step's logits."""
+        """Count the sampled tokens; `tokens` has one for each row of the step's logits."""
         ops.count_tokens(self.counts, penalised.slots, penalised.rows, tokens)
 
 
 def prepare_rows(places: Sequence[Place], special: Sequence[int], sheet: Sheet) -> PenalisedRows | None:
-    """`special`: of the places, those that may have penalties."""
-    found = [i for i in special if places[i].row.params.penalised]
-    if not found:
+    """Stage the penalties of one step; None if there are none. `special`: indexes of rows that may have penalties."""
+    indexes = [i for i in special if places[i].row.params.penalised]
+    if not indexes:
         return None
-    settings = np.array([_settings(places[i].row.params) for i in found], np.float32)
-    slots = np.array([places[i].index for i in found], np.int32)
-    return PenalisedRows(sheet.put(np.array(found, np.int32)), sheet.put(slots), sheet.put(settings))
+    settings = np.array([_settings(places[i].row.params) for i in indexes], np.float32)
+    slots = np.array([places[i].index for i in indexes], np.int32)
+    return PenalisedRows(sheet.put(np.array(indexes, np.int32)), sheet.put(slots), sheet.put(settings))
 
 
 def _settings(p: SamplingParams) -> tuple[float, float, float]:

@@ -1,14 +1,14 @@
-"""DeviceRegion: a cache on a device, as transfers see it.
+"""DeviceRegion: a KV cache on a GPU as source and target of transfers.
 
-Blocks are read and written where the steps use them, and pass through pinned main memory, a piece at a time:
+Blocks are copied from and to the cache that the steps use, through pinned main memory, one piece at a time:
 
-    gather    kernels to scratch, one copy to main memory       of blocks that are published: nobody writes to them
-    scatter   one copy to scratch, kernels to the blocks        after the steps that knew the blocks before
+    gather    kernels to scratch, one copy to main memory     reads published blocks, which no step writes to
+    scatter   one copy to scratch, kernels to the blocks      waits for the steps that used the blocks before
 
-A piece has a Slot meanwhile: scratch, pinned memory and a lane beside the steps'. Whoever calls is a thread of a
-transport, and waits until its piece is through. So nothing has to be copied before somebody asks for it, and what has
-arrived is there for every step that is launched from then on. There are few slots: who finds none for too long gives
-up, and the blocks are computed.
+Each piece uses a StagingSlot: scratch, pinned memory and a stream of its own. The caller is a thread of a transport and
+waits until its piece is copied, so blocks are copied only on demand, and received blocks are visible to every step that
+is launched afterwards. There are few slots: a caller that gets none within SLOT_TIMEOUT_S fails, and the blocks are
+recomputed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.region import Ids, Region
 
-PATIENCE = 5.0  # seconds for a slot; one is used for milliseconds, unless the device is stuck
+PATIENCE = 5.0  # a slot is used for milliseconds, unless the device hangs
 
 
 class Slot:
@@ -41,7 +41,7 @@ class Slot:
         self._bytes = self.pinned.view(torch.uint8).numpy()
 
     def read(self, out: memoryview) -> None:
-        """By numpy: torch would have threads of its own help each thread of ours."""
+        """Copy to `out` with numpy: torch would start more threads for each of ours."""
         np.copyto(np.frombuffer(out, np.uint8), self._bytes[: len(out)])
 
     def write(self, data: memoryview) -> None:
@@ -54,16 +54,16 @@ class DeviceRegion(Region):
         assert not layout.turned and layout.plane_bytes % WORD.itemsize == 0
         self.size = memory.moved_at_once(layout.layer_bytes // layout.tokens)
         self.device = device.torch
-        self.parts = [part.flatten(1).view(WORD) for part in (cache.keys, cache.values)]  # layer, word
+        self.parts = [part.flatten(1).view(WORD) for part in (cache.keys, cache.values)]  # [layer, word]
         self._out, self._in = SimpleQueue[Slot](), SimpleQueue[Slot]()
-        for slots in (self._out, self._in):  # of their own: who sends does not wait for those who wait for steps
+        for slots in (self._out, self._in):  # separate, because receivers wait for steps and senders need not
             for _ in range(memory.SLOTS):
                 slots.put(Slot(self.size, device))
         self._steps = device.lane
         self._fence = self._steps.mark()
 
     def fence(self) -> None:
-        """A later one than a pull needs does no harm: all steps are on one lane."""
+        """Let later writes wait for all steps launched so far. Waiting for more than needed does no harm."""
         self._fence = self._steps.mark()
 
     @torch.inference_mode()
@@ -71,9 +71,9 @@ class DeviceRegion(Region):
         for layers, width, index, part in self._cuts(piece, blocks, wire, out):
             with self._slot(self._out) as slot:
                 with self._at_work(slot):
-                    places, scratch, pinned = self._shaped(slot, layers, width, index)
+                    indexes, scratch, pinned = self._shaped(slot, layers, width, index)
                     for i, words in enumerate(self.parts):
-                        torch.index_select(_rows(words, layers, width), 1, places, out=scratch[:, i])
+                        torch.index_select(_rows(words, layers, width), 1, indexes, out=scratch[:, i])
                     pinned.copy_(scratch, non_blocking=True)
                 slot.read(part)
 
@@ -83,15 +83,15 @@ class DeviceRegion(Region):
             with self._slot(self._in) as slot:
                 slot.write(part)
                 with self._at_work(slot):
-                    places, scratch, pinned = self._shaped(slot, layers, width, index)
+                    indexes, scratch, pinned = self._shaped(slot, layers, width, index)
                     scratch.copy_(pinned, non_blocking=True)
                     slot.lane.after(self._fence)
                     for i, words in enumerate(self.parts):
-                        _rows(words, layers, width).index_copy_(1, places, scratch[:, i])
+                        _rows(words, layers, width).index_copy_(1, indexes, scratch[:, i])
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """Inside, the device writes to blocks by itself, after the steps that knew them before."""
+        """Return a context in which work writes to blocks directly, after the steps that used them before."""
         with self._slot(self._in) as slot, self._at_work(slot):
             slot.lane.after(self._fence)
             yield
@@ -99,29 +99,29 @@ class DeviceRegion(Region):
     def _cuts(
         self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
     ) -> Iterator[tuple[range, int, Ids, memoryview]]:
-        """Layers that a slot holds together, elements of so many words, which of them, and their part of the data."""
+        """Split a piece into parts that fit into a slot: layers, words per element, indexes of elements, data."""
         size, index = self.places(piece, blocks, wire, 0)  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
         if each > self.size:
-            raise BadTransfer(f"a layer of {piece} has {each} bytes; {self.size} can be moved at a time")
+            raise BadTransfer(f"one layer of {piece} has {each} bytes; the limit is {self.size}")
         for top in range(piece.top, piece.bottom, self.size // each):
             bottom = min(top + self.size // each, piece.bottom)
             part = data[(top - piece.top) * each : (bottom - piece.top) * each]
             yield range(top, bottom), size // WORD.itemsize, index, part
 
     def _shaped(self, slot: Slot, layers: range, width: int, index: Ids) -> tuple[Tensor, Tensor, Tensor]:
-        """The index on the device; scratch and pinned memory as [layer, part, element, word]."""
+        """Return the index on the device, and scratch and pinned memory as [layer, part, element, word]."""
         shape = len(layers), len(self.parts), len(index), width
         count = len(layers) * len(self.parts) * len(index) * width
-        places = torch.from_numpy(index).to(self.device)
-        return places, slot.scratch[:count].view(shape), slot.pinned[:count].view(shape)
+        indexes = torch.from_numpy(index).to(self.device)
+        return indexes, slot.scratch[:count].view(shape), slot.pinned[:count].view(shape)
 
     @contextmanager
     def _slot(self, slots: SimpleQueue[Slot]) -> Iterator[Slot]:
         try:
             slot = slots.get(timeout=PATIENCE)
         except Empty:
-            raise TransferTimeout(f"the device had no time for a piece within {PATIENCE:g} s") from None
+            raise TransferTimeout(f"no transfer buffer of the GPU was free within {PATIENCE:g} s") from None
         try:
             yield slot
         finally:
@@ -130,7 +130,9 @@ class DeviceRegion(Region):
     @staticmethod
     @contextmanager
     def _at_work(slot: Slot) -> Iterator[None]:
-        """Inside, its lane works. That is done at the end, also if something fails: memory is used otherwise then."""
+        """Return a context that queues work on the slot's stream and waits for it at the end.
+
+        It also waits after an error, since the memory is reused then."""
         try:
             with slot.lane.working():
                 yield
@@ -139,5 +141,5 @@ class DeviceRegion(Region):
 
 
 def _rows(words: Tensor, layers: range, width: int) -> Tensor:
-    """Some layers of a part, as elements of so many words."""
+    """Return some layers of a part as elements of `width` words."""
     return words[layers.start : layers.stop].view(len(layers), -1, width)

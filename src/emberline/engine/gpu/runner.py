@@ -1,10 +1,10 @@
-"""GPURunner: carries plans out one after the other on a device, and hands results over when they are asked for.
+"""GPURunner: executes plans one after the other on a GPU and returns their results asynchronously.
 
-A launch is: write the step's inputs into a pinned buffer, one copy, the model, sampling, one copy home, a mark. Nothing
-in it waits for the device. A step runs as a captured graph of the next larger shape, where there is one.
+A launch writes the step's inputs to a pinned buffer, then queues one copy to the device, the model, sampling, one copy
+back, and an event. It never waits for the device. A step runs as a captured graph of the next larger shape, if any.
 
-A grammar's mask needs the token before on the host. Where that token is still pending, the launch ends with the model,
-and the step is sampled as soon as the result of the step before it is taken: masks are computed while the model runs.
+A grammar's mask needs the previous token on the host. If that token is still pending, the launch ends with the model, and
+the step is sampled when the result of the previous step is read: masks are computed while the model runs.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class GPURunner:
         self._block = cache.shape.block_size
         self._rows = Rows(settings.max_running, -(-max_context // self._block), device.torch)
         heads = model.config.heads, model.config.kv_heads, model.config.head_dim
-        most, widened = settings.max_running, widened_blocks(self._block, max_context, settings.max_batch_tokens)
+        running, widened = settings.max_running, widened_blocks(self._block, max_context, settings.max_batch_tokens)
         self._penalties = DevicePenalties(settings.max_running + 1, self.vocab_size, device.torch)
-        self._unsampled: SampledStep | None = None  # the newest step, where it waits for tokens of the one before
-        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(most), widened=widened)
-        self.graphs = settings.graphs  # whether steps are captured; not while another thread uses the device
+        self._unsampled: SampledStep | None = None  # the newest step, if it waits for tokens of the previous one
+        self._cutter = ops.Cutter(heads, cache.keys, model.dtype, most_rows(running), widened=widened)
+        self.graphs = settings.graphs  # whether steps are captured; False while another thread uses the device
         self._grid = grid_of(model.config, settings.max_batch_tokens)
-        self.shapes = by_use(shapes(most, settings.max_batch_tokens, self._grid))
-        self._next_shape = 0  # the first of them that was not captured ahead of time
+        self.shapes = by_use(shapes(running, settings.max_batch_tokens, self._grid))
+        self._next_shape = 0  # index of the first shape that was not captured ahead of its first use
         size = _staging_bytes(settings, self._cutter)
         ahead = model.ahead(device.lane, device.beside())
-        self._track = Track(device.lane, Staging(size, device), ahead, most_rows(most))
+        self._track = Track(device.lane, Staging(size, device), ahead, most_rows(running))
         masks = settings.max_running * mask_words(self.vocab_size) * 4
-        self._others = Staging(size + masks, device)  # what a step brings besides the model's inputs
+        self._others = Staging(size + masks, device)  # a step's inputs other than the model's
         self.copier = DeviceCopier(cache, device) if settings.tiers else None
 
     @property
@@ -92,7 +92,7 @@ class GPURunner:
                 self._rows.add(admission.id, self._make_row(admission))
             except InvalidRequest as e:
                 failed[admission.id] = str(e)
-        # Who failed a step ago may still be in this plan: it was made before that was known.
+        # A request that failed in the previous step may still be in this plan, which was made before that was known.
         work = self._rows.known(plan.work)
         with torch.inference_mode(), self._track.lane.working():
             copied = self._copy(plan)
@@ -105,7 +105,7 @@ class GPURunner:
         return finish
 
     def forget(self) -> None:
-        """Drops what holds addresses, before memory moves; it is made again when it is needed."""
+        """Drop everything that refers to device addresses, before memory moves; it is made again on demand."""
         self._track.forget()
         self._next_shape = 0
         self._others.forget()
@@ -114,8 +114,10 @@ class GPURunner:
             self.copier.forget()
 
     def buffers(self) -> list[Tensor]:
-        """All that is kept on the device between steps, besides weights. Of an idle runner, nothing in it is wanted:
-        counters are back at zero, and a row's table, newest token and counts are written before they are read."""
+        """Return all tensors kept on the device between steps, except weights.
+
+        The content of an idle runner's buffers is not needed: counters are zero again, and a row's table, newest token
+        and counts are written before they are read."""
         kept = [self.cache.keys, self.cache.values, self._rows.tables, self._rows.newest, self._penalties.counts]
         staged = [staging.device for staging in (self._others, self._track.inputs)]
         copying = self.copier.buffers() if self.copier is not None else []
@@ -124,31 +126,31 @@ class GPURunner:
     def _copy(self, plan: StepPlan) -> Callable[[], None]:
         if not plan.saves and not plan.loads:
             return lambda: None
-        assert self.copier is not None, "it was not told that there are tiers"
+        assert self.copier is not None, "GPUConfig.tiers is False"
         return self.copier.launch(plan.saves, plan.loads)
 
     def _launch(self, step: int, work: Sequence[Work], failed: dict[str, str]) -> Callable[[], StepResult]:
         began = self._track.lane.mark()
         self._rows.seat(work)
-        where, blocks = self._rows.news(work)
+        table_indexes, table_blocks = self._rows.news(work)
         singles, chunks = Batch.split(work)
-        part = self._part(singles, chunks)
-        sheet = self._others.sheet()
-        table_at, table_of = sheet.put(where), sheet.put(blocks)
-        reset = self._penalties.prepare_reset(self._rows.places(work), sheet)
+        model_step = self._part(singles, chunks)
+        staged = self._others.sheet()
+        device_indexes, device_blocks = staged.put(table_indexes), staged.put(table_blocks)
+        reset = self._penalties.prepare_reset(self._rows.places(work), staged)
         sampled = SampledStep([*singles, *(w for w in chunks if w.samples)], self._rows, self._penalties)
         waits = sampled.waits_for_tokens()
         if not waits:
-            sampled.prepare(self.vocab_size, sheet)
-        sheet.send()
-        if len(where):
-            self._rows.tables.view(-1).index_copy_(0, table_at, table_of)
+            sampled.prepare(self.vocab_size, staged)
+        staged.send()
+        if len(table_indexes):
+            self._rows.tables.view(-1).index_copy_(0, device_indexes, device_blocks)
         if reset is not None:
             self._penalties.reset(reset)
-        logits = self._run(part)
+        logits = self._run(model_step)
         scores, sampled.logits = self._score_prompts([*singles, *chunks], logits)
         if waits:
-            assert self._unsampled is None, "the step before has not been sampled"
+            assert self._unsampled is None, "the previous step was not sampled yet"
             self._unsampled = sampled
         else:
             sampled.launch(self._track.lane)
@@ -162,37 +164,38 @@ class GPURunner:
         return finish
 
     def _sample_next(self) -> None:
-        """Samples the step after the one whose tokens have just come, if it waits for them."""
+        """Sample the step that waits for the tokens that were just read, if there is one."""
         step, self._unsampled = self._unsampled, None
         if step is not None:
             with torch.inference_mode(), self._track.lane.working():
-                sheet = self._others.sheet()
-                step.prepare(self.vocab_size, sheet)
-                sheet.send()
+                staged = self._others.sheet()
+                step.prepare(self.vocab_size, staged)
+                staged.send()
                 step.launch(self._track.lane)
 
     def _shape(self, singles: list[Work], chunks: list[Work]) -> Shape | None:
+        """Return the shape of a captured step for this work; None if it must run uncaptured."""
         ends = (w.start + len(w.tokens) for w in chunks)
-        fixed = self.graphs and (not chunks or (self._cutter.fixed and self._cutter.fits(ends)))
-        return Shape.of(singles, chunks, self._grid) if fixed else None
+        can_capture = self.graphs and (not chunks or (self._cutter.fixed and self._cutter.fits(ends)))
+        return Shape.of(singles, chunks, self._grid) if can_capture else None
 
     def _part(self, singles: list[Work], chunks: list[Work]) -> Part:
-        """What the model does. Its inputs are on their way when it returns."""
-        track = self._track
+        """Return the model's part of a step; the copy of its inputs to the device is queued."""
+        graphs = self._track
         shape = self._shape(singles, chunks)
         batch = Batch.of(singles, chunks, self._rows, self._block)
         if shape is not None:
             batch = batch.shaped(shape, self._rows.padding)
-        sheet = track.inputs.sheet()
-        inputs = self._inputs(batch, shape, sheet, track.ahead)
-        alone = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
-        wanted = None if alone else sheet.put(batch.wanted)
-        sheet.send()
+        staged = graphs.inputs.sheet()
+        inputs = self._inputs(batch, shape, staged, graphs.ahead)
+        is_contiguous = len(batch.wanted) == 0 or len(batch.wanted) == batch.wanted[-1] + 1
+        wanted = None if is_contiguous else staged.put(batch.wanted)
+        staged.send()
         logits, replay = (None, None) if shape is None else self._captured(shape, inputs)
         return Part(inputs, logits, replay, len(batch.wanted), wanted)
 
     def _run(self, part: Part) -> Tensor:
-        """The logits that are wanted."""
+        """Queue the model's part of a step and return the logits that are used."""
         logits = part.logits
         if part.replay is not None and logits is not None:
             part.replay()
@@ -202,11 +205,11 @@ class GPURunner:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether shapes are left to be captured in idle time."""
+        """Whether shapes remain to be captured in idle time."""
         return self.graphs and self._next_shape < len(self.shapes)
 
     def prepare_next(self) -> bool:
-        """Capture the step of the next shape by use, with padding alone as its work; return False if all are."""
+        """Capture a step of the next shape, with only padding as its work; return False if all are captured."""
         if not self.is_preparing:
             return False
         shape = self.shapes[self._next_shape]
@@ -215,21 +218,22 @@ class GPURunner:
             with torch.inference_mode(), self._track.lane.working():
                 _, replay = self._captured(shape, self._padding_inputs(shape))
                 if replay is not None:
-                    replay()  # the first time it is also sent to the device, which a request would have to wait for
+                    replay()  # the first replay also uploads the graph, which would delay a request
         return True
 
     def set_up(self) -> None:
-        """Run a step of each kind once, uncaptured, in the thread that will capture: what a thread's first use of a
-        library or a stream sets up may not be set up during a capture."""
-        alone = [shape for shape in self.shapes if not shape.chunks]
+        """Run a step of each kind once, uncaptured, in the thread that will capture.
+
+        A thread's first use of a library or stream initializes it, which is not allowed during a capture."""
+        without_chunks = [shape for shape in self.shapes if not shape.chunks]
         mixed = [shape for shape in self.shapes if shape.chunks and self._can_be_captured(shape)]
         with torch.inference_mode(), self._track.lane.working():
-            for shape in {*alone[:1], *alone[-1:], *mixed[:1], *mixed[-1:]}:
+            for shape in {*without_chunks[:1], *without_chunks[-1:], *mixed[:1], *mixed[-1:]}:
                 logits = self._track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
                 self._forward(self._padding_inputs(shape), logits)
 
     def meet_kernels(self) -> None:
-        """Launch every kernel that steps need, inside `driver.compiling_together`, with padding alone as work."""
+        """Launch every kernel that steps need with only padding as work, so that they are compiled in parallel."""
         with torch.inference_mode(), self._track.lane.working():
             for shape in filter(self._can_be_captured, self.shapes):
                 logits = self._track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
@@ -239,35 +243,35 @@ class GPURunner:
         return not shape.chunks or self._cutter.fixed
 
     def _padding_inputs(self, shape: Shape) -> Inputs:
-        """The inputs of a step of padding alone: it writes nothing but logits that are not used."""
+        """Return the inputs of a step with only padding: it writes nothing but logits that are not used."""
         batch = Batch.of([], [], self._rows, self._block).shaped(shape, self._rows.padding)
-        sheet = self._track.inputs.sheet()
-        inputs = self._inputs(batch, shape, sheet, self._track.ahead)
-        sheet.send()
+        staged = self._track.inputs.sheet()
+        inputs = self._inputs(batch, shape, staged, self._track.ahead)
+        staged.send()
         return inputs
 
     def _captured(self, shape: Shape, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
-        """Return where a shape's logits go, and a call that repeats its step; None if it cannot be captured.
+        """Return a shape's logits, and a function that replays its step; None instead if it cannot be captured.
 
-        It is captured when it is first met: that takes the host as long as launching the step once."""
-        track = self._track
-        if shape in track.captured:
-            captured = track.captured[shape]
+        It is captured at its first use, which takes the host as long as launching the step once."""
+        graphs = self._track
+        if shape in graphs.captured:
+            captured = graphs.captured[shape]
             return captured.logits, captured.replay
-        logits = track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
-        if track.capture_failed:
+        logits = graphs.logits(shape.rows, self.vocab_size, self.cache.keys.device)
+        if graphs.capture_failed:
             return logits, None
         try:
-            replay = track.lane.capture(lambda: self._forward(inputs, logits))
-        except Exception as error:  # a driver's, torch's, an assertion: torch cannot capture again after it
+            replay = graphs.lane.capture(lambda: self._forward(inputs, logits))
+        except Exception as error:  # of the driver, of torch, or an assertion: torch cannot capture again after it
             log.exception("step not captured, further shapes run uncaptured: shape=%s reason=%s", shape, error)
-            track.capture_failed = True
+            graphs.capture_failed = True
             return logits, None
-        track.captured[shape] = Captured(logits, replay)
+        graphs.captured[shape] = Captured(logits, replay)
         return logits, replay
 
     def _inputs(self, batch: Batch, shape: Shape | None, sheet: Sheet, ahead: ops.Ahead) -> Inputs:
-        """Of a shape, all lies where it lay when that was captured."""
+        """Stage the model's inputs; those of one shape always get the addresses that they had at its capture."""
         most, sought = (0, batch.logit_rows) if shape is None else (ops.most_tiles(shape.tokens, shape.chunks), None)
         return Inputs(
             tokens=sheet.put(batch.tokens),
@@ -302,20 +306,20 @@ class GPURunner:
         )
 
     def _score_prompts(self, work: Sequence[Work], logits: Tensor) -> tuple[Scores, Tensor]:
-        """Takes the rows that only score the prompt out of the logits; what is left is one row per sampling request."""
+        """Return functions that compute the prompts' log-probabilities, and the rows of logits that are sampled from."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
-        spans, keep = scored_rows(work)
-        # Cloned, since sampling overwrites.
-        scores: Scores = {w.id: partial(self._prompt_logprobs, w, logits[rows].clone()) for w, rows in spans}
-        return scores, logits[torch.tensor(keep, dtype=torch.int64, device=logits.device)]
+        scored, sampled = scored_rows(work)
+        # Cloned, since sampling overwrites the logits.
+        scores: Scores = {w.id: partial(self._prompt_logprobs, w, logits[rows].clone()) for w, rows in scored}
+        return scores, logits[torch.tensor(sampled, dtype=torch.int64, device=logits.device)]
 
     def _prompt_logprobs(self, work: Work, logits: Tensor) -> list[TokenLogprob]:
-        place = self._rows.get(work.id)
-        if place is None:
+        request_row = self._rows.get(work.id)
+        if request_row is None:
             return []
-        successors = place.row.tokens[work.start + 1 : work.start + 1 + len(logits)]
-        top = place.row.params.prompt_logprobs or 0
+        successors = request_row.row.tokens[work.start + 1 : work.start + 1 + len(logits)]
+        top = request_row.row.params.prompt_logprobs or 0
         return token_logprobs(logits[: len(successors)], successors, [top] * len(successors))
 
 

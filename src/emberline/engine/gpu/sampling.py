@@ -1,5 +1,7 @@
-"""Logits to tokens without bringing the logits home. What only the host can know (grammar masks) goes to the device
-after the step's other inputs; what the host needs (tokens, log-probabilities) comes back with its results."""
+"""StepSampling: samples a step's tokens on the device, without copying the logits to the host.
+
+Grammar masks, which only the host can compute, are copied to the device after the step's other inputs. Tokens and
+log-probabilities are copied to the host with the results."""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from emberline.kernels import ops
 
 
 class SampledStep:
-    """The sampling of one step: prepared by the host, launched after the model, its results taken later."""
+    """The sampling of one step: prepared by the host, launched after the model, its results read later."""
 
     def __init__(self, work: Sequence[Work], rows: Rows, penalties: DevicePenalties) -> None:
-        self.logits: Tensor | None = None  # one row for each of `work`, once the model is launched
+        self.logits: Tensor | None = None  # one row for each work item, after the model is launched
         self._work = work
         self._rows = rows
         self._penalties = penalties
@@ -32,10 +34,10 @@ class SampledStep:
         self._ended: Mark | None = None
 
     def waits_for_tokens(self) -> bool:
-        """Whether a grammar's mask can only be computed when the host has the tokens of the step before."""
+        """Return whether a grammar's mask can only be computed after the previous step's tokens are read."""
         return any(
-            not place.plain and place.row.matcher is not None and w.tokens[-1] == PENDING
-            for w, place in zip(self._work, self._rows.places(self._work), strict=True)
+            not row.plain and row.row.matcher is not None and w.tokens[-1] == PENDING
+            for w, row in zip(self._work, self._rows.places(self._work), strict=True)
         )
 
     def prepare(self, vocab: int, sheet: Sheet) -> None:
@@ -50,11 +52,11 @@ class SampledStep:
 
     @property
     def ended(self) -> Mark:
-        assert self._ended is not None, "the step has not been sampled: results must be taken in order"
+        assert self._ended is not None, "the step was not sampled yet: results must be read in order"
         return self._ended
 
     def results(self) -> tuple[dict[str, Sampled], dict[str, str]]:
-        """Waits for the device."""
+        """Wait for the device; return the sampled tokens, and why other requests cannot continue."""
         self.ended.wait()
         if self._draw is None or self._fetched is None:
             return {}, {}
@@ -63,12 +65,12 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What the device needs to choose the step's tokens, one for each of `work`."""
+    """What the device needs to sample the step's tokens, one for each work item."""
 
     work: Sequence[Work]
     places: Sequence[Place]
     rows: Tensor  # [S] int64
-    position: Tensor  # [S] int32: of the token to be chosen
+    position: Tensor  # [S] int32: position of the token to be sampled
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -77,23 +79,23 @@ class Draw:
     penalised: PenalisedRows | None
     edits: tuple[Tensor, Tensor, Tensor, Tensor] | None  # rows, ids, divide, add
     mask: tuple[Tensor, Tensor] | None  # bits, rows
-    scored: tuple[list[int], Tensor] | None  # whose log-probabilities are wanted, of [0, S)
+    scored: tuple[list[int], Tensor] | None  # indexes in [0, S) of requests with log-probabilities, on host and device
 
 
 def mask_words(vocab: int) -> int:
-    """32-bit words of a mask with one bit for each token."""
+    """Return the number of 32-bit words of a mask with one bit for each token."""
     return -(-vocab // 32)
 
 
 def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
-    places = rows.places(work)
-    index = np.array([p.index for p in places], np.int64)
+    request_rows = rows.places(work)
+    index = np.array([p.index for p in request_rows], np.int64)
     known = np.array([w.start + len(w.tokens) for w in work], np.int32)
-    special = [i for i, p in enumerate(places) if not p.plain]
-    scored = [i for i in special if places[i].row.params.logprobs is not None]
+    special = [i for i, p in enumerate(request_rows) if not p.plain]
+    scored = [i for i in special if request_rows[i].row.params.logprobs is not None]
     return Draw(
         work,
-        places,
+        request_rows,
         sheet.put(index),
         sheet.put(known),
         sheet.put(rows.temperature[index]),
@@ -101,16 +103,17 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
         sheet.put(rows.top_p[index]),
         sheet.put(rows.min_p[index]),
         sheet.put(rows.seed[index]),
-        prepare_rows(places, special, sheet),
-        _edits(places, special, known, sheet),
-        _mask(places, special, vocab, sheet),
+        prepare_rows(request_rows, special, sheet),
+        _edits(request_rows, special, known, sheet),
+        _mask(request_rows, special, vocab, sheet),
         (scored, sheet.put(np.array(scored, np.int64))) if scored else None,
     )
 
 
 def sample(draw: Draw, logits: Tensor, newest: Tensor, penalties: DevicePenalties) -> Fetched:
-    """Chooses, and notes each row's newest token on the device; overwrites the logits. What it gives back is on its
-    way home: it is there when a mark after it has passed."""
+    """Queue the sampling of a step, which overwrites the logits and stores each row's newest token on the device.
+
+    The returned tensors are being copied to the host: they are valid after an event recorded later has passed."""
     raw = logits.index_select(0, draw.scored[1]) if draw.scored else None
     if draw.penalised is not None:
         penalties.apply(logits, draw.penalised)
@@ -138,23 +141,23 @@ class Fetched:
     rank: Tensor | None = None
 
     def results(self, draw: Draw, rows: Rows) -> tuple[dict[str, Sampled], dict[str, str]]:
-        """Of the requests that have not ended since: what was sampled, or why nothing could be."""
+        """Return the sampled tokens of requests that have not ended since, and why other ones cannot continue."""
         scores = self._scores(draw)
         sampled, failed = {}, {}
-        places = rows.current
-        for i, (w, place, token) in enumerate(zip(draw.work, draw.places, self.tokens.tolist(), strict=True)):
-            if places.get(w.id) is not place:
+        current = rows.current
+        for i, (w, row, token) in enumerate(zip(draw.work, draw.places, self.tokens.tolist(), strict=True)):
+            if current.get(w.id) is not row:
                 continue
-            if place.plain:
+            if row.plain:
                 sampled[w.id] = Sampled(token)
                 continue
-            row = place.row
-            if row.error is None:  # the mask was good
-                row.append(token)
-            if row.error is None:
-                sampled[w.id] = Sampled(token, scores.get(i), stop=row.done)
+            state = row.row
+            if state.error is None:  # the mask was valid
+                state.append(token)
+            if state.error is None:
+                sampled[w.id] = Sampled(token, scores.get(i), stop=state.done)
             else:
-                failed[w.id] = row.error
+                failed[w.id] = state.error
         return sampled, failed
 
     def _scores(self, draw: Draw) -> dict[int, TokenLogprob]:
@@ -192,7 +195,7 @@ def _edits(
 
 def _mask(places: Sequence[Place], special: Sequence[int], vocab: int, sheet: Sheet) -> tuple[Tensor, Tensor] | None:
     masked = [(i, m) for i in special if (m := places[i].row.matcher) is not None and not (m.done or m.error)]
-    if not masked:  # also of a request that ends with the token before: what is sampled for it is dropped
+    if not masked:  # a request whose grammar is already complete is not masked: its token is dropped
         return None
     bits = np.full((len(masked), mask_words(vocab)), -1, np.int32)
     fill_masks([matcher for _, matcher in masked], bits)

@@ -1,7 +1,7 @@
-"""Staging: how a step's inputs reach the device: written into one pinned buffer, sent by one copy.
+"""InputStaging: copies a step's inputs to the device: they are written to one pinned buffer and sent by one copy.
 
-The device side is one buffer at one address, so what a captured step reads lies where it lay at capture. The host side
-is a ring, since a copy may still be under way when the next step is written.
+The device has one buffer, so a captured step finds its inputs at the same addresses. The host has a ring of buffers,
+since a copy may still be running when the inputs of the next step are written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
 
 
 class Sheet:
-    """One step's inputs. The same shapes put in the same order land at the same device addresses."""
+    """One step's inputs. Arrays of equal shapes, put in the same order, get the same device addresses."""
 
     def __init__(self, staging: Staging, turn: int) -> None:
         self._staging, self._turn = staging, turn
@@ -35,9 +35,9 @@ class Sheet:
         self._end = 0
 
     def put(self, values: np.ndarray) -> Tensor:
-        """Where the values will be on the device once the sheet is sent."""
+        """Write the values and return the device tensor that has them after `send`."""
         begin, end = self._end, self._end + values.nbytes
-        if end > len(self._bytes):  # penalties over very long texts: rare, so they may cost a copy of their own
+        if end > len(self._bytes):  # only with penalties over very long texts, so an extra copy is acceptable
             return torch.from_numpy(values).to(self._staging.device.device)
         self._bytes[begin:end] = values.reshape(-1).view(np.uint8)
         self._end = -(-end // ALIGN) * ALIGN
@@ -59,17 +59,17 @@ class Staging:
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def sheet(self) -> Sheet:
-        turn = self._next
-        self._next = (turn + 1) % RING
-        if (sent := self._sent[turn]) is not None:
-            sent.wait()  # passed long ago, unless the host is a whole ring ahead
-        return Sheet(self, turn)
+        index = self._next
+        self._next = (index + 1) % RING
+        if (sent := self._sent[index]) is not None:
+            sent.wait()  # has usually passed, unless the host is a whole ring ahead
+        return Sheet(self, index)
 
     def sent(self, turn: int) -> None:
         self._sent[turn] = self._lane.mark()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        """A part of the device's buffer. Steps ask for the same ones over and over, and making one takes its time."""
+        """Return a part of the device's buffer. Views are cached, since steps use the same ones again and again."""
         key = begin, dtype, shape
         found = self._views.get(key)
         if found is None:
@@ -79,5 +79,5 @@ class Staging:
         return found
 
     def forget(self) -> None:
-        """The buffer may lie elsewhere when it is met again."""
+        """Drop the cached views, before the device's buffer moves."""
         self._views.clear()

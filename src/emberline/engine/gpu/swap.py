@@ -1,10 +1,9 @@
-"""Sleeper: several models take turns on one GPU; those that were used longest ago sleep. The policy is torch-free.
+"""SleepManager: lets several models share one GPU; the least recently used ones sleep. The policy needs no torch.
 
-While a model sleeps its weights wait in pinned host memory. They never change, so they are copied there once: going to
-sleep again costs nothing but giving the memory back. Keys and values are forgotten, and the prefix cache with them, but
-for what lies in lower tiers. All else that the runner keeps on the device comes back as zeros, as it was when it was
-new. Memory comes back at another address, so captured steps are dropped, and made again when a step of their size is
-next wanted.
+The weights of a sleeping model are in pinned host memory. They never change, so they are copied there once, and sleeping
+again only frees device memory. The KV cache and its prefixes are lost, except for blocks in lower tiers. All other
+buffers of the runner are zero after waking, as they were at first. Memory is then at other addresses, so captured steps
+are dropped, and captured again at their next use.
 """
 
 from __future__ import annotations
@@ -29,40 +28,40 @@ if TYPE_CHECKING:
 
 
 class Resident(Protocol):
-    """A model that can give its memory back. One that has never been awake counts as asleep."""
+    """A model that can free its device memory. Before it is first woken it counts as asleep."""
 
-    nbytes: int  # on the device while it is awake; asleep, none
+    nbytes: int  # device memory while it is awake; 0 while it sleeps
 
     @property
     def idle(self) -> bool:
-        """It has no open requests."""
+        """Whether it has no open requests."""
         ...
 
     def wake(self) -> int:
-        """Bytes copied. If it raises, it is asleep as before."""
+        """Wake the model and return the bytes copied. If this raises, the model is still asleep."""
         ...
 
     def sleep(self) -> int:
-        """Bytes copied. If it raises, it is awake as before."""
+        """Put the model to sleep and return the bytes copied. If this raises, the model is still awake."""
         ...
 
 
 class Sleeper:
     def __init__(self, memory: int, clock: Clock | None = None) -> None:
-        """`memory`: bytes for all that are awake together; see `room`."""
+        """`memory`: bytes for all models that are awake at the same time; see `model_memory`."""
         self.memory = memory
         self.turns: dict[str, Turns] = {}
-        self.changed: set[str] = set()  # who fell asleep or woke; whoever reads it empties it
+        self.changed: set[str] = set()  # models that fell asleep or woke; the reader clears it
         self._clock = clock or SystemClock()
         self._models: dict[str, Resident] = {}
-        self._awake: OrderedDict[str, float] = OrderedDict()  # since when; used longest ago first
+        self._awake: OrderedDict[str, float] = OrderedDict()  # time of waking; least recently used model first
 
     @property
     def awake(self) -> tuple[str, ...]:
         return tuple(self._awake)
 
     def since(self, name: str) -> float | None:
-        """When it woke; None: it sleeps."""
+        """Return the time when a model woke; None if it sleeps."""
         return self._awake.get(name)
 
     @property
@@ -70,21 +69,22 @@ class Sleeper:
         return sum(self._models[name].nbytes for name in self._awake)
 
     def add(self, name: str, resident: Resident) -> None:
-        """It sleeps until it is used."""
+        """Add a model, which sleeps at first. Raises ModelError if it needs more than all of the memory."""
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
-                f"{name} needs {gib(resident.nbytes)} GiB and there are {gib(self.memory)} GiB for models",
-                hint="give it fewer tokens of keys and values, or take a smaller model",
+                f"the model {name!r} needs {gib(resident.nbytes)} GiB, and the GPU has {gib(self.memory)} GiB for models",
+                hint="lower --kv-memory or use a smaller model",
             )
         self._models[name] = resident
         self.turns[name] = Turns()
 
     def use(self, name: str) -> None:
-        """It is awake when this returns, and the last to be put to sleep. Who has open requests is not disturbed; what
-        cannot be done for that reason is refused before anything is done."""
+        """Wake a model if it sleeps, putting idle ones to sleep, and make it the most recently used one.
+
+        Raises Overloaded, before anything is changed, if models with open requests would have to sleep."""
         if name not in self._models:
-            raise ModelNotFound(f"there is no model {name!r}", hint=f"there are: {' '.join(self._models)}")
+            raise ModelNotFound(f"there is no model {name!r}", hint=f"available models: {' '.join(self._models)}")
         if name not in self._awake:
             for other in self._leaving(name):
                 self._sleep(other)
@@ -92,7 +92,7 @@ class Sleeper:
         self._awake.move_to_end(name)
 
     def in_the_way(self, name: str) -> list[str]:
-        """Those with open requests that would have to sleep for it, used longest ago first."""
+        """Return the models with open requests that must sleep before this one can wake, least recently used first."""
         missing, busy = self._missing(name), []
         for other in sorted(self._awake, key=lambda other: not self._models[other].idle):
             if missing <= 0:
@@ -107,52 +107,52 @@ class Sleeper:
 
     def _leaving(self, name: str) -> list[str]:
         missing = self._missing(name)
-        leaving = []
+        to_sleep = []
         for other in self._awake:
             if missing <= 0:
                 break
             if self._models[other].idle:
-                leaving.append(other)
+                to_sleep.append(other)
                 missing -= self._models[other].nbytes
         if missing > 0:
-            busy = " ".join(other for other in self._awake if other not in leaving)
+            busy = " ".join(other for other in self._awake if other not in to_sleep)
             raise Overloaded(
-                f"{name} needs {gib(missing)} GiB more than there are while others have open requests: {busy}",
-                hint="try again when they are done",
+                f"the model {name!r} needs {gib(missing)} GiB more GPU memory, which models with open requests use: {busy}",
+                hint="retry when their requests have ended",
             )
-        return leaving
+        return to_sleep
 
     def _sleep(self, name: str) -> None:
-        began, turns = self._clock.now(), self.turns[name]
-        turns.sleep_bytes += self._models[name].sleep()
+        began, stats = self._clock.now(), self.turns[name]
+        stats.sleep_bytes += self._models[name].sleep()
         del self._awake[name]
         self.changed.add(name)
-        turns.sleeps += 1
-        turns.sleep_seconds += self._clock.now() - began
+        stats.sleeps += 1
+        stats.sleep_seconds += self._clock.now() - began
 
     def _wake(self, name: str) -> None:
-        began, turns = self._clock.now(), self.turns[name]
-        turns.wake_bytes += self._models[name].wake()
+        began, stats = self._clock.now(), self.turns[name]
+        stats.wake_bytes += self._models[name].wake()
         self._awake[name] = self._clock.now()
         self.changed.add(name)
-        turns.wakes += 1
-        turns.wake_seconds += self._awake[name] - began
+        stats.wakes += 1
+        stats.wake_seconds += self._awake[name] - began
 
 
 class Swapped:
-    """A model's engine: made when it is first wanted, and without memory on the device while it sleeps."""
+    """A model whose engine is loaded when it first wakes, and has no device memory while it sleeps."""
 
     def __init__(self, plan: MemoryPlan, boot: Callable[[], Booted]) -> None:
-        """`plan`: the one that `boot` will come to."""
+        """`plan`: the memory plan that `boot` will use."""
         self.nbytes = plan.fixed - plan.reserve + plan.kv_bytes
         self._boot = boot
         self._booted: Booted | None = None
-        self._slept: Sleep | None = None  # what came back by it is kept on the host, for the next time
+        self._slept: Sleep | None = None  # keeps the weights on the host while the model is awake too
         self._awake = False
 
     @property
     def booted(self) -> Booted:
-        assert self._booted is not None and self._awake, "it sleeps"
+        assert self._booted is not None and self._awake, "the model sleeps"
         return self._booted
 
     @property
@@ -165,11 +165,11 @@ class Swapped:
 
     def wake(self) -> int:
         assert not self._awake
-        _empty_cache()  # what others freed, for allocations of any size
+        _empty_cache()  # memory that other models freed can then be allocated in any size
         if self._booted is None:
             self._booted = _booted(self._boot)
-            taken = self._booted.plan
-            assert taken.fixed - taken.reserve + taken.kv_bytes <= self.nbytes, "it came to another plan"
+            plan = self._booted.plan
+            assert plan.fixed - plan.reserve + plan.kv_bytes <= self.nbytes, "the engine has another memory plan"
             copied = self._booted.runner.model.weight_bytes
         else:
             assert self._slept is not None
@@ -187,28 +187,30 @@ class Swapped:
         return self._slept.copied_bytes if first else 0
 
     def close(self) -> None:
-        """Lets its copies on the host go. It cannot be used again."""
+        """Free its weights on the host. It cannot be used again."""
         if self._slept is not None:
             self._slept.close()
         self._booted, self._slept, self._awake = None, None, False
 
 
 def room(total: int) -> int:
-    """What a device has for models: the reserve is for all of them together, and for what they leave while they sleep
-    (compiled kernels, workspaces of libraries)."""
+    """Return the bytes of a device for models.
+
+    All models share one reserve, also for what remains of sleeping ones (compiled kernels, workspaces of libraries)."""
     return int(total * FRACTION) - RESERVE
 
 
 def shared_kv(plans: Collection[MemoryPlan], memory: int) -> int | None:
-    """Bytes of keys and values for each, if all are to be awake together: an equal part of what everything else leaves.
-    None: one of them would not have room for a full context, so they had better take turns with all of the memory."""
+    """Return the KV cache bytes of each model if all are awake together: equal shares of the free memory.
+
+    Return None if a share could not hold a full context of some model: then it is better that some models sleep."""
     part = (memory - sum(plan.fixed - plan.reserve for plan in plans)) // len(plans)
     fits = all(part >= plan.kv_bytes // plan.kv_tokens * (plan.max_context + plan.block_size) for plan in plans)
     return part if fits else None
 
 
 def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:
-    """For a runner whose results have all been fetched. `slept`: what it slept by before."""
+    """Free the device memory of a runner whose results were all read. `previous`: what its last sleep returned."""
     from torch import Tensor
 
     from emberline.models.sleep import every, sleep
@@ -221,7 +223,7 @@ def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:
 
 
 def wake_runner(slept: Sleep) -> None:
-    """As it was before, but for what it had captured and what was cached. If memory runs out, none is held."""
+    """Restore a runner's device memory, without captured steps and cached blocks. Frees all if memory runs out."""
     try:
         slept.wake(keep=True)
     except BaseException:
@@ -241,7 +243,7 @@ def forget_prefixes(engine: Engine) -> None:
         load_timeout=engine.config.load_timeout,
         tiers=old.tiers,
     )
-    kv.queries, kv.hits = old.queries, old.hits  # counters only rise
+    kv.queries, kv.hits = old.queries, old.hits  # counters must not decrease
     if old.watched:
         kv.watch()
     engine.kv = engine.scheduler.kv = kv
@@ -251,14 +253,14 @@ def _booted(boot: Callable[[], Booted]) -> Booted:
     try:
         return boot()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # they hold what was loaded so far
+        traceback.clear_frames(error.__traceback__)  # the frames refer to what was loaded so far
         gc.collect()
         _empty_cache()
         raise
 
 
 def check_device() -> None:
-    """Raises if no work can be done on it any more: then nothing but a new process helps."""
+    """Raise if the device no longer works: then only a new process helps."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Track: a lane of the device with its own inputs, and the steps that were captured there."""
+"""StepGraphs: a device stream with the staged inputs of its steps and their captured graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.kernels import ops
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where a step's inputs are on the device."""
+    """The model's inputs of a step, on the device."""
 
     tokens: Tensor
     token_rows: Tensor
@@ -26,13 +26,13 @@ class Inputs:
     rows: Tensor
     query_start: Tensor
     tiles: ops.Tiles
-    logit_rows: Tensor | None  # None: all
-    ahead: ops.Ahead  # its track's
+    logit_rows: Tensor | None  # tokens whose logits are computed; None: all
+    ahead: ops.Ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A step of one shape, ready to be repeated: inputs at fixed addresses in, logits out."""
+    """A captured step of one shape: it reads inputs at fixed addresses and writes logits."""
 
     logits: Tensor
     replay: Callable[[], None]
@@ -40,7 +40,7 @@ class Captured:
 
 class Track:
     def __init__(self, lane: Lane, inputs: Staging, ahead: ops.Ahead, most_rows: int) -> None:
-        """`most_rows`: of a captured step, padding included."""
+        """`max_rows`: of a captured step, including padding."""
         self.lane = lane
         self.most_rows = most_rows
         self.inputs = inputs
@@ -50,7 +50,7 @@ class Track:
         self._logits: Tensor | None = None
 
     def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
-        """Where captured steps leave theirs: one place for all, since each is read before the next begins."""
+        """Return the tensor that captured steps write logits to: one for all, since it is read before the next step."""
         if self._logits is None:
             self._logits = torch.empty(self.most_rows, vocab, device=device)
         assert rows <= self.most_rows
@@ -66,10 +66,10 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What the model does in a step."""
+    """The model's part of a step."""
 
     inputs: Inputs
-    logits: Tensor | None  # where they go; None: wherever
-    replay: Callable[[], None] | None  # the same as captured; None: step by step
-    count: int  # of the logits, how many are wanted
-    wanted: Tensor | None  # which; None: the first
+    logits: Tensor | None  # where to write the logits; None: to a new tensor
+    replay: Callable[[], None] | None  # replays the captured graph; None: run uncaptured
+    count: int  # rows of logits that are used
+    wanted: Tensor | None  # indexes of these rows; None: the first `count`
