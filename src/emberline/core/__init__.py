@@ -1,1 +1,3 @@
-"""Data types that all packages share: requests, plans, events, settings, errors. Standard library only."""
+"""Data types that all packages share: requests, plans, events, settings, errors.
+
+Standard library only."""

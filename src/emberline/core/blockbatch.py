@@ -1,4 +1,6 @@
-"""BlockBatch: a numbered change to the set of KV blocks in a worker's caches. Plain data, the same in JSON.
+"""BlockBatch: a numbered change to the set of KV blocks in a worker's caches.
+
+Plain data, the same in JSON.
 
 Batches with changes are numbered from 1 without gaps within each incarnation, so a subscriber can detect that it missed
 one. A batch without changes repeats the number of the latest batch. A snapshot is sent in parts and lists all blocks

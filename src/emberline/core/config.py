@@ -1,4 +1,6 @@
-"""Settings and their defaults: frozen and validated when built. Only this module reads environment variables."""
+"""Settings and their defaults: frozen and validated when built.
+
+Only this module reads environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ MASTER_KEY = "EMBERLINE_MASTER_KEY"  # keys of the gateway's vault in base64, th
 
 
 def cache_dir() -> Path:
-    """Return the directory of downloaded models and compiled kernels: EMBERLINE_CACHE, or ~/.cache/emberline."""
+    """Return the directory for models and compiled kernels: EMBERLINE_CACHE, or ~/.cache/emberline."""
     return Path(os.environ.get("EMBERLINE_CACHE") or "~/.cache/emberline").expanduser()
 
 
@@ -47,7 +49,9 @@ def supervised_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_supervised() -> bool:
-    """Return whether a supervisor started this process; the mark is cleared, so child processes do not inherit it."""
+    """Return whether a supervisor started this process.
+
+    The mark is removed from the environment, so that child processes do not inherit it."""
     return os.environ.pop(SUPERVISED, "") == "1"
 
 
@@ -69,7 +73,7 @@ def otlp_endpoint() -> str | None:
 
 
 def otlp_headers() -> dict[str, str]:
-    """Return the headers in OTEL_EXPORTER_OTLP_HEADERS, for example the collector's key: NAME=VALUE,NAME=VALUE."""
+    """Return the headers in OTEL_EXPORTER_OTLP_HEADERS, which has the form NAME=VALUE,NAME=VALUE."""
     pairs = [pair.partition("=") for pair in os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "").split(",")]
     return {name.strip().lower(): unquote(value.strip()) for name, equals, value in pairs if equals}
 
@@ -182,7 +186,7 @@ class EngineConfig:
             raise InvalidRequest(f"kv_codec is {self.kv_codec!r}; it must be auto, none or uw", param="kv_codec")
 
     def with_kv_ports(self, index: int) -> EngineConfig:
-        """Return these settings for engine number `index` of those that share `kv_port`: each gets its own ports."""
+        """Return these settings for engine number `index`: each engine gets its own ports from `kv_port` on."""
         port = self.kv_port + index * KV_PORTS if self.kv_port else 0
         transfer = self.transfer
         if transfer is not None and port:  # a configured port that is in use is an error
@@ -191,7 +195,9 @@ class EngineConfig:
 
     @property
     def seals_blocks(self) -> bool:
-        """Return whether published blocks carry a checksum; with Mooncake another process could overwrite them."""
+        """Return whether published blocks carry a checksum.
+
+        With Mooncake they do, since another process could overwrite them."""
         return self.kv_mooncake if self.kv_checksums is None else self.kv_checksums
 
     @property

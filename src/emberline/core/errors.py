@@ -1,4 +1,4 @@
-"""The exceptions for errors that clients, operators, models or workers cause; each has an HTTP status and a code.
+"""Exceptions for errors caused by clients, operators, models or workers, with HTTP status and code.
 
     EmberlineError                 status  code
     ├── InvalidRequest             400     invalid_value         a field of a request is wrong; `param` names it

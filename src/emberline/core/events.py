@@ -84,7 +84,9 @@ BlockSample = tuple[str, float]  # which of lifetime, idle_before_evict and reus
 
 @dataclass(slots=True)
 class TierStats:
-    """Statistics of one KV tier below the main cache. All but the first three are counters since the start."""
+    """Statistics of one KV tier below the main cache.
+
+    All but the first three are counters since the start."""
 
     on: bool = True
     blocks: int = 0

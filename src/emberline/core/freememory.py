@@ -1,4 +1,6 @@
-"""free_memory: how much memory this process may still allocate without swapping, within its control groups' limits."""
+"""free_memory: how much memory this process may still allocate without swapping.
+
+The limits of its control groups are taken into account."""
 
 from __future__ import annotations
 

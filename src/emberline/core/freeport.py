@@ -16,7 +16,9 @@ _next = random.SystemRandom().randrange(
 
 
 def free_port(*hosts: str) -> int:
-    """Return a port that is free at all of these local addresses (default: 127.0.0.1). Raises OSError if none is."""
+    """Return a port that is free at all of these local addresses (default: 127.0.0.1).
+
+    Raises OSError if none is."""
     global _next
     for _ in PORTS:
         port, _next = PORTS[_next % len(PORTS)], _next + 1

@@ -12,7 +12,9 @@ from emberline.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:
-    """Settings of a gateway process. What each gateway in it does is stored in its own settings, not here."""
+    """Settings of a gateway process.
+
+    What each gateway in it does is stored in its own settings, not here."""
 
     host: str = "127.0.0.1"
     port: int = 8080

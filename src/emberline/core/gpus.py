@@ -1,4 +1,4 @@
-"""usable_gpus: the GPUs of this machine that the engine's kernels support, found without importing torch."""
+"""usable_gpus: finds the GPUs that the engine's kernels support, without importing torch."""
 
 from __future__ import annotations
 

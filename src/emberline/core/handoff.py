@@ -1,4 +1,6 @@
-"""Handoff: the state that a worker needs, besides the request, to continue it. Plain data, the same in JSON.
+"""Handoff: the state that a worker needs, besides the request, to continue it.
+
+Plain data, the same in JSON.
 
 Sampling and grammar state follow from seed, params and tokens, so the tokens are enough to continue bit for bit.
 KV blocks of another engine only save time: `source` may be missing or stale.

@@ -1,4 +1,4 @@
-"""Read JSON files of a model: limited in size, without duplicate keys, all failures as ModelFileError."""
+"""Read JSON files of a model, with a size limit; all failures are raised as ModelFileError."""
 
 from __future__ import annotations
 

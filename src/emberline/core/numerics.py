@@ -22,7 +22,9 @@ class Numerics:
 
 
 def describe_difference(ours: Numerics | None, theirs: Numerics | None) -> str:
-    """Return what `differences` does; None stands for a worker of an earlier release, equal only to another None."""
+    """Return what `differences` does.
+
+    None stands for a worker of an earlier release, which is equal only to another one of these."""
     if ours is None or theirs is None:
         return "" if ours is theirs else "release (one reports no numerics)"
     return ours.differences(theirs)

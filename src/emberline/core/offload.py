@@ -1,4 +1,4 @@
-"""Offload: run the CPU work of one large request in a child process, so that the event loop is not blocked.
+"""Offload: run the CPU work of one large request in a child process, off the event loop.
 
 `re`, `msgspec` and `json` hold the interpreter's lock during a call, so a thread does not help: 30 MB of JSON hold it
 for about 300 ms, 30 MB of digits in a guardrail's patterns for 20 s. Small inputs are processed on the event loop,
@@ -111,7 +111,9 @@ class Child:
         return process.wait()
 
     def close(self) -> None:
-        """End the child process. Only tests call this: a server's children end by themselves when their stdin ends."""
+        """End the child process.
+
+        Only tests call this: a server's children end by themselves when their stdin ends."""
         self._thread.shutdown()
         if self._process is not None:
             self._process.kill()
@@ -123,7 +125,7 @@ class Offload:
         self.large, self.huge = Child("large"), Child("huge")
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function in a child process chosen by `size`, the bytes of its input, and return its result.
+        """Run the function in a child process and return its result; `size` is that of its input in bytes.
 
         Raises the function's own error, WorkTooLarge, or EngineUnavailable if the child died of another cause."""
         return await (self.large if size <= HUGE else self.huge).run(function, *args, **kwargs)
@@ -164,7 +166,9 @@ def serve() -> None:
 
 
 def _lower_priority() -> None:
-    """Lower this process's priority: with two cores and two busy children, event loops waited up to 60 ms."""
+    """Lower this process's priority.
+
+    With two cores and two busy children, event loops waited up to 60 ms for a core."""
     os.nice(NICENESS)
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):  # a sandbox may forbid it

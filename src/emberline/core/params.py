@@ -1,4 +1,6 @@
-"""SamplingParams: how the tokens of one request are chosen and when it ends. Independent of API protocols."""
+"""SamplingParams: how the tokens of one request are chosen and when it ends.
+
+Independent of API protocols."""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MAX_COMPLETIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What the output must match: `text` is the schema, pattern or grammar, or for `choice` a JSON array of strings."""
+    """What the output must match.
+
+    `text` is the schema, pattern or grammar; for `choice` it is a JSON array of strings."""
 
     kind: GrammarKind
     text: str = ""

@@ -1,4 +1,4 @@
-"""The data between scheduler and runner: a StepPlan lists what to compute, a StepResult holds what was computed."""
+"""The data between scheduler and runner: a StepPlan is what to compute, a StepResult the outcome."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of one block between the cache and a lower tier's buffer, which the runner owns during the step."""
+    """A copy of one block between the cache and a lower tier's buffer.
+
+    The runner owns the buffer during the step."""
 
     block: int
     digest: bytes  # hash of the block's content: tokens/blockhash.py
@@ -50,7 +52,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of the engine. Its order is saves, loads, work: a saved block may be reused in the same plan."""
+    """One step of the engine.
+
+    Its order is saves, loads, work: a saved block may be reused in the same plan."""
 
     step: int
     admitted: Sequence[Admission]
@@ -66,7 +70,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token before penalties, bias and temperature, and the most probable alternatives."""
+    """Log-probability of one token, before penalties, bias and temperature, and the top alternatives."""
 
     logprob: float
     rank: int

@@ -9,7 +9,7 @@ OTHERS = 0o077  # mode bits of the group and of all other users
 
 
 def make_private(path: Path) -> None:
-    """Create the file (mode 0600) and its directory (0700) if missing; restrict an existing file to its owner.
+    """Create the file (mode 0600) and its directory (0700) if missing, and remove other users' access.
 
     The files that SQLite keeps beside it are restricted too."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

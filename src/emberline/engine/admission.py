@@ -23,7 +23,7 @@ class WaitingQueue:
         return iter(self._requests)
 
     def rank(self, request: Request) -> tuple[float, int]:
-        """Return the sort key of a request, waiting or running: the lowest starts first and is preempted last."""
+        """Return the sort key of a request: the lowest starts first and is preempted last."""
         penalty = self._ageing if request.priority is Priority.BATCH else 0.0
         return request.arrival + penalty, request.index
 

@@ -1,4 +1,6 @@
-"""boot: builds an Engine from an EngineConfig, on a GPU or the CPU. Memory is computed in advance, not probed."""
+"""boot: builds an Engine from an EngineConfig, on a GPU or the CPU.
+
+Memory is computed in advance, not probed."""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Loaded:
 
 
 def boot(config: EngineConfig, reader: Reader | None = None, *, kv_room: int | None = None) -> Loaded:
-    """Load the model and return its engine. Raises EmberlineError if the settings or the model are not usable.
+    """Load the model and return its engine.
+
+    Raises EmberlineError if the settings or the model are not usable.
 
     `reader`: a reader of the checkpoint's files that was started before torch was imported, for a GPU.
     `default_kv_bytes`: KV cache on the CPU if the config sets none; None: half of the free memory."""
@@ -216,7 +220,9 @@ def _check_block_size(config: EngineConfig) -> None:
 
 
 def _check_host_memory(config: EngineConfig) -> None:
-    """Raise InvalidRequest if kv_host_memory is more than the free memory: a GPU's host tier is allocated at once."""
+    """Raise InvalidRequest if kv_host_memory is more than the free memory.
+
+    A GPU's host tier is pinned, so all of it is allocated at the start."""
     if config.kv_host_memory > (free := free_memory()):
         raise InvalidRequest(
             f"kv_host_memory is {memory.gib(config.kv_host_memory)} GiB; {memory.gib(free)} GiB of memory are free",

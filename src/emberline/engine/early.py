@@ -39,9 +39,9 @@ Span = tuple[int, int]  # [begin, end) of a file
 
 
 def begin(model: Path) -> Reader:
-    """Start all slow work that needs no torch, and return the reader of the checkpoint's files, which continues.
+    """Start all slow work that needs no torch, and return the reader of the checkpoint's files.
 
-    When this returns, an import of torch finds its files in memory, if they were recorded and the disk is fast enough."""
+    Afterwards an import of torch finds its files in memory, if they were recorded and the disk is fast enough."""
     reader = start_reader(files_of(Checkpoint.open(model)), first())
     threading.Thread(target=_open_device, name="device", daemon=True).start()
     reader.wait_first(WAIT)
@@ -68,7 +68,7 @@ def noted() -> dict[str, list[Span]]:
 
 
 def first() -> list[tuple[str, int, int]]:
-    """Return the record as (file, begin, end), for a reader to read first; (0, 0) means that the file is only opened."""
+    """Return the record as (file, begin, end) for a reader; (0, 0) means only open the file."""
     return [(path, begin, end) for path, spans in noted().items() for begin, end in (spans or [(0, 0)])]
 
 
@@ -136,7 +136,7 @@ def _packages() -> dict[str, list[Span]]:
 
 
 def _source(name: str) -> str | None:
-    """Return the probable source file of a module that was replaced in sys.modules; None if there is none."""
+    """Return the probable source file of a module that was replaced in sys.modules, or None."""
     parent, _, last = name.rpartition(".")
     for directory in getattr(sys.modules.get(parent), "__path__", ()):
         for file in (Path(directory) / f"{last}.py", Path(directory) / last / "__init__.py"):
@@ -176,7 +176,9 @@ def joined(spans: list[Span]) -> list[Span]:
 
 
 def _open_device() -> None:
-    """Create the CUDA context of the first GPU ahead of torch. Errors are ignored: torch reports them later."""
+    """Create the CUDA context of the first GPU ahead of torch.
+
+    Errors are ignored: torch reports them later."""
     with contextlib.suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()

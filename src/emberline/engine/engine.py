@@ -168,7 +168,7 @@ class Engine:
         return outputs
 
     def _rest(self) -> None:
-        """Wait briefly: all requests wait for a grammar, for blocks of another tier or engine, or for a lease to end."""
+        """Wait briefly, since all requests wait for a grammar, for blocks, or for the end of a lease."""
         if held := self.scheduler.waiting.held:
             futures.wait([self._grammars[name] for name in held], PAUSE, futures.FIRST_COMPLETED)
         elif (source := self.kv.pulls or self.kv.tiers) is not None:
@@ -189,7 +189,7 @@ class Engine:
         return self._collect()
 
     def _step_ahead(self, runner: AheadRunner) -> list[Output]:
-        """Plan and launch a step, then wait for the result of the previous one, so that the device is never idle.
+        """Plan and launch a step, then wait for the previous one, so that the device is never idle.
 
         With nothing to plan, wait for the step in flight."""
         began = time.perf_counter()
@@ -299,7 +299,7 @@ class Engine:
             self.scheduler.waiting.held.add(submission.id)
 
     def _release(self) -> None:
-        """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or already complete."""
+        """Unblock submissions whose grammar is compiled; end those whose grammar is invalid or complete."""
         held = self.scheduler.waiting.held
         for name in [name for name in held if self._grammars[name].done()]:
             held.remove(name)

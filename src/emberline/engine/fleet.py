@@ -1,10 +1,12 @@
-"""EngineGroup: the engines of one process, by model name. A request for a sleeping model waits until it is awake.
+"""EngineGroup: the engines of one process, by model name.
 
-A model without open requests is put to sleep as soon as another needs its memory. Busy models are switched by this rule,
-so that no model waits for ever: sleeping models are woken strictly in the order in which they began to wait. When the
-first of them has waited for `turn` seconds, the busy models whose memory it needs and that have been awake for `turn`
-seconds are drained: new requests for them wait, they finish their open requests, and then they sleep. A request that
-has waited for too long is rejected. This module needs no torch and does no I/O.
+A request for a sleeping model waits until it is awake.
+
+A model without open requests is put to sleep as soon as another needs its memory. Busy models are switched by this
+rule, so that no model waits for ever: sleeping models are woken strictly in the order in which they began to wait.
+When the first of them has waited for `turn` seconds, the busy models whose memory it needs and that have been awake
+for `turn` seconds are drained: new requests for them wait, they finish their open requests, and then they sleep. A
+request that has waited for too long is rejected. This module needs no torch and does no I/O.
 """
 
 from __future__ import annotations
@@ -238,7 +240,7 @@ class Fleet:
                 submission = waiting.submission
                 if waited >= min(submission.timeout, submission.token_timeout):
                     error: EmberlineError = DeadlineExceeded(
-                        f"the request did not start within its time limit: the model {name!r} was asleep for {waited:.0f} s",
+                        f"the request did not start within its time limit: the model {name!r} slept for {waited:.0f} s",
                         hint="raise --token-timeout",
                     )
                 elif waited >= self.config.wait:

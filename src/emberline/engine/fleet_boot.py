@@ -1,7 +1,7 @@
 """boot_engine_group: loads the models of a server as one EngineGroup.
 
-On a CPU all models stay awake. On a GPU they do if they fit into its memory together; otherwise they share it over time.
-Whether they fit is computed before anything is loaded."""
+On a CPU all models stay awake. On a GPU they do if they fit into its memory together; otherwise they share it over
+time. Whether they fit is computed before anything is loaded."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class Weighed:
 def boot_fleet(
     configs: Mapping[str, EngineConfig], rules: FleetConfig, reader: Reader | None = None
 ) -> tuple[Fleet, dict[str, Loaded]]:
-    """Load all models and return their group and each loaded engine. Raises ModelError if they do not fit.
+    """Load all models and return their group and each loaded engine.
+
+    Raises ModelError if they do not fit.
 
     `reader`: a started reader of the files of the last model, which is loaded first."""
     readers = {list(configs)[-1]: reader}
@@ -120,8 +122,8 @@ def taking_turns(
 ) -> tuple[dict[str, Swapped], int]:
     """Plan the memory of models that share a GPU with `device_bytes` on a host with `free_host_bytes`.
 
-    Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises ModelError
-    if the models do not fit."""
+    Return the models, which are not loaded yet, and the bytes for all that are awake at the same time. Raises
+    ModelError if the models do not fit."""
     weighed = {name: Weighed.of(config) for name, config in configs.items()}
     settings = {name: gpu_settings(config) for name, config in configs.items()}
 
@@ -151,7 +153,7 @@ def taking_turns(
 
 
 def _without_transfer(config: EngineConfig) -> EngineConfig:
-    """Return the settings without KV transfers: the blocks of a sleeping model cannot be read, and they move on waking.
+    """Return the settings without KV transfers, which need a model that is always awake.
 
     Raises InvalidRequest if transfers are required."""
     if config.transfer is not None and config.transfer.required:
@@ -164,7 +166,7 @@ def _without_transfer(config: EngineConfig) -> EngineConfig:
 def _too_much(weights: Mapping[str, int], besides: str, free: int) -> ModelError:
     parts = ", ".join(f"{name} {memory.gib(size)}" for name, size in weights.items())
     return ModelError(
-        f"the models do not fit into main memory: {memory.gib(sum(weights.values()))} GiB of weights ({parts}){besides}; "
-        f"{memory.gib(free)} GiB are free",
+        f"the models do not fit into main memory: they have {memory.gib(sum(weights.values()))} GiB of weights "
+        f"({parts}){besides}; {memory.gib(free)} GiB are free",
         hint="serve fewer or smaller models",
     )

@@ -1,4 +1,4 @@
-"""Structured output: GrammarCompiler compiles a GrammarSpec, and a GrammarMatcher computes the allowed next tokens.
+"""GrammarCompiler and GrammarMatcher: compile a grammar and compute the allowed next tokens.
 
 The library is llguidance (benchmarks/results/grammar-choice.json): it needs no torch and limits the work of every step.
 The text of each kind of GrammarSpec:
@@ -79,7 +79,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """Why the request cannot continue: a token that the grammar forbids, or a limit of the library; else None."""
+        """Why the request cannot continue: a forbidden token or a limit of the library; else None."""
         return _plain(self._inner.get_error()) if self._inner.is_error() else None
 
 
@@ -99,7 +99,9 @@ def _executor() -> llguidance.LLExecutor:
 
 
 class GrammarCompiler:
-    """Compiles grammars under the library's own limits. Grammars of requests must pass a GrammarGuard first."""
+    """Compiles grammars under the library's own limits.
+
+    Grammars of requests must pass a GrammarGuard first."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         text = tokenizer.read_text("utf-8")
@@ -172,7 +174,7 @@ def _grammar(text: str) -> str:
 
 
 def _part(part: dict[str, Any]) -> dict[str, Any]:
-    """Return one part of a composed grammar under the rules of a single one; only `lenient` is kept from its options."""
+    """Return one part of a composed grammar, with our own options; only `lenient` is kept."""
     lark, schema = part.get("lark_grammar"), part.get("json_schema")
     if isinstance(lark, str) and "::=" in lark:
         return {**part, "lark_grammar": any_to_lark(lark)}
@@ -210,7 +212,7 @@ def _refusal(kind: GrammarKind, why: str, param: str) -> InvalidRequest:
 
 
 def _plain(message: str) -> str:
-    """Return the library's message without the grammar that it quotes, which can be as long as the request."""
+    """Return the library's message without the grammar it quotes, which can be very long."""
     lines = [line.strip() for line in message.splitlines()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     context = [line for line in lines[1:] if line.startswith("while processing")]

@@ -1,8 +1,8 @@
-"""GrammarGuard: tries each grammar of a request in a child process first, which may hang, crash or run out of memory.
+"""GrammarGuard: tries a request's grammar in a child process, which may hang or crash.
 
-The library limits most of its work, but not all: some schemas intersect patterns for minutes, and some grammars overflow
-the stack, which would end the server. The trial runs with a CPU time limit, a memory limit and a smaller stack than the
-engine's, so a grammar that passes compiles in the engine too, in the same time.
+The library limits most of its work, but not all: some schemas intersect patterns for minutes, and some grammars
+overflow the stack, which would end the server. The trial runs with a CPU time limit, a memory limit and a smaller
+stack than the engine's, so a grammar that passes compiles in the engine too, in the same time.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class GrammarGuard:
 
 
 def serve(tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-    """Read one grammar per line and write one verdict per line; an empty line is a ping. Runs in the child process."""
+    """Read one grammar per line and write one verdict per line; an empty line is a ping.
+
+    Runs in the child process."""
     from emberline.engine.grammar import GrammarCompiler
 
     compiler = GrammarCompiler(tokenizer, vocab_size, eos_ids)

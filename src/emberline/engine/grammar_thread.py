@@ -31,7 +31,9 @@ class GrammarThread:
         self._asked: WeakValueDictionary[Grammar, Future[Matcher]] = WeakValueDictionary()
 
     def compile(self, grammar: Grammar) -> Future[Matcher]:
-        """Return a future of a matcher to fork; it may raise EmberlineError. Keep it to avoid a second compilation."""
+        """Return a future of a matcher to fork; it may raise EmberlineError.
+
+        Keep it to avoid a second compilation."""
         if (pending := self._asked.get(grammar)) is not None:
             return pending
         future = self._asked[grammar] = Future()

@@ -27,8 +27,8 @@ class Intake:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if len(prompt) >= self.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; this model's maximum context length is {self.max_context} tokens, "
-                "including at least one output token",
+                f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(prompt)}, "
+                "which leaves none for the output",
                 param="prompt",
                 hint="shorten the prompt, or raise --max-context or --kv-memory",
             )
@@ -78,7 +78,9 @@ class Intake:
         ]
 
     def _knows(self, ids: Iterable[int]) -> bool:
-        """Return whether all ids are in the vocabulary. For long prompts numpy takes a third of the time of max()."""
+        """Return whether all ids are in the vocabulary.
+
+        For long prompts numpy takes a third of the time of max()."""
         try:
             return bool(np.frombuffer(array("Q", ids), np.uint64).max() < self.vocab_size)
         except OverflowError:  # an id is negative or has more than 64 bits

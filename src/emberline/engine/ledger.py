@@ -68,7 +68,7 @@ class Ledger:
         self._tell()
 
     def after(self, incarnation: str, seq: int) -> list[BlockBatch]:
-        """Return the batches after this one; a snapshot if some of them are no longer kept; [] if there are none."""
+        """Return the batches after this one, or a snapshot if some of them are no longer kept."""
         if not self.complete or (incarnation, seq) == (self.incarnation, self.seq):
             return []
         if incarnation == self.incarnation and self._kept and self._kept[0].seq <= seq + 1 <= self.seq:

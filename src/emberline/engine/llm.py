@@ -47,7 +47,9 @@ Jobs = dict[tuple[str, int], tuple[Completion, Detokenizer]]  # by submission id
 
 class LLM:
     def __init__(self, model: Path | str = DEFAULT_MODEL, **settings: Any) -> None:
-        """Load a model. `model` is any name that `emberline pull` accepts; `settings` are fields of EngineConfig."""
+        """Load a model.
+
+        `model` is any name that `emberline pull` accepts; `settings` are fields of EngineConfig."""
         directory = resolve(str(model))
         self.tokenizer = Tokenizer.load(directory)
         self.template = _template(directory)
@@ -78,7 +80,7 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete all prompts in one batch; return params.n completions of each, in the order of the prompts.
+        """Complete all prompts in one batch; return params.n completions of each, in order.
 
         A prompt is text or a list of token ids. Raises EmberlineError if a prompt cannot be completed."""
         if self._closed:

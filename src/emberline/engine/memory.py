@@ -1,4 +1,4 @@
-"""MemoryPlan: how a GPU's memory is used, computed from the model's config without allocating anything.
+"""MemoryPlan: how a GPU's memory is used, computed from the model's config in advance.
 
 Everything except the KV cache is counted first, as if nothing shared memory; the cache gets the rest. No torch.
 """
@@ -115,7 +115,9 @@ def weight_dtype(checkpoint: Checkpoint, asked: str = "auto") -> str:
 
 
 def packs(checkpoint: Checkpoint, settings: GPUConfig, dtype: str) -> bool:
-    """Return whether weights of this dtype are kept in 12 bits. Raises InvalidRequest if that is impossible."""
+    """Return whether weights of this dtype are kept in 12 bits.
+
+    Raises InvalidRequest if that is impossible."""
     if settings.weights in ("packed", "both") and dtype != "bfloat16":
         hint = "use --dtype bfloat16 or --weights plain"
         message = f"weights is {settings.weights}; only bfloat16 can be packed, and the model has {dtype}"
@@ -291,7 +293,9 @@ def moved_at_once(token_bytes: int) -> int:
 
 
 def _activations(config: ModelConfig, dtype_bytes: int, tokens: int) -> int:
-    """Return the bytes of x and its normed copy; q, k and v; attention's output; gate and up; their product."""
+    """Return the bytes of activations.
+
+    They are x and its normed copy; q, k and v; attention's output; gate and up; their product."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     return dtype_bytes * tokens * (2 * config.hidden + (q + 2 * kv) + q + 3 * config.ffn)
 
@@ -311,7 +315,9 @@ def _per_vocabulary(config: ModelConfig, max_running: int) -> int:
 
 
 def _unpacked(config: ModelConfig) -> int:
-    """Return the bytes for unpacking in steps with many rows: two matrices of a layer and a part of the output head.
+    """Return the bytes of unpacked weights in steps with many rows.
+
+    That is two matrices of a layer and a part of the output head.
 
     The next matrix is unpacked while the other one is used."""
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim

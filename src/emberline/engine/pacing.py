@@ -1,4 +1,4 @@
-"""PromptPacer: limits the prompt tokens of a step, so that streams in the same step meet their inter-token target.
+"""PromptPacer: limits the prompt tokens of a step, so that streams meet their inter-token target.
 
 It estimates two costs from the steps that were run: the time of a step without prompts, and the time that each prompt
 token adds. Both change with the number of streams and their contexts, so recent steps have more weight. It needs
@@ -12,8 +12,8 @@ from emberline.engine.gpu.shape import GRAIN
 RECENT = 0.2  # weight of the newest step in the estimates
 LEAST = 64  # always allowed, so that prompts do not starve when the target cannot be met anyway
 WAITED_TARGETS = 8  # a prompt that has waited for this many targets gets long steps
-# One token in TOKENS_PER_LATE_TOKEN may be late, in a long step. Unused ones are saved, up to MAX_LATE_TOKENS, so that a
-# burst of prompts gets several long steps in a row. This keeps a margin to the promised 90 % of tokens on time.
+# One token in TOKENS_PER_LATE_TOKEN may be late, in a long step. Unused ones are saved, up to MAX_LATE_TOKENS, so that
+# a burst of prompts gets several long steps in a row. This keeps a margin to the promised 90 % of tokens on time.
 ONE_LATE_OF = 14
 MAX_SAVED_TOKENS = 1000
 MARGIN = 0.97  # part of the tail that a long step is planned to take, since its cost is an estimate

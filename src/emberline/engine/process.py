@@ -1,4 +1,4 @@
-"""The engine process: receives messages on an inherited socket, steps the engines and sends their outputs.
+"""The engine process: receives messages on a socket, steps the engines and sends their outputs.
 
 It ends when its client closes the socket.
 
@@ -143,7 +143,7 @@ def _facts(loaded: Loaded, imports: dict[str, float]) -> Facts:
 
 
 def _read_ahead(config: EngineConfig) -> Reader | None:
-    """Start reading files for a GPU before torch is imported, since the disk takes longest; None for a CPU."""
+    """Start reading files before torch is imported, if a GPU is used, since the disk takes longest."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia").exists():
         return None
     return early.begin(Path(config.model))

@@ -35,7 +35,7 @@ class Publisher:
         self._blocks = 0
 
     def publish(self, request: Request) -> dict[str, Any] | None:
-        """Publish the request's blocks that were computed since the last call; return the ticket if it is new."""
+        """Publish the blocks computed since the last call; return the ticket if it is new."""
         full = min(request.computed, request.arrived_len) // self._kv.block_size
         ticket = self._tickets.get(request.id)
         first = request.id not in self._tickets

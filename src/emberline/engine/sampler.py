@@ -31,7 +31,9 @@ PATIENCE = 10.0  # for compiling a grammar that was not prepared
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Changes to a few logits: positive ones are divided, others multiplied by `divide`; then `add` is added."""
+    """Changes to a few logits.
+
+    Positive logits are divided and others multiplied by `divide`; then `add` is added."""
 
     ids: np.ndarray  # int64, each once
     divide: np.ndarray  # float32
@@ -100,7 +102,9 @@ class Row:
 
 
 class RowMaker:
-    """Makes a request's SamplingState, or raises InvalidRequest. Call `prepare` first to avoid waiting for a grammar."""
+    """Makes a request's SamplingState, or raises InvalidRequest.
+
+    Call `prepare` first to avoid waiting for a grammar."""
 
     def __init__(self, eos: frozenset[int], make_compiler: Callable[[], GrammarCompiler] | None) -> None:
         self._eos = eos

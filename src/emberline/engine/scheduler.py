@@ -1,9 +1,10 @@
 """Scheduler: decides what the next step computes, and applies its result to each request.
 
-There are no phases: every running request has one or more tokens that are known but not computed, and a step computes as
-many of each as the budget allows. A request whose tokens are all computed samples its next token in this step, so a step
-usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs: plans are executed in
-order, so an earlier plan never uses a block that a later plan has freed. No torch, no wall clock, no I/O.
+There are no phases: every running request has one or more tokens that are known but not computed, and a step
+computes as many of each as the budget allows. A request whose tokens are all computed samples its next token in this
+step, so a step usually mixes prompt chunks and single tokens. A step may be planned while the previous one runs:
+plans are executed in order, so an earlier plan never uses a block that a later plan has freed. No torch, no wall
+clock, no I/O.
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class Scheduler:
         return [self._admission(request) for request in new]
 
     def _share(self, request: Request, budget: int) -> int:
-        """Return how many tokens of the budget a request can use; tokens to be scored also use up their own budget."""
+        """Return how many tokens of the budget a request can use; tokens to score have their own budget."""
         count = min(request.remaining, budget)
         if request.scores:
             count = min(count, self._scored)
@@ -272,8 +273,8 @@ class Scheduler:
     def _victim(self, request: Request) -> Request:
         """Return the request to preempt, so that `request` gets more blocks.
 
-        It is one that is ranked lower: batch requests first, then the one that loses the fewest computed blocks. If there
-        is none, it is `request` itself, so the request ranked first always makes progress."""
+        It is one that is ranked lower: batch requests first, then the one that loses the fewest computed blocks. If
+        there is none, it is `request` itself, so the request ranked first always makes progress."""
         rank = self.waiting.rank
         candidates = [
             (-r.priority, blocks, -rank(r)[0], i, r)

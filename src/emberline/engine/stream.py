@@ -1,6 +1,6 @@
 """AsyncEngine: runs an engine process and streams its outputs.
 
-If the process dies or hangs, all open requests end with an error and it is restarted. Every stream ends exactly once."""
+If the process dies or hangs, open requests end with an error and it is restarted. Every stream ends exactly once."""
 
 from __future__ import annotations
 
@@ -122,10 +122,12 @@ class AsyncEngine:
         self._end_all(EngineUnavailable("the server is shutting down"))
 
     async def submit(self, submission: Submission, *, merging: bool = False) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of a submission; each of its completions ends once. Closing the generator aborts it.
+        """Yield the outputs of a submission; each of its completions ends once.
 
-        `merges`: outputs that wait for the caller may be merged into one with several tokens. Raises EngineUnavailable if
-        the process is not ready, EngineFailed if it dies."""
+        Closing the generator aborts it.
+
+        `merges`: outputs that wait for the caller may be merged into one with several tokens. Raises
+        EngineUnavailable if the process is not ready, EngineFailed if it dies."""
         assert submission.id not in self._open
         if not self._tell(Submit(submission)):
             state = (

@@ -1,4 +1,4 @@
-"""TokenRules: applies allowed_token_ids and bad_words as a mask in each step, alone or together with a grammar."""
+"""TokenRules: applies allowed_token_ids and bad_words as a mask, alone or with a grammar."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def masker_of(params: SamplingParams, grammar: Masker | None) -> Masker | None:
 
 
 def fill_masks(maskers: Sequence[Masker], masks: Mask) -> None:
-    """Write the mask of each masker to the row of `masks` with the same index; in parallel if all are grammars."""
+    """Write each masker's mask to its row of `masks`, in parallel if all are grammars."""
     if any(isinstance(masker, TokenRules) for masker in maskers):
         for masker, mask in zip(maskers, masks, strict=True):
             masker.fill(mask)

@@ -1,4 +1,4 @@
-"""A workload of conversations with many turns and a few long system prompts, typical of coding agents."""
+"""A workload of long conversations that share a few long system prompts, like coding agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SimCluster: simulated workers behind the router's production code, driven by one queue of events in virtual time."""
+"""SimCluster: simulated workers behind the production router, driven by events in virtual time."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class SimCluster:
         store: Store | None = None,
         kv_events: bool = False,
     ) -> None:
-        """`names_session`: clients send a session id. `kv_events`: the router subscribes to the workers' KV cache events."""
+        """`names_session`: clients send a session id.
+
+        `kv_events`: the router subscribes to the workers' KV cache events."""
         self.clock = ManualClock()
         router = RouterConfig(lost_after=FAR, stuck_after=FAR, kv_events=kv_events)
         self.dispatch = Dispatch(router, self.clock)

@@ -18,6 +18,8 @@ class CostModel:
     context: float = 30e-9  # seconds to read the keys and values of one token
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return the seconds for a plan: weights are read once, while multiplying; each request reads its own context."""
+        """Return the seconds that a plan takes.
+
+        Weights are read once, in parallel with arithmetic; each request also reads its own context."""
         context = sum(work.start + len(work.tokens) for work in plan.work)
         return max(self.step, self.token * plan.num_tokens) + self.context * context

@@ -1,4 +1,4 @@
-"""PrefixOracle: a cache of unlimited size that all workers share: the upper bound for every routing policy."""
+"""PrefixOracle: an unlimited cache that all workers share, the upper bound for routing policies."""
 
 from __future__ import annotations
 

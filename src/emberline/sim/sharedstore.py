@@ -1,4 +1,4 @@
-"""SharedStore: a simulated KV tier that records which blocks a store would have, with LRU eviction, but no content."""
+"""SharedStore: a simulated KV tier that records block hashes, with LRU eviction, but no content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""block_hash: the identity of a block of tokens in its context, shared by scheduler, tiers, workers and router."""
+"""block_hash: the identity of a KV block, used by scheduler, tiers, workers and router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def last_full(root: bytes, tokens: Sequence[int], size: int) -> tuple[bytes, int] | None:
-    """Return the hash of the last full block and the number of full blocks; None if there is no full block."""
+    """Return the hash of the last full block and the number of full blocks; None if there is none."""
     digest = root
     for at in range(0, len(tokens) - size + 1, size):
         digest = block_hash(digest, tokens[at : at + size])

@@ -44,7 +44,9 @@ class Detokenizer:
         self.stopped: str | None = None  # the stop string that was found
 
     def push(self, ids: Iterable[int]) -> str:
-        """Return the new text. Tokens after a complete stop string are ignored; `len(offsets)` counts the used ones."""
+        """Return the new text.
+
+        Tokens after a complete stop string are ignored; `len(offsets)` counts the used ones."""
         if not self._stops:
             return "".join([self._take(i) for i in ids])
         out = []

@@ -26,7 +26,9 @@ class Fuel:
             raise OutOfFuel("rendering does too much work or produces too much text")
 
     def burn_deep(self, value: Any) -> None:
-        """Spend the cost of printing or comparing `value`; a list that occurs twice inside another costs twice."""
+        """Spend the cost of printing or comparing `value`.
+
+        A list that occurs twice inside another is counted twice."""
         stack = [value]
         while stack:
             v = stack.pop()
@@ -38,7 +40,9 @@ class Fuel:
                 stack += v
 
     def burn_text(self, name: str, text: Any, args: list[Any]) -> None:
-        """Spend the cost of a string method or filter; `replace`, `join` and `indent` may produce more than they read."""
+        """Spend the cost of a string method or filter.
+
+        `replace`, `join` and `indent` may produce far more than they read."""
         self.burn(size(text) + sum(size(a) for a in args))
         if name == "replace" and len(args) >= 2:
             self.burn(str(text).count(str(args[0])) * size(args[1]))

@@ -1,4 +1,4 @@
-"""TemplateSandbox: a jinja2 environment in which a malicious template cannot run code, hang or exhaust memory.
+"""TemplateSandbox: a jinja2 environment in which a malicious template cannot harm the server.
 
 jinja2's own sandbox blocks access to Python's internals but allows endless loops and output. Here every loop pass,
 call, filter, operator and output first spends a cost from one `RenderBudget` per rendering, in proportion to its data.

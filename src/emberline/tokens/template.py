@@ -77,7 +77,7 @@ class ChatTemplate:
         return _rendered(self._choose(bool(tools)).template, variables)
 
     def arguments(self, with_tools: bool) -> frozenset[str]:
-        """Return the names of the variables that it reads and a request may set; others do not change the prompt."""
+        """Return the variables that a request may set and the template reads."""
         return self._choose(with_tools).arguments
 
     def _choose(self, with_tools: bool) -> _Compiled:
@@ -134,6 +134,6 @@ def _read(path: Path) -> str:
 
 
 def _text(value: Any) -> str | None:
-    """Return the text of a special token, which config files write as a string or as an object with `content`."""
+    """Return the text of a special token, given as a string or as an object with `content`."""
     value = value.get("content") if isinstance(value, dict) else value
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""Tokenizer: turns text into token ids and ids into the exact bytes they stand for, and knows the special ids."""
+"""Tokenizer: turns text into token ids, and ids into the exact bytes they stand for."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ def _alphabet(decoder: Any) -> tuple[Alphabet, bool]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte of each character: printable Latin-1 bytes stand for themselves, others begin at U+0100."""
+    """Return GPT-2's mapping of characters to bytes.
+
+    Printable Latin-1 bytes stand for themselves; the others follow in order from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,1 +1,1 @@
-"""The GPU runner: request state on the device, steps captured as CUDA graphs, results read asynchronously."""
+"""The engine's runner on a GPU, with steps captured as CUDA graphs and results read asynchronously."""

@@ -66,8 +66,9 @@ class Batch:
     def shaped(self, shape: Shape, row: int) -> Batch:
         """Return the batch padded to the shape of a captured step.
 
-        Padding rows follow the singles and the chunks, padding tokens follow all others. They belong to `padding_row` and
-        write nothing to the cache. In a step without chunks, each padding row has one token and attends to one key."""
+        Padding rows follow the singles and the chunks, padding tokens follow all others. They belong to
+        `padding_row` and write nothing to the cache. In a step without chunks, each padding row has one token and
+        attends to one key."""
         s, chunks, total = self.singles, len(self.rows) - self.singles, shape.singles + shape.tokens
         scored = self.logit_rows[s:]
         has_no_chunks = shape.chunks == 0
@@ -110,5 +111,7 @@ class Batch:
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
-    """Return the tokens as int64. An array of C's unsigned numbers takes half the time, but excludes PENDING_TOKEN."""
+    """Return the tokens as int64.
+
+    An array of C's unsigned numbers takes half the time, but excludes PENDING_TOKEN."""
     return np.array(tokens, np.int64) if tokens[-1] == PENDING else np.frombuffer(array("Q", tokens), np.int64)

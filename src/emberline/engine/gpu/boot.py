@@ -1,4 +1,6 @@
-"""boot_gpu: builds an Engine on a GPU from a model and settings. Memory is planned before anything is loaded."""
+"""boot_gpu: builds an Engine on a GPU from a model and settings.
+
+Memory is planned before anything is loaded."""
 
 from __future__ import annotations
 
@@ -152,7 +154,9 @@ def boot_from(
     tiers: MakeTiers | None = None,
     dock: MakeDock | None = None,
 ) -> Booted:
-    """Build the engine of a checkpoint. `reader`: a reader of its files, started before torch was imported."""
+    """Build the engine of a checkpoint.
+
+    `reader`: a reader of its files, started before torch was imported."""
     began = time.perf_counter()
     checkpoint = Checkpoint.open(directory)
     config = ModelConfig.of(checkpoint)
@@ -186,7 +190,7 @@ def boot_from(
 
 
 def tiers_of(runner: GPURunner, make: MakeTiers) -> TierStack:
-    """Make the tiers below the runner's cache; the memory of the first is pinned for the device until it closes."""
+    """Make the tiers below the runner's cache; the first one's memory is pinned until it closes."""
     assert runner.copier is not None
     tiers = make(runner.layout, runner.cache.shape)
     runner.copier.reach(tiers.host.area)
@@ -201,7 +205,9 @@ def region_of(runner: GPURunner, device: Device) -> DeviceRegion:
 
 
 def _tune(model: Decoder, settings: GPUConfig) -> float:
-    """Find the fastest kernels for all sizes of steps, measured now or in an earlier start; return the seconds."""
+    """Find the fastest matrix product kernels for all sizes of steps; return the seconds.
+
+    The measurements of an earlier start are reused."""
     from emberline.kernels import tuning
 
     weights = set(every(ops.PackedWeight, model.layers))
@@ -236,7 +242,7 @@ def rehearse(runner: GPURunner, config: SchedulerConfig) -> None:
 
 
 def _fill(weights: Weights, runner: GPURunner) -> dict[str, float]:
-    """Wait for the weights, and meanwhile load all that a first request needs; return the seconds of each part."""
+    """Wait for the weights, and meanwhile load what a first request needs; return seconds by part."""
     model, late = runner.model, weights.packed and isinstance(weights, DeviceWeights)
 
     def warm() -> float:

@@ -45,7 +45,9 @@ class Lane(Protocol):
         ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Record the work as a graph without executing it, and return a function that executes it on the same addresses.
+        """Record the work as a graph without executing it, and return a function that executes it.
+
+        The graph reads and writes the same addresses each time.
 
         The work must have been executed once before, so that nothing is compiled during the capture."""
         ...
@@ -61,7 +63,7 @@ class Device(Protocol):
 
     def pinned(self, size: int) -> Tensor: ...
     def pin(self, memory: Tensor) -> bool:
-        """Pin main memory, so that the device can copy it asynchronously, until `unpin`; return False if it cannot."""
+        """Pin main memory until `unpin`, so that the device can copy it; return False if that fails."""
         ...
 
     def unpin(self, memory: Tensor) -> None: ...

@@ -1,8 +1,10 @@
-"""KV transfers between GPUs of one host by CUDA IPC: the receiver maps the sender's cache and copies blocks from it.
+"""KV transfers between GPUs of one host by CUDA IPC.
 
-Leases and control messages use a Unix socket. After a copy the sender confirms that the lease is still valid and that no
-block was reused. Mapped memory stays allocated after its process ends, so a thread waits until the sender disconnects
-and then unmaps it.
+The receiver maps the sender's cache into its own address space and copies blocks from it.
+
+Leases and control messages use a Unix socket. After a copy the sender confirms that the lease is still valid and
+that no block was reused. Mapped memory stays allocated after its process ends, so a thread waits until the sender
+disconnects and then unmaps it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ log = logging.getLogger("emberline.transfer")
 
 
 def near(region: DeviceRegion) -> Near | None:
-    """Return the transport for a region; None if its memory cannot be shared, so that other transports are used."""
+    """Return the IPC transport of a region; None if its memory cannot be shared."""
     if region.device.type != "cuda":
         return None
     try:

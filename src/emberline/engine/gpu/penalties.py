@@ -1,4 +1,4 @@
-"""DevicePenalties: how often each token occurred in the request of each row, 16 bits per token, on the device.
+"""DevicePenalties: token counts of each row's request on the device, 16 bits per token.
 
 The device counts the tokens it samples, so a step can be launched before the host knows the tokens of the previous one.
 Counts are rebuilt from the request's tokens when it gets a row: at its start, and after a preemption if another request
@@ -34,7 +34,9 @@ class PenalisedRows:
 
 @dataclass(frozen=True, slots=True)
 class CountReset:
-    """New counts of requests that get a row in this step; `prompt` and `output` are indexes into the flat table."""
+    """New token counts of requests that get a row in this step.
+
+    `prompt` and `output` are indexes into the flat table of counts."""
 
     slots: Tensor  # int64: rows of the counts
     prompt: Tensor  # int64
@@ -81,7 +83,9 @@ class DevicePenalties:
 
 
 def prepare_rows(places: Sequence[Place], special: Sequence[int], sheet: Sheet) -> PenalisedRows | None:
-    """Stage the penalties of one step; None if there are none. `special`: indexes of rows that may have penalties."""
+    """Stage the penalties of one step; None if there are none.
+
+    `special`: indexes of rows that may have penalties."""
     indexes = [i for i in special if places[i].row.params.penalised]
     if not indexes:
         return None

@@ -99,7 +99,7 @@ class DeviceRegion(Region):
     def _cuts(
         self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
     ) -> Iterator[tuple[range, int, Ids, memoryview]]:
-        """Split a piece into parts that fit into a slot: layers, words per element, indexes of elements, data."""
+        """Yield parts of a piece that fit into a slot: layers, words per element, element indexes, data."""
         size, index = self.places(piece, blocks, wire, 0)  # the same for values, since keys are not turned
         each = len(self.parts) * size * len(index)
         if each > self.size:

@@ -1,7 +1,7 @@
-"""DeviceRows: what the device keeps of each request between steps: its block table and its newest token.
+"""DeviceRows: the block table and the newest token of each request, kept on the device.
 
-There are as many rows as requests can run at once. A preempted request keeps its row until a request in a step needs it:
-by then the host has all of its tokens. The last row is for padding of captured steps.
+There are as many rows as requests can run at once. A preempted request keeps its row until a request in a step needs
+it: by then the host has all of its tokens. The last row is for padding of captured steps.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A launch writes the step's inputs to a pinned buffer, then queues one copy to the device, the model, sampling, one copy
 back, and an event. It never waits for the device. A step runs as a captured graph of the next larger shape, if any.
 
-A grammar's mask needs the previous token on the host. If that token is still pending, the launch ends with the model, and
-the step is sampled when the result of the previous step is read: masks are computed while the model runs.
+A grammar's mask needs the previous token on the host. If that token is still pending, the launch ends with the
+model, and the step is sampled when the result of the previous step is read: masks are computed while the model runs.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class GPURunner:
                 self._forward(self._padding_inputs(shape), logits)
 
     def meet_kernels(self) -> None:
-        """Launch every kernel that steps need with only padding as work, so that they are compiled in parallel."""
+        """Launch every kernel that steps need, with only padding as work, to have them compiled together."""
         with torch.inference_mode(), self._track.lane.working():
             for shape in filter(self._can_be_captured, self.shapes):
                 logits = self._track.logits(shape.rows, self.vocab_size, self.cache.keys.device)
@@ -251,7 +251,7 @@ class GPURunner:
         return inputs
 
     def _captured(self, shape: Shape, inputs: Inputs) -> tuple[Tensor, Callable[[], None] | None]:
-        """Return a shape's logits, and a function that replays its step; None instead if it cannot be captured.
+        """Return a shape's logits, and a function that replays its step, or None if capturing failed.
 
         It is captured at its first use, which takes the host as long as launching the step once."""
         graphs = self._track
@@ -306,7 +306,7 @@ class GPURunner:
         )
 
     def _score_prompts(self, work: Sequence[Work], logits: Tensor) -> tuple[Scores, Tensor]:
-        """Return functions that compute the prompts' log-probabilities, and the rows of logits that are sampled from."""
+        """Return functions for the prompts' log-probabilities, and the logits that are sampled from."""
         if not any(w.prompt_logprobs for w in work):
             return {}, logits
         scored, sampled = scored_rows(work)

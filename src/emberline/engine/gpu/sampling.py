@@ -111,7 +111,7 @@ def prepare(work: Sequence[Work], rows: Rows, vocab: int, sheet: Sheet) -> Draw:
 
 
 def sample(draw: Draw, logits: Tensor, newest: Tensor, penalties: DevicePenalties) -> Fetched:
-    """Queue the sampling of a step, which overwrites the logits and stores each row's newest token on the device.
+    """Queue the sampling of a step; overwrites the logits and stores the tokens on the device.
 
     The returned tensors are being copied to the host: they are valid after an event recorded later has passed."""
     raw = logits.index_select(0, draw.scored[1]) if draw.scored else None
@@ -141,7 +141,7 @@ class Fetched:
     rank: Tensor | None = None
 
     def results(self, draw: Draw, rows: Rows) -> tuple[dict[str, Sampled], dict[str, str]]:
-        """Return the sampled tokens of requests that have not ended since, and why other ones cannot continue."""
+        """Return the sampled tokens of requests that are still open, and why others cannot continue."""
         scores = self._scores(draw)
         sampled, failed = {}, {}
         current = rows.current

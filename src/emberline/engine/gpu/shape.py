@@ -1,4 +1,6 @@
-"""StepShape: the size of a captured step. There are few shapes, to limit captures, but enough to limit padding."""
+"""StepShape: the size of a captured step.
+
+There are few shapes, to limit captures, but enough to limit padding."""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ class Grid:
     def of(parameters: int, max_batch_tokens: int) -> Grid:
         """Return the grid for a model with `parameters` weights in its layers.
 
-        A step is captured if launching it takes longer than computing it. Padding costs a small model little, so a small
-        model gets few shapes."""
+        A step is captured if launching it takes longer than computing it. Padding costs a small model little, so a
+        small model gets few shapes."""
         worth = min(int(LAUNCH_FLOP / (2 * parameters)), MOST_CAPTURED) // MOST_TOKENS * MOST_TOKENS
         if min(worth, max_batch_tokens) <= MOST_TOKENS:
             return Grid(min(MOST_TOKENS, max_batch_tokens))
@@ -88,7 +90,9 @@ def beside(singles: int) -> int:
 
 
 def by_use(found: Iterable[Shape]) -> list[Shape]:
-    """Return the shapes in the order in which a server with growing load uses them, for prompts of 256 tokens."""
+    """Return the shapes in the order in which a server with growing load needs them.
+
+    The estimate assumes prompts of 256 tokens."""
 
     def streams(s: Shape) -> float:
         singles = s.singles if not s.chunks or s.singles > BESIDE else s.singles / 8

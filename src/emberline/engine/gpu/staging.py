@@ -1,4 +1,4 @@
-"""InputStaging: copies a step's inputs to the device: they are written to one pinned buffer and sent by one copy.
+"""InputStaging: writes a step's inputs to a pinned buffer and copies them to the device at once.
 
 The device has one buffer, so a captured step finds its inputs at the same addresses. The host has a ring of buffers,
 since a copy may still be running when the inputs of the next step are written.
@@ -69,7 +69,9 @@ class Staging:
         self._sent[turn] = self._lane.mark()
 
     def view(self, begin: int, end: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Tensor:
-        """Return a part of the device's buffer. Views are cached, since steps use the same ones again and again."""
+        """Return a part of the device's buffer.
+
+        Views are cached, since steps use the same ones again and again."""
         key = begin, dtype, shape
         found = self._views.get(key)
         if found is None:

@@ -1,9 +1,11 @@
-"""SleepManager: lets several models share one GPU; the least recently used ones sleep. The policy needs no torch.
+"""SleepManager: lets several models share one GPU; the least recently used ones sleep.
 
-The weights of a sleeping model are in pinned host memory. They never change, so they are copied there once, and sleeping
-again only frees device memory. The KV cache and its prefixes are lost, except for blocks in lower tiers. All other
-buffers of the runner are zero after waking, as they were at first. Memory is then at other addresses, so captured steps
-are dropped, and captured again at their next use.
+The policy needs no torch.
+
+The weights of a sleeping model are in pinned host memory. They never change, so they are copied there once, and
+sleeping again only frees device memory. The KV cache and its prefixes are lost, except for blocks in lower tiers.
+All other buffers of the runner are zero after waking, as they were at first. Memory is then at other addresses, so
+captured steps are dropped, and captured again at their next use.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Sleeper:
         assert name not in self._models
         if resident.nbytes > self.memory:
             raise ModelError(
-                f"the model {name!r} needs {gib(resident.nbytes)} GiB, and the GPU has {gib(self.memory)} GiB for models",
+                f"the model {name!r} needs {gib(resident.nbytes)} GiB; the GPU has {gib(self.memory)} GiB for models",
                 hint="lower --kv-memory or use a smaller model",
             )
         self._models[name] = resident
@@ -92,7 +94,7 @@ class Sleeper:
         self._awake.move_to_end(name)
 
     def in_the_way(self, name: str) -> list[str]:
-        """Return the models with open requests that must sleep before this one can wake, least recently used first."""
+        """Return the busy models that must sleep before this one can wake, least recently used first."""
         missing, busy = self._missing(name), []
         for other in sorted(self._awake, key=lambda other: not self._models[other].idle):
             if missing <= 0:
@@ -117,7 +119,7 @@ class Sleeper:
         if missing > 0:
             busy = " ".join(other for other in self._awake if other not in to_sleep)
             raise Overloaded(
-                f"the model {name!r} needs {gib(missing)} GiB more GPU memory, which models with open requests use: {busy}",
+                f"the model {name!r} needs {gib(missing)} GiB more GPU memory; models with open requests use it: {busy}",
                 hint="retry when their requests have ended",
             )
         return to_sleep
@@ -210,7 +212,9 @@ def shared_kv(plans: Collection[MemoryPlan], memory: int) -> int | None:
 
 
 def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:
-    """Free the device memory of a runner whose results were all read. `previous`: what its last sleep returned."""
+    """Free the device memory of a runner whose results were all read.
+
+    `previous`: what its last sleep returned."""
     from torch import Tensor
 
     from emberline.models.sleep import every, sleep
@@ -223,7 +227,9 @@ def sleep_runner(runner: GPURunner, slept: Sleep | None = None) -> Sleep:
 
 
 def wake_runner(slept: Sleep) -> None:
-    """Restore a runner's device memory, without captured steps and cached blocks. Frees all if memory runs out."""
+    """Restore a runner's device memory, without captured steps and cached blocks.
+
+    Frees all if memory runs out."""
     try:
         slept.wake(keep=True)
     except BaseException:

@@ -50,7 +50,7 @@ class Track:
         self._logits: Tensor | None = None
 
     def logits(self, rows: int, vocab: int, device: torch.device) -> Tensor:
-        """Return the tensor that captured steps write logits to: one for all, since it is read before the next step."""
+        """Return the tensor that all captured steps write logits to; it is read before the next step."""
         if self._logits is None:
             self._logits = torch.empty(self.most_rows, vocab, device=device)
         assert rows <= self.most_rows
