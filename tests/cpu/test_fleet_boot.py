@@ -108,21 +108,21 @@ def test_more_memory_for_prefixes_than_there_is(configs: dict[str, EngineConfig]
 @pytest.mark.skipif(has_hopper(), reason="there is one")
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_a_gpu_that_is_not_there(configs: dict[str, EngineConfig], names: str) -> None:
-    with pytest.raises(InvalidRequest, match="there is no GPU here"):
+    with pytest.raises(InvalidRequest, match="there is no GPU with"):
         boot_fleet({name: replace(configs[name], device="cuda") for name in names}, FleetConfig())
 
 
 def test_a_cpu_that_is_too_small_is_said_before_anything_is_loaded(configs: dict[str, EngineConfig]) -> None:
     weights = sum(Weighed.of(config).weight_bytes for config in configs.values())
     assert room_for_kv(configs, weights + 6000) == 1000  # of what is left, a half for all
-    with pytest.raises(ModelError, match=r"do not fit: .*\(a .*, b .*, c .*\); .* are free"):
+    with pytest.raises(ModelError, match=r"do not fit into main memory: .*\(a .*, b .*, c .*\); .* are free"):
         room_for_kv(configs, weights - 1)
     asking = {name: replace(config, kv_memory=GIB) for name, config in configs.items()}
-    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+    with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
         room_for_kv(asking, weights + 3 * GIB - 1)
     room_for_kv(asking, weights + 3 * GIB)
     keeping = {name: replace(config, kv_host_memory=GIB) for name, config in configs.items()}
-    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+    with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
         room_for_kv(keeping, weights + 3 * GIB - 1)
     room_for_kv(keeping, weights + 3 * GIB)
 
@@ -160,10 +160,10 @@ def test_where_they_do_not_fit_each_has_all_of_a_gpu_in_turn(configs: dict[str, 
     with pytest.raises(ModelError, match="must hold while they sleep"):
         taking_turns(large, total, 1000, never)
     keeping = on_gpu(configs, max_batch_tokens=1 << 20, kv_host_memory=GIB)
-    with pytest.raises(ModelError, match=r"must hold while they sleep and 3\.00 GiB of keys and values"):
+    with pytest.raises(ModelError, match=r"must hold while they sleep and 3\.00 GiB of KV blocks"):
         taking_turns(keeping, total, 3 * GIB, never)
     taking_turns(keeping, total, 4 * GIB, never)
-    with pytest.raises(ModelError, match=r"3\.00 GiB of keys and values"):
+    with pytest.raises(ModelError, match=r"3\.00 GiB of KV blocks"):
         taking_turns(on_gpu(configs, kv_host_memory=GIB), 40 * GIB, 3 * GIB - 1, never)
 
 

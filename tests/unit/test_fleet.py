@@ -431,7 +431,7 @@ def test_the_queue_for_a_sleeping_model_is_bounded() -> None:
     house.step()
     for _ in range(3):
         house.ask("b")
-    with pytest.raises(Overloaded, match="wait for b"):
+    with pytest.raises(Overloaded, match="wait for the sleeping model 'b'"):
         house.ask("b")
     house.finish()
     many = two()

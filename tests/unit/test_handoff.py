@@ -38,7 +38,7 @@ def test_a_handoff_travels_as_json() -> None:
     with pytest.raises(InvalidRequest, match="choice 1"):
         handoff.resumed(1)
     for wrong in ([], {"said": [[0, [-1]]]}, {"said": [[0]]}, {"started": 1}, {"source": []}, {"cached_tokens": "1"}):
-        with pytest.raises(InvalidRequest, match="cannot be read"):
+        with pytest.raises(InvalidRequest, match="cannot be parsed"):
             Handoff.parsed(wrong)
     note = Note((5,), True, 3, 0.5)
     assert Note.parsed(str(note)) == note and Note.parsed("") is None and Note.parsed("{}") is None
@@ -153,7 +153,7 @@ def test_what_cannot_be_resumed_or_published_is_refused() -> None:
         with pytest.raises(InvalidRequest) as refusal:
             e.add(replace(ask(), **wrong))
         assert refusal.value.param == param
-    with pytest.raises(InvalidRequest, match="only one completion"):
+    with pytest.raises(InvalidRequest, match="publish needs n = 1"):
         engine("p").add(replace(ask(n=2), publish=True))
     assert e.idle
 

@@ -56,7 +56,7 @@ def test_the_engines_server(path: str, leaves: bool, caplog: pytest.LogCaptureFi
     if leaves:
         assert b"shutting_down" not in answer.body and "gone" in logged
     else:
-        assert answer.ended and b"shuts down" in answer.body and not worker.engine.open
+        assert answer.ended and b"server shut down" in answer.body and not worker.engine.open
         assert f"{path} 503 " in logged and "shutting_down" in logged
 
 

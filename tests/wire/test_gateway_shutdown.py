@@ -32,6 +32,6 @@ def test_open_streams_are_told(tmp_path: Path, path: str) -> None:
             stopping.start()
             got += reply.read()
             stopping.join(30)
-        assert b"shuts down" in got and b"[DONE]" not in got and b"message_stop" not in got
+        assert b"server shut down" in got and b"[DONE]" not in got and b"message_stop" not in got
         record = gateway.record(id)
         assert (record.status, record.success, record.ended, record.error) == (503, False, "cut", "shutting_down")

@@ -113,7 +113,7 @@ def room_for_kv(configs: Mapping[str, EngineConfig], free: int) -> int:
     configured = sum((config.kv_memory or 0) + config.kv_host_memory for config in configs.values())
     left = free - sum(weights.values()) - configured
     if left < 0:
-        raise _too_much(weights, f" and {memory.gib(configured)} GiB of KV cache" if configured else "", free)
+        raise _too_much(weights, f" and {memory.gib(configured)} GiB of KV blocks" if configured else "", free)
     return int(left * FOR_KV) // len(configs)
 
 

@@ -119,7 +119,7 @@ class Sleeper:
         if missing > 0:
             busy = " ".join(other for other in self._awake if other not in to_sleep)
             raise Overloaded(
-                f"the model {name!r} needs {gib(missing)} GiB more GPU memory; models with open requests use it: {busy}",
+                f"the model {name!r} needs {gib(missing)} GiB more GPU memory; busy models use it: {busy}",
                 hint="retry when their requests have ended",
             )
         return to_sleep
