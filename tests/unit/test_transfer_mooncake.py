@@ -203,7 +203,7 @@ def test_the_wheel_of_the_tests_works() -> None:
 
 def test_a_missing_wheel_is_a_transport_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_port: int) -> None:
-        raise MooncakeMissing("Mooncake cannot be used: no module")
+        raise MooncakeMissing("Mooncake cannot be imported: no module")
 
     monkeypatch.setattr(mooncake, "new_engine", missing)
     with pytest.raises(PeerUnreachable, match="cannot be imported"):

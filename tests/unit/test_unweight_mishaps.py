@@ -82,7 +82,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     os.mkfifo(source / "pipe")
-    with pytest.raises(ModelError, match=r"cannot make .*packed: .*pipe"):
+    with pytest.raises(ModelError, match=r"cannot create .*packed: .*pipe"):
         model.pack(source, tmp_path / "packed", codec_of(None), lambda _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
