@@ -60,7 +60,7 @@ def site() -> Iterator[Site]:
 )
 def test_bad_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "snapshot", None)
-    why = "is not a (name|revision)|no model" if name.isprintable() and 0 < len(name) < 4096 else "is not a model name"
+    why = "invalid (hub name|revision)|no model" if name.isprintable() and 0 < len(name) < 4096 else "invalid model name"
     with pytest.raises(ModelError, match=why):
         resolve(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -248,7 +248,7 @@ def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -
     hub(site, FILES)
     assert snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
-        with pytest.raises(NotPulled, match=f"{name} is not in the cache") as told:
+        with pytest.raises(NotPulled, match=f"{name} is not in the local cache") as told:
             resolve(name, tmp_path, fetch=False)
         assert told.value.hint == f"emberline pull {name}"
     assert not site.seen
