@@ -122,7 +122,7 @@ class Places:
         for load in sorted(arrivals, key=lambda load: load.start):
             if load.left:
                 self._by_file.setdefault(load.file, []).append(load)
-        self._starts = {file: [load.start for load in loads] for file, loads in self._by_file.items()}
+        self._starts = {file: [load.start for load in file_loads] for file, file_loads in self._by_file.items()}
 
     def of(self, piece: Piece) -> list[Arrival]:
         loads = self._by_file.get(piece.file, [])
