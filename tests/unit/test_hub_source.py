@@ -251,7 +251,7 @@ def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
         with pytest.raises(NotPulled, match=f"{name} is not in the local cache") as told:
             resolve(name, tmp_path, fetch=False)
-        assert told.value.hint == f"emberline pull {name}"
+        assert told.value.hint == f"run emberline pull {name}"
     assert not site.seen
     folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
     assert snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder

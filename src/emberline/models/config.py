@@ -136,7 +136,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int, ...]:
     if len(kinds) != layers:
         raise fields.wrong("layer_types", f"a list of {layers} layer types")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"config.json: layer type {min(unknown)[:80]!r} is not supported")
+        raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
