@@ -101,7 +101,7 @@ def test_wrong_config(directory: Path, changes: dict[str, Any], error: type[Exce
 
 @pytest.mark.parametrize(
     ("said", "match"),
-    [({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"), ({"pooling_mode": "max"}, "max"), ({}, "nothing")],
+    [({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens"), ({"pooling_mode": "max"}, "max"), ({}, "none")],
 )
 def test_other_pooling_is_refused(directory: Path, said: dict[str, object], match: str) -> None:
     (directory / "1_Pooling").mkdir()

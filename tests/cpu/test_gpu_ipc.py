@@ -203,7 +203,7 @@ def test_what_cannot_be_opened_goes_another_way(
     with caplog.at_level(logging.WARNING):
         here.receiver.pull(ticket, [4, 5], soon())
     assert content(here, [4, 5]) == content(there, [1, 2])
-    assert here.receiver.passed_over == {"cuda": 1} and "there is not reached by cuda" in caplog.text
+    assert here.receiver.passed_over == {"cuda": 1} and "peer=there transport=cuda" in caplog.text
     assert "peer access is not supported" in caplog.text
 
 

@@ -115,7 +115,7 @@ def test_a_head_beside_tied_embeddings(tmp_path: Path) -> None:
         (lambda t: t.pop(Q), Q),
         (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight"),
-        (lambda t: t.update({Q: t[Q][:-1].clone()}), r"has the shape \(47, 48\); config.json asks for \(48, 48\)"),
+        (lambda t: t.update({Q: t[Q][:-1].clone()}), r"has the shape \(47, 48\); config.json requires \(48, 48\)"),
         (lambda t: t.update({Q: t[Q].flatten()}), r"has the shape \(2304,\)"),
         (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][None].clone()}), "model.norm.weight"),
         (lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(80, 48)}), "model.layers.3.mlp.up_proj"),

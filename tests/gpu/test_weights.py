@@ -197,7 +197,7 @@ def test_a_file_cut_while_it_is_loaded(tmp_path: Path) -> None:
         if cut:
             with (tmp_path / str(cut) / "model.safetensors").open("r+b") as f:
                 f.truncate(1 << 20)
-            with pytest.raises(ModelFileError, match="does not hold all"):
+            with pytest.raises(ModelFileError, match="does not contain all"):
                 placed.finish("")
         else:
             placed.finish("")

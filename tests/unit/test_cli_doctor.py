@@ -76,7 +76,7 @@ def test_a_model_that_is_not_here_is_not_fetched(
 ) -> None:
     monkeypatch.setenv("EMBERLINE_CACHE", str(tmp_path))
     code, output = run("--model", name)
-    assert code == 0 and f"{name} is not in the cache" in output and f"emberline pull {name}" in output
+    assert code == 0 and f"{name} is not in the local cache" in output and f"emberline pull {name}" in output
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

@@ -177,7 +177,7 @@ def test_llama3_rule_is_found_again_from_the_divisors(tmp_path: Path) -> None:
 def test_unknown_divisors_are_refused(tmp_path: Path) -> None:
     values = ggufs.tensors("llama", np.random.default_rng(3))
     values["rope_freqs.weight"] = np.linspace(1, 8, 8, dtype=np.float32)
-    with pytest.raises(UnsupportedModel, match="divisors"):
+    with pytest.raises(UnsupportedModel, match="rope frequencies"):
         converted(tmp_path, "llama", values=values)
 
 

@@ -69,7 +69,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: Any) -> None
 def test_index_and_files_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"part-7\.safetensors is missing.*download"):
         Checkpoint.open(make(tmp_path, A, B, index={"a": "part-7.safetensors"}))
-    with pytest.raises(ModelFileError, match="it does not"):
+    with pytest.raises(ModelFileError, match="is not in"):
         Checkpoint.open(make(tmp_path, A, B, index={"a": "part-1.safetensors"}))
     with pytest.raises(ModelFileError, match="weight_map"):
         Checkpoint.open(make(tmp_path, A, B, index={}))
@@ -145,7 +145,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     pipe = os.open(tmp_path / "model.safetensors", os.O_RDWR)
     try:
         os.write(pipe, bytes(8))
-        with pytest.raises(ModelFileError, match="not a file"):
+        with pytest.raises(ModelFileError, match="not a regular file"):
             read_tensors(tmp_path / "model.safetensors")
     finally:
         os.close(pipe)

@@ -56,7 +56,7 @@ def test_a_full_disk_is_said_at_once(site: Site, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     try:
-        with pytest.raises(ModelError, match=r"cannot write .*f\.part: File too large.*make room"):
+        with pytest.raises(ModelError, match=r"cannot write .*f\.part: File too large.*free disk space"):
             fetch(site, tmp_path / "f", Page(BODY))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -105,7 +105,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
 
 
 def test_only_http(tmp_path: Path) -> None:
-    with pytest.raises(DownloadError, match="not an HTTP address"):
+    with pytest.raises(DownloadError, match="not an HTTP URL"):
         download(HTTP(), "file:///etc/passwd", tmp_path / "f", SHA, 1, Progress("f", 1, wanted=False), pause=0.0)
 
 

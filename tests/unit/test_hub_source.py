@@ -60,7 +60,8 @@ def site() -> Iterator[Site]:
 )
 def test_bad_names_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "snapshot", None)
-    why = "is not a (name|revision)|no model" if name.isprintable() and 0 < len(name) < 4096 else "is not a model name"
+    printable = name.isprintable() and 0 < len(name) < 4096
+    why = "invalid (hub name|revision)|no model" if printable else "invalid model name"
     with pytest.raises(ModelError, match=why):
         resolve(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -175,7 +176,7 @@ def test_pip_is_the_other_way(site: Site, tmp_path: Path, monkeypatch: pytest.Mo
     nowhere = IndexSettings(("http://127.0.0.1:9/simple",))
     assert (pull.pull("mine", tmp_path / "a", False, nowhere) / "config.json").read_text() == "{}"
     brought.append(data + b"tampered")
-    with pytest.raises(DownloadError, match="not the pinned one"):
+    with pytest.raises(DownloadError, match="than the pinned one"):
         pull.pull("mine", tmp_path / "b", False, nowhere)
 
 
@@ -240,7 +241,7 @@ def test_hub_repository_already_here_when_offline(tmp_path: Path) -> None:
         folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
         url = site.url
     assert snapshot("org/name", None, tmp_path, progress=False, endpoint=url) == folder
-    with pytest.raises(DownloadError, match="cannot reach the hub"):
+    with pytest.raises(DownloadError, match="cannot reach the Hugging Face hub"):
         snapshot("org/other", None, tmp_path, progress=False, endpoint=url)
 
 
@@ -248,9 +249,9 @@ def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -
     hub(site, FILES)
     assert snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url, fetch=False) is None
     for name in ("hf:org/name", "hf:org/name@v1", "smollm2"):
-        with pytest.raises(NotPulled, match=f"{name} is not in the cache") as told:
+        with pytest.raises(NotPulled, match=f"{name} is not in the local cache") as told:
             resolve(name, tmp_path, fetch=False)
-        assert told.value.hint == f"emberline pull {name}"
+        assert told.value.hint == f"run emberline pull {name}"
     assert not site.seen
     folder = snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
     assert snapshot("org/name", None, tmp_path, progress=False, fetch=False) == folder
@@ -258,7 +259,7 @@ def test_nothing_is_fetched_that_was_not_asked_for(site: Site, tmp_path: Path) -
 
 def test_hub_repository_that_is_not_there(site: Site, tmp_path: Path) -> None:
     site.fallback = lambda path: Page(b"", status=404, headers={"X-Error-Code": "RepoNotFound"})
-    with pytest.raises(ModelError, match="has no hf:org/name"):
+    with pytest.raises(ModelError, match="has no model hf:org/name"):
         snapshot("org/name", None, tmp_path, progress=False, endpoint=site.url)
 
 

@@ -147,7 +147,7 @@ def test_quota(tmp_path: Path, policy: str) -> None:
     assert len(list(tmp_path.glob("*/*/*"))) == 3 == disk.stats().blocks and disk.stats().evicted_blocks == 3
     smaller = tier(tmp_path, 2)
     assert len(list(tmp_path.glob("*/*/*"))) == 2 == smaller.stats().blocks
-    with pytest.raises(InvalidRequest, match="no block"):
+    with pytest.raises(InvalidRequest, match="one KV block of this model takes"):
         tier(tmp_path, 0)
 
 

@@ -135,8 +135,8 @@ def test_nobody_asks_a_store_that_failed(fake: Fake, caplog: pytest.LogCaptureFi
         tier.refresh()
     assert tier.stats().on and loaded(tier, NAMES[:2]) == 2
     assert [r.message.split(":")[0] for r in caplog.records] == [
-        "KV blocks in the cluster's store are off",
-        "KV blocks in the cluster's store are on again",
+        "KV store is off, retrying periodically",
+        "KV store is on again",
     ]
 
 

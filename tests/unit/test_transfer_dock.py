@@ -126,7 +126,7 @@ def test_blocks_that_a_stranger_overwrites_are_refused() -> None:
     stranger = [sys.executable, "-c", STRANGER, engine.session, str(address), str(region.layout.plane_bytes)]
     assert subprocess.run(stranger, capture_output=True, timeout=60).returncode == 0
     assert content(region, [4]) != first, "the stranger wrote"
-    with pytest.raises(Corrupted, match="another checksum than it left with"):
+    with pytest.raises(Corrupted, match="another checksum than the published one"):
         here.receiver.pull(ticket, [2], soon())
     here.receiver.pull(kept, [2, 3], soon())
     assert content(here.receiver.region, [2, 3]) == sent

@@ -162,7 +162,7 @@ def test_block_sizes_may_differ(tokens: tuple[int, int], data: st.DataObject) ->
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"tokens": 6}, "blocks of"),
+        ({"tokens": 6}, "block sizes"),
         ({"dtype": "float16"}, "dtype"),
         ({"order": "big"}, "order"),
         ({"heads": 4}, "heads"),

@@ -58,7 +58,7 @@ def test_a_file_that_is_written_meanwhile(tmp_path: Path, change: Callable[[Path
 def test_a_model_without_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = unweight_models.save(tmp_path / "m", {})
     assert main(["unweight", "pack", str(source), str(tmp_path / "packed")]) == 1
-    assert "has no tensors" in capsys.readouterr().err
+    assert "have no tensors" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.Captu
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     source = unweight_models.write(tmp_path / "m")
     os.mkfifo(source / "pipe")
-    with pytest.raises(ModelError, match=r"cannot make .*packed: .*pipe"):
+    with pytest.raises(ModelError, match=r"cannot create .*packed: .*pipe"):
         model.pack(source, tmp_path / "packed", codec_of(None), lambda _: None)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 

@@ -240,9 +240,9 @@ def test_what_is_not_packed_and_what_is_already(packed: Path, tmp_path: Path) ->
         model.verify(packed, packed, CODEC, nothing)
     with pytest.raises(InvalidRequest, match="exists"):
         model.pack(tmp_path / "plain", packed, CODEC, nothing)
-    with pytest.raises(InvalidRequest, match="lies in"):
+    with pytest.raises(InvalidRequest, match="is inside the source"):
         model.pack(tmp_path / "plain", tmp_path / "plain" / "packed", CODEC, nothing)
-    with pytest.raises(ModelError, match="cannot make"):
+    with pytest.raises(ModelError, match="cannot create"):
         model.pack(tmp_path / "plain", packed / "config.json" / "x", CODEC, nothing)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
 

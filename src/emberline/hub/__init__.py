@@ -1,1 +1,1 @@
-"""Models on disk: finding, downloading, converting and opening checkpoints. Torch-free."""
+"""Finds, downloads, converts and opens model checkpoints. Torch-free."""

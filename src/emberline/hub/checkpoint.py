@@ -1,4 +1,7 @@
-"""An ordinary checkpoint directory, opened: its JSON files and where each tensor lies. Reads headers, never pickles."""
+"""Checkpoint: a model directory with its JSON files and the location of each tensor.
+
+Never loads pickles.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ class Checkpoint:
 
     @staticmethod
     def open(directory: Path) -> Checkpoint:
+        """Read the JSON files and tensor headers. Raises ModelFileError if one is missing or damaged."""
         if not (directory / "config.json").is_file():
-            raise ModelFileError(f"{directory} is not a model: it has no config.json")
+            raise ModelFileError(f"{directory} is not a model directory: it has no config.json")
         return Checkpoint(
             directory,
             read_object(directory / "config.json"),
@@ -41,22 +45,23 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            hint = "does its config.json belong to this model?"
+            hint = "check that config.json belongs to this model"
             raise ModelFileError(f"{self.directory} has no tensor {name!r}", hint=hint) from None
 
 
 def _tensors(directory: Path) -> dict[str, TensorInfo]:
-    found = _indexed(directory) if (directory / INDEX).exists() else _beside_each_other(directory)
-    if not found:
-        raise ModelFileError(f"{directory} has no tensors", hint="download the model again")
-    return found
+    tensors = _indexed(directory) if (directory / INDEX).exists() else _beside_each_other(directory)
+    if not tensors:
+        raise ModelFileError(f"the weight files in {directory} have no tensors", hint="download the model again")
+    return tensors
 
 
 def _beside_each_other(directory: Path) -> dict[str, TensorInfo]:
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ModelFileError(f"{directory} has no *.safetensors", hint="pickled weights (*.bin, *.pt) are never loaded")
+        hint = "convert the model to safetensors; pickled weights (*.bin, *.pt) are not loaded"
+        raise ModelFileError(f"{directory} has no *.safetensors file", hint=hint)
     out: dict[str, TensorInfo] = {}
     for file in files:
         _merge(out, read_tensors(file))
@@ -65,23 +70,24 @@ def _beside_each_other(directory: Path) -> dict[str, TensorInfo]:
 
 def _indexed(directory: Path) -> dict[str, TensorInfo]:
     index = directory / INDEX
-    where = read_object(index).get("weight_map")
-    if not isinstance(where, dict) or not where:
-        raise ModelFileError(f"{index} has no weight_map")
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelFileError(f"{index} has no weight_map", hint="download the model again")
     shards: set[str] = set()
-    for file in where.values():
-        # The hub's cache stores symbolic links to its blobs, so the name is checked, not where it leads.
+    for file in weight_map.values():
+        # The hub's cache stores symbolic links to its blobs, so the name is checked and not the link's target.
         if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file or "\0" in file:
-            raise ModelFileError(f"{index} names {file!r}, which is not a *.safetensors file beside it")
+            raise ModelFileError(f"{index} names {file!r}, which is not a *.safetensors file in the same directory")
         shards.add(file)
     if len(shards) > MAX_SHARDS:
-        raise ModelFileError(f"{index} names {len(shards)} files")
+        raise ModelFileError(f"{index} names {len(shards)} files; at most {MAX_SHARDS} are supported")
     out: dict[str, TensorInfo] = {}
     for shard in sorted(shards):
         _merge(out, read_tensors(directory / shard))
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if name not in out or out[name].file.name != file:
-            raise ModelFileError(f"{index} says that {file} holds {name!r}; it does not", hint="download it again")
+            hint = "download the model again"
+            raise ModelFileError(f"tensor {name!r} is not in {file}, as {index} says", hint=hint)
     return out
 
 

@@ -1,4 +1,4 @@
-"""A GGUF file made into an ordinary checkpoint directory, once, so that nothing else in the house sees GGUF."""
+"""Converts a GGUF file into an ordinary checkpoint directory once, so that no other package handles GGUF."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from emberline.hub.gguftokenizer import tokenizer_files
 from emberline.hub.making import locked, made
 from emberline.hub.tensorfile import DTYPE_BYTES, write_tensors
 
-VERSION = 3  # part of every cache key: raise it when the result of a conversion changes
-CHUNK_BYTES = 8 << 20  # float32 bytes alive at once, per copy
+VERSION = 3  # part of the checkpoint's path: raise it when the result of a conversion changes
+CHUNK_BYTES = 8 << 20  # of float32 values dequantised at once
 
 
 def convert(source: Path, target: Path) -> Path:
-    """`target`, which appears complete or not at all."""
+    """Convert `source` unless `target` exists, and return `target`, which appears complete or not at all."""
     if target.is_dir():
         return target
     with locked(target.with_name(f".{target.name}.lock")):
@@ -38,7 +38,7 @@ def _write(file: GGUF, work: Path) -> None:
     tensors = _renamed(file)
     config = model_config(file, _torch_dtype(tensors))
     if len(file.metadata["tokenizer.ggml.tokens"]) > config["vocab_size"]:
-        raise ModelFileError(f"{file.path} has more tokens than rows in its embedding")
+        raise ModelFileError(f"{file.path} has more tokens in its vocabulary than rows in its embedding")
     _dump(work / "config.json", config)
     _dump(work / "generation_config.json", generation_config(file.metadata))
     _dump(work / "tokenizer_config.json", tokenizer_config)
@@ -52,7 +52,7 @@ def _renamed(file: GGUF) -> dict[str, GGUFTensor]:
     for tensor in file.tensors.values():
         name = tensor_name(tensor.name)
         if name in out:
-            raise ModelFileError(f"{file.path} holds {name} twice")
+            raise ModelFileError(f"{file.path} has two tensors named {name}")
         if name is not None:
             out[name] = tensor
     return dict(sorted(out.items(), key=lambda item: (-DTYPE_BYTES[_dtype(item[1])], item[0])))
@@ -76,7 +76,10 @@ def _chunks(file: GGUF, tensors: dict[str, GGUFTensor], config: dict[str, Any]) 
 
 
 def _tensor_bytes(file: GGUF, tensor: GGUFTensor, permuted_heads: int | None) -> Iterator[bytes]:
-    """Rows are independent in every format: heads are put back in order as raw bytes, rows decoded in batches."""
+    """Yield the tensor's bytes in the checkpoint's dtype, a batch of rows at a time.
+
+    Rows are independent in every GGUF format, so heads are reordered as raw bytes before rows are dequantised.
+    """
     row_bytes = tensor.shape[-1] // tensor.type.block * tensor.type.size
     rows = np.frombuffer(file.raw(tensor), dtype=np.uint8)
     if permuted_heads is not None:
@@ -85,8 +88,7 @@ def _tensor_bytes(file: GGUF, tensor: GGUFTensor, permuted_heads: int | None) ->
     rows = rows.reshape(-1, row_bytes)
     batch = max(1, CHUNK_BYTES // (4 * tensor.shape[-1]))
     for start in range(0, len(rows), batch):
-        piece = np.ascontiguousarray(rows[start : start + batch])
-        yield _encoded(piece, tensor)
+        yield _encoded(np.ascontiguousarray(rows[start : start + batch]), tensor)
 
 
 def _encoded(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> bytes:
@@ -97,9 +99,9 @@ def _encoded(rows: np.ndarray[Any, np.dtype[np.uint8]], tensor: GGUFTensor) -> b
 
 
 def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], heads: int, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """llama.cpp stores each rotary pair side by side; the usual layout has the first halves, then the second halves."""
+    """Reorder rows from llama.cpp's layout (adjacent rotary pairs) to the usual one (first, then second halves)."""
     if heads < 1 or len(rows) % (2 * heads):
-        raise ModelFileError(f"{name} has {len(rows)} rows, which {heads} heads cannot share")
+        raise ModelFileError(f"GGUF tensor {name} has {len(rows)} rows, which {heads} heads cannot share evenly")
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 

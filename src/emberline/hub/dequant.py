@@ -1,4 +1,7 @@
-"""GGUF block formats to float32, in numpy: one function a format, each from (blocks, bytes) to (blocks, elements)."""
+"""Dequantises GGUF block formats to float32 with numpy.
+
+Each format has one function, from an array (blocks, bytes) to an array (blocks, elements).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ Floats = NDArray[np.float32]
 
 
 def dequantise(raw: memoryview, type_name: str, block_bytes: int) -> Floats:
-    """Flat float32 values of a run of whole blocks."""
+    """Return the values of consecutive whole blocks as a flat float32 array."""
     blocks = np.frombuffer(raw, dtype=np.uint8).reshape(-1, block_bytes)
     return DECODERS[type_name](blocks).reshape(-1)
 
 
 def round_to_bf16(x: Floats) -> NDArray[np.uint16]:
-    """Nearest even, the way torch rounds; NaN stays NaN."""
+    """Return bfloat16 bits, rounded to nearest even as torch does; NaN stays NaN."""
     bits = x.view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     nan = np.isnan(x)
@@ -32,7 +35,7 @@ def _half(b: Bytes) -> Floats:
 
 
 def _nibbles(q: Bytes) -> Bytes:
-    """Low halves of all bytes, then high halves."""
+    """Return the low four bits of all bytes, then the high four bits."""
     return np.concatenate([q & 15, q >> 4], axis=-1)
 
 
@@ -71,7 +74,7 @@ def _q5_1(b: Bytes) -> Floats:
 
 
 def _k_scales(b: Bytes) -> tuple[Floats, Floats]:
-    """The eight scales and minima of a K block: six bits each, packed in twelve bytes after two halves."""
+    """Return the eight scales and minima of a K block: six bits each, in twelve bytes after two float16."""
     packed = b[:, 4:16].reshape(-1, 3, 4)
     low, mid, high = packed[:, 0], packed[:, 1], packed[:, 2]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1)

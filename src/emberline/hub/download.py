@@ -1,4 +1,4 @@
-"""One file over HTTP: resumed where it stopped, hashed while it streams, in place only when the hash is right."""
+"""Downloads one file over HTTP, with resume and retries, and verifies its SHA-256 before it appears."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from emberline.hub.progress import Progress
 CHUNK = 1 << 18
 TIMEOUT_SECONDS = 30
 ATTEMPTS = 5
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of our own disk, which no other way round helps
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of the local disk: retrying does not help
 RETRYABLE = (OSError, http.client.HTTPException)  # URLError, timeouts and resets are OSErrors
 
 
 class HTTP:
-    """GET through the system's proxies; an extra CA file and credentials inside the URL work as they do in pip."""
+    """Sends GET requests through the system's proxies; a CA file and credentials in the URL work as in pip."""
 
     def __init__(self, ca_file: str | None = None) -> None:
         context = ssl.create_default_context()
@@ -37,7 +37,7 @@ class HTTP:
     def get(self, url: str, headers: dict[str, str] | None = None) -> Any:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https"):
-            raise DownloadError(f"{redacted(url)} is not an HTTP address")
+            raise DownloadError(f"{redacted(url)} is not an HTTP URL")
         host = parts.netloc.rpartition("@")[2]
         request = urllib.request.Request(urlunsplit(parts._replace(netloc=host, fragment="")), headers=headers or {})
         if parts.username is not None:
@@ -54,7 +54,12 @@ def redacted(url: str) -> str:
 def download(
     http_: HTTP, url: str, target: Path, sha256: str, size: int, progress: Progress, pause: float = 1.0
 ) -> None:
-    """What arrived stays beside `target` as *.part for the next attempt, in this process or a later one."""
+    """Download `url` to `target` and verify its hash.
+
+    Raises DownloadError, or ModelError if the disk is full.
+
+    A partial download stays beside `target` as *.part, for the next attempt of this or a later process.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     reason = ""
@@ -65,14 +70,14 @@ def download(
             digest = _fetch(http_, url, part, size, progress)
         except urllib.error.HTTPError as e:
             reason = f"HTTP {e.code}"
-            if e.code == 416:  # our partial file is not a beginning of theirs
+            if e.code == 416:  # the partial file is longer than the server's file
                 part.unlink(missing_ok=True)
             elif e.code < 500 and e.code not in (408, 429):
                 break
             continue
         except RETRYABLE as e:
             if isinstance(e, OSError) and e.errno in FULL:
-                hint = "make room, or let EMBERLINE_CACHE name another place, and run it again: it resumes"
+                hint = "free disk space, or set EMBERLINE_CACHE to another directory; then run it again: it resumes"
                 raise ModelError(f"cannot write {part}: {e.strerror}", hint=hint) from e
             reason = str(e) or type(e).__name__
             continue
@@ -80,7 +85,7 @@ def download(
             part.replace(target)
             return
         part.unlink(missing_ok=True)
-        reason = f"its sha256 is {digest}, not {sha256}"
+        reason = f"the SHA-256 of the file is {digest} instead of {sha256}"
     raise DownloadError(f"cannot download {redacted(url)}: {reason}", hint="run the command again: it resumes")
 
 

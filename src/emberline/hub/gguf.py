@@ -1,4 +1,4 @@
-"""A GGUF file (versions 2 and 3) over mmap: metadata and tensor table, no count or offset believed unchecked.
+"""GGUFFile: reads metadata and tensors of a GGUF file (versions 2 and 3), checking every count and offset.
 
 [magic version counts | metadata | tensor infos | pad to alignment | tensor data ...]
 0                                                                  data           size
@@ -19,7 +19,7 @@ from typing import Any
 
 from emberline.core.errors import ModelFileError, UnsupportedModel
 
-MAX_HEADER = 128 << 20  # the largest real vocabularies need about 15 MiB
+MAX_HEADER = 128 << 20  # the largest vocabularies in use need about 15 MiB
 MAX_ARRAY = 1 << 22
 MAX_DEPTH = 3
 STRING, ARRAY, BOOL = 8, 9, 7
@@ -46,15 +46,15 @@ TYPES = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-LAST_KNOWN_TYPE = 41  # ids up to here belong to real formats that we do not dequantise
+LAST_KNOWN_TYPE = 41  # ids up to this belong to formats that exist but are not supported
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
     name: str
     type: TensorType
-    shape: tuple[int, ...]  # outermost first, as torch writes it; the file has it the other way round
-    start: int  # absolute, in bytes
+    shape: tuple[int, ...]  # outermost dimension first, as in torch; the file stores the reverse
+    start: int  # in bytes from the start of the file
     nbytes: int
 
 
@@ -68,7 +68,7 @@ class GGUF:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as e:  # ValueError: mmap of an empty file
-            raise ModelFileError(f"cannot map {path}: {e}") from e
+            raise ModelFileError(f"cannot open GGUF file {path}: {e}") from e
         try:
             self.metadata, self.tensors = _Header(self._map, str(path)).read()
         except BaseException:
@@ -82,12 +82,12 @@ class GGUF:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        with suppress(BufferError):  # a traceback still holds a view; the map goes when it does
+        with suppress(BufferError):  # a traceback may hold a view; the map is then closed with it
             self._map.close()
 
 
 class _Header:
-    """A cursor that never passes `end`, so no count in the file can make us allocate more than the file holds."""
+    """A cursor that never passes `end`, so that no count in the file can cause an allocation beyond its size."""
 
     def __init__(self, data: mmap.mmap, what: str) -> None:
         self.data, self.what, self.size = data, what, len(data)
@@ -101,7 +101,7 @@ class _Header:
     def take(self, n: int) -> int:
         start = self.at
         if n > self.end - start:
-            raise self.bad("the header runs past its end")
+            raise self.bad("the header exceeds the file or the size limit")
         self.at += n
         return start
 
@@ -132,9 +132,9 @@ class _Header:
     def array(self, depth: int) -> Any:
         kind, count = self.scalar("I"), self.scalar("Q")
         if count > MAX_ARRAY or depth >= MAX_DEPTH:
-            raise self.bad(f"an array of {count} values at depth {depth} is over our limits")
+            raise self.bad(f"an array of {count} values at depth {depth} exceeds the limits")
         if kind not in SCALARS:
-            return [self.value(kind, depth + 1) for _ in range(count)]  # each costs at least 8 bytes of file
+            return [self.value(kind, depth + 1) for _ in range(count)]  # each takes at least 8 bytes of the file
         values = array(SCALARS[kind])
         start = self.take(count * values.itemsize)
         values.frombytes(self.data[start : self.at])
@@ -144,7 +144,7 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         if self.data[:4] != b"GGUF":
-            raise self.bad("it does not begin with GGUF")
+            raise self.bad("it does not begin with the bytes GGUF")
         self.take(4)
         version = self.scalar("I")
         if version not in (2, 3):
@@ -154,7 +154,7 @@ class _Header:
             )
         tensor_count, key_count = self.scalar("Q"), self.scalar("Q")
         metadata: dict[str, Any] = {}
-        for _ in range(key_count):  # a lying count ends at the end of the file
+        for _ in range(key_count):  # a wrong count raises at the end of the file
             key = self.string()
             if key in metadata:
                 raise self.bad(f"the key {key!r} occurs twice")
@@ -173,7 +173,7 @@ class _Header:
                 raise self.bad(f"tensor {name!r} has the unknown type {kind}")
             known = " ".join(t.name for t in TYPES.values())
             raise UnsupportedModel(
-                f"tensor {name!r} has GGUF type {kind}, which we do not dequantise", hint=f"use {known}"
+                f"tensor {name!r} has GGUF type {kind}, which is not supported", hint=f"supported: {known}"
             )
         type_ = TYPES[kind]
         count = prod(shape)

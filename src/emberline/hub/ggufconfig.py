@@ -1,4 +1,4 @@
-"""What a GGUF file says about its architecture, in the words of config.json, and its tensors' usual names."""
+"""Converts GGUF metadata to config.json, and GGUF tensor names to those of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 LAYER_NUMBER = re.compile(r"[0-9]{1,4}")
-ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # of turns
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")  # that end a chat message
 ROPE_FREQS = "rope_freqs.weight"
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def tensor_name(gguf_name: str) -> str | None:
-    """The usual name; None for a tensor that becomes part of the config."""
+    """Return the checkpoint's name of a GGUF tensor; None for a tensor that becomes part of the config."""
     if gguf_name == ROPE_FREQS:
         return None
     parts = gguf_name.split(".")
@@ -51,11 +51,12 @@ def tensor_name(gguf_name: str) -> str | None:
         return f"{TOP[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and LAYER_NUMBER.fullmatch(parts[1]) and parts[2] in LAYER:
         return f"model.layers.{int(parts[1])}.{LAYER[parts[2]]}.{parts[3]}"
-    raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an architecture that we do not convert")
+    hint = f"supported architectures: {', '.join(ARCHITECTURES)}"
+    raise UnsupportedModel(f"GGUF tensor {gguf_name!r} belongs to an unsupported architecture", hint=hint)
 
 
 class Fields:
-    """Metadata of one architecture, each value checked for its type when asked for."""
+    """Typed access to the metadata of a GGUF file. Raises ModelFileError for a missing or mistyped value."""
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
@@ -88,7 +89,7 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
     fields = Fields(file.metadata)
     if fields.arch not in ARCHITECTURES or fields.integer("expert_count", 0):
         raise UnsupportedModel(
-            f"GGUF architecture {fields.arch!r}", hint=f"dense {', '.join(ARCHITECTURES)} are converted"
+            f"GGUF architecture {fields.arch!r} is not supported", hint=f"supported: dense {', '.join(ARCHITECTURES)}"
         )
     if "token_embd.weight" not in file.tensors:
         raise ModelFileError(f"{file.path} has no token_embd.weight")
@@ -98,7 +99,7 @@ def model_config(file: GGUF, torch_dtype: str) -> dict[str, Any]:
         raise ModelFileError(f"{file.path} has {heads} heads and a hidden size of {hidden}")
     head_dim = fields.integer("attention.key_length", hidden // heads)
     if (rotated := fields.integer("rope.dimension_count", head_dim)) != head_dim:
-        raise UnsupportedModel(f"{file.path} rotates {rotated} of {head_dim} dimensions")
+        raise UnsupportedModel(f"{file.path} rotates {rotated} of {head_dim} dimensions; all must be rotated")
     config = {
         "architectures": [name],
         "model_type": model_type,
@@ -139,7 +140,7 @@ def generation_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known_ends(metadata: dict[str, Any]) -> list[int | None]:
-    """Older files name only one end, and rely on these being known by their text."""
+    """Return the ids of well-known end-of-turn tokens, which older files do not list."""
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if not isinstance(tokens, list) or not isinstance(kinds, list | array):
         return []
@@ -156,39 +157,42 @@ def _rope_scaling(file: GGUF, fields: Fields) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise UnsupportedModel(f"GGUF rope scaling {kind!r}")
+        raise UnsupportedModel(f"GGUF rope scaling {kind!r} is not supported", hint="supported: none, linear, yarn")
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     if fields.has("rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length")
     for name in ("beta_fast", "beta_slow"):
         if fields.has(f"rope.scaling.yarn_{name}"):
             scaling[name] = fields.number(f"rope.scaling.yarn_{name}")
-    if fields.has("rope.scaling.attn_factor"):  # theirs multiplies the usual value, which ours replaces
+    if fields.has("rope.scaling.attn_factor"):  # a multiple of the default; config.json has the product
         usual = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
         scaling["attention_factor"] = fields.number("rope.scaling.attn_factor") * usual
     return scaling
 
 
 def _llama3_scaling(file: GGUF, fields: Fields) -> dict[str, Any]:
-    """The file has the divisors that Llama 3's rule gave; find the rule again and prove it by recomputing them."""
+    """Return Llama 3's rope scaling.
+
+    The file has only its divisors, which are compared with recomputed ones.
+    """
     tensor = file.tensors[ROPE_FREQS]
     divisors = dequantise(file.raw(tensor), tensor.type.name, tensor.type.size)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_ROPE}
     expected = _llama3_divisors(scaling, fields.number("rope.freq_base", 10000.0), 2 * len(divisors))
     if not np.allclose(divisors, expected, rtol=1e-3):
-        raise UnsupportedModel(f"the rope divisors in {file.path} follow no rule that we know")
+        raise UnsupportedModel(f"the rope frequencies in {file.path} are not those of Llama 3")
     return scaling
 
 
 def _llama3_divisors(scaling: dict[str, Any], theta: float, dim: int) -> NDArray[np.float64]:
     wavelength = 2 * np.pi * theta ** (np.arange(0, dim, 2) / dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / wavelength
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    rotations = scaling["original_max_position_embeddings"] / wavelength
+    smooth = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     divisors: NDArray[np.float64] = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     return divisors
 
 
 def _short(value: float) -> float:
-    """The decimal that was meant: 1e-05, not the float32 nearest to it written in full."""
+    """Return the decimal that a float32 stands for: 1e-05 instead of 9.99999974e-06."""
     return float(f"{value:.7g}")

@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json made from GGUF metadata, for byte-level and SentencePiece BPE."""
+"""Builds tokenizer.json and tokenizer_config.json from GGUF metadata (byte-level or SentencePiece BPE)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from emberline.core.errors import EmberlineError, ModelFileError, UnsupportedModel
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # GGUF token types
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -27,8 +27,8 @@ _SPLIT = {
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez"), _LLAMA3.replace("{1,3}", "")),
     "tekken": _TEKKEN,
 }
-_NFC = ("qwen2", "deepseek-r1-qwen")  # their published tokenizers normalise; llama.cpp leaves it out
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word in the vocabulary is taken without merging
+_NFC = ("qwen2", "deepseek-r1-qwen")  # the published tokenizers normalise to NFC; llama.cpp does not
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")  # words in the vocabulary need no merges
 _BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
@@ -40,15 +40,15 @@ class _Vocabulary:
         self.tokens: list[str] = self.sequence("tokens", str)
         self.types: list[int] = self.sequence("token_type", int) or [NORMAL] * len(self.tokens)
         if not self.tokens or len(self.types) != len(self.tokens):
-            raise ModelFileError("the GGUF vocabulary is empty or its token types do not fit it")
+            raise ModelFileError("the GGUF vocabulary is empty, or has another number of token types than tokens")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
-            raise ModelFileError("the GGUF vocabulary holds a token twice")
+            raise ModelFileError("the GGUF vocabulary has a token twice")
 
     def sequence(self, key: str, kind: type) -> list[Any]:
         values = self.metadata.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list | array) or not all(isinstance(v, kind) for v in values):
-            raise ModelFileError(f"tokenizer.ggml.{key} must be a list of {kind.__name__}")
+            raise ModelFileError(f"the GGUF key tokenizer.ggml.{key} must be a list of {kind.__name__}")
         return list(values)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -64,14 +64,14 @@ class _Vocabulary:
 
 
 def tokenizer_files(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The text of tokenizer.json and the content of tokenizer_config.json."""
+    """Return the text of tokenizer.json and the content of tokenizer_config.json."""
     vocab = _Vocabulary(metadata)
     try:
         text, add_bos, add_eos = _build(vocab)
     except (EmberlineError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # the library raises bare Exception, and its panics are not even that
-        raise ModelFileError(f"the GGUF vocabulary makes no tokenizer: {e}") from e
+    except BaseException as e:  # the library raises Exception, and BaseException for panics in Rust
+        raise ModelFileError(f"cannot build a tokenizer from the GGUF vocabulary: {e}") from e
     config = {
         "add_bos_token": add_bos,
         "add_eos_token": add_eos,
@@ -93,7 +93,7 @@ def _build(vocab: _Vocabulary) -> tuple[str, bool, bool]:
     elif vocab.model == "llama":
         tokenizer, bos_default = _sentencepiece(vocab), True
     else:
-        raise UnsupportedModel(f"GGUF tokenizer model {vocab.model!r}", hint="gpt2 and llama ones are converted")
+        raise UnsupportedModel(f"GGUF tokenizer {vocab.model!r} is not supported", hint="supported: gpt2, llama")
     for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [t for t, k in zip(vocab.tokens, vocab.types, strict=True) if k == kind]
         tokenizer.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
@@ -116,7 +116,7 @@ def _byte_level(vocab: _Vocabulary) -> Tokenizer:
     for merge in vocab.sequence("merges", str):
         left, _, right = merge.partition(" ")
         if left not in vocab.ids or right not in vocab.ids or left + right not in vocab.ids:
-            raise ModelFileError(f"the GGUF merge {merge[:80]!r} is not of the vocabulary")
+            raise ModelFileError(f"the GGUF merge {merge[:80]!r} uses tokens outside the vocabulary")
         merges.append((left, right))
     tokenizer = Tokenizer(models.BPE(vocab.ids, merges, ignore_merges=vocab.pre in _WHOLE_WORDS_FIRST))
     if vocab.pre in _NFC:
@@ -131,7 +131,8 @@ def _byte_level(vocab: _Vocabulary) -> Tokenizer:
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, plain])
     else:
-        raise UnsupportedModel(f"GGUF pre-tokenizer {vocab.pre!r}", hint="use the model's safetensors checkpoint")
+        hint = "use the model's safetensors checkpoint"
+        raise UnsupportedModel(f"GGUF pre-tokenizer {vocab.pre!r} is not supported", hint=hint)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -152,10 +153,10 @@ def _sentencepiece(vocab: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocab: _Vocabulary) -> list[tuple[str, str]]:
-    """SentencePiece joins the pair whose union scores best; a merge list in that order does the same."""
+    """Return the merges in order of score: SentencePiece joins the pair whose union has the best score first."""
     scores = vocab.sequence("scores", float)
     if len(scores) != len(vocab.tokens):
-        raise ModelFileError("the GGUF token scores do not fit the vocabulary")
+        raise ModelFileError(f"the GGUF vocabulary has {len(vocab.tokens)} tokens and {len(scores)} scores")
     usable = {t for t, kind in zip(vocab.tokens, vocab.types, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)}
     ranked: list[tuple[float, int, int, str, str]] = []
     for token in usable:

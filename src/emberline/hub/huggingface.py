@@ -1,4 +1,7 @@
-"""A repository of the Hugging Face hub in the cache: huggingface_hub downloads, resumes and checks. Never pickles."""
+"""Downloads repositories of the Hugging Face hub into the cache with huggingface_hub.
+
+Never fetches pickles.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 from emberline.core.errors import DownloadError, ModelError
 
 ALLOWED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-# Other frameworks' and duplicate weights live in folders; a sentence embedder's modules have theirs too, by number.
+# Weights of other frameworks and duplicates are in folders; so are the modules of sentence embedders, with a number.
 IGNORED = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.json", "*/*/*", ".*", "consolidated*",
            "*.onnx.json"]  # fmt: skip
 
@@ -15,7 +18,7 @@ IGNORED = ["*/*.safetensors", "*/*.txt", "*/*.model", "*/*.jinja", "[!0-9]*/*.js
 def snapshot(
     repo: str, revision: str | None, cache: Path, progress: bool, endpoint: str | None = None, *, fetch: bool = True
 ) -> Path | None:
-    """None: it is not in the cache, and nothing was to be fetched."""
+    """Return the folder of a repository in the cache; without `fetch`, None if it is not there."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -26,9 +29,10 @@ def snapshot(
         )
         from huggingface_hub.utils.tqdm import tqdm
     except ImportError as e:
-        raise ModelError(f"hf:{repo} needs the package huggingface_hub", hint="pip install huggingface_hub") from e
+        hint = "run pip install huggingface_hub"
+        raise ModelError(f"model hf:{repo} needs the package huggingface_hub, which is not installed", hint=hint) from e
 
-    class Shown(tqdm):
+    class OptionalProgressBar(tqdm):
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **{**kwargs, "disable": not progress})  # type: ignore[no-untyped-call]
 
@@ -41,21 +45,24 @@ def snapshot(
             endpoint=endpoint,
             allow_patterns=ALLOWED,
             ignore_patterns=IGNORED,
-            tqdm_class=Shown,
+            tqdm_class=OptionalProgressBar,
             local_files_only=not fetch,
         )
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as e:
-        raise ModelError(f"the hub has no {name} that you may read", hint="check the name, or set HF_TOKEN") from e
+        hint = "check the name and revision; for a private or gated model, set HF_TOKEN"
+        raise ModelError(f"the Hugging Face hub has no model {name} that you may read", hint=hint) from e
     except LocalEntryNotFoundError as e:
         if not fetch:
             return None
         raise DownloadError(
-            f"cannot reach the hub for {name}, and it is not in {cache}", hint="check the network"
+            f"cannot reach the Hugging Face hub for {name}, which is not in the cache {cache}", hint="check the network"
         ) from e
-    except Exception as e:  # the library's own transport errors are many
-        raise DownloadError(f"cannot download {name}: {type(e).__name__}: {e}", hint="run it again: it resumes") from e
+    except Exception as e:  # the library raises many kinds of transport errors
+        hint = "run the command again: the download resumes"
+        raise DownloadError(f"cannot download {name}: {type(e).__name__}: {e}", hint=hint) from e
     if not list(Path(folder).glob("*.safetensors")):
         if not fetch:
-            return None  # what was begun is not there
-        raise ModelError(f"{name} holds no *.safetensors", hint="pickled weights are never loaded")
+            return None  # an interrupted download
+        hint = "use a model with safetensors weights; pickled weights are not loaded"
+        raise ModelError(f"{name} has no *.safetensors file", hint=hint)
     return Path(folder)

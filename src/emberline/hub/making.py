@@ -1,4 +1,4 @@
-"""made: a directory that is there whole or not at all. locked: one process makes it, the others wait and find it."""
+"""Creation of directories that appear complete or not at all, by one process at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import IO
 
 @contextmanager
 def made(target: Path) -> Iterator[Path]:
-    """A directory beside `target` that becomes it, if all goes well. For whoever holds a lock: what is found there, a
-    process left that was killed."""
+    """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
+
+    The caller must hold a lock: a temporary directory that exists already is removed as the rest of a killed process.
+    """
     work = target.with_name(f".{target.name}")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -27,12 +29,12 @@ def made(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """`file` is there as long as somebody holds it."""
+    """Hold an exclusive lock on `file` between processes; the file is deleted when the lock is released."""
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         with file.open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            if not _is(file, handle):  # whoever held it has taken it away
+            if not _is(file, handle):  # the previous holder deleted the file that we locked
                 continue
             try:
                 yield

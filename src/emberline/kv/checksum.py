@@ -1,4 +1,4 @@
-"""CRC-32 of blocks on a disk and on the wire: native where the library could be built, zlib's otherwise."""
+"""CRC-32 of blocks on disk and on the wire: native if the library could be built, otherwise zlib's."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-Crc = Callable[[memoryview, int], int]  # of what came before, continued
+Crc = Callable[[memoryview, int], int]  # (bytes, CRC of the bytes before them) -> CRC of both
 
 
 def chained(crc: Crc, views: Iterable[memoryview]) -> int:
-    before = 0
+    """Return the CRC of the concatenated views."""
+    total = 0
     for view in views:
-        before = crc(view, before)
-    return before
+        total = crc(view, total)
+    return total
 
 
 def crc_of(library: ctypes.CDLL | None) -> Crc:
+    """Return the native CRC function, or zlib's if `library` is None."""
     if library is None:
         return zlib.crc32
 
-    def crc(view: memoryview, before: int) -> int:
+    def crc(view: memoryview, start: int) -> int:
         if view.readonly or not view:
             address = np.frombuffer(view, np.uint8).ctypes.data
-        else:  # a third of the time, which counts where views are many
+        else:  # takes a third of numpy's time, which matters for transfers of many small views
             address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        return int(library.ember_crc32(address, len(view), before))
+        return int(library.ember_crc32(address, len(view), start))
 
     return crc

@@ -1,7 +1,9 @@
-"""Codec: lossless compression of keys and values on the wire and on a disk. What it made carries its own checksums.
+"""KVCodec: lossless compression of keys and values on the wire and on disk.
 
-The exponents of keys and values have about 2.7 bits of entropy; a prefix code takes 11 of 16 bits for a bfloat16 in all
-(docs/unweight-format.md, section 6). Native only: where the library could not be built, bytes travel as they are.
+Encoded data includes checksums.
+
+The exponents of keys and values have about 2.7 bits of entropy, so a prefix code stores a bfloat16 in about 11 of 16
+bits (docs/unweight-format.md, section 6). The codec is native only: without the library, bytes stay uncompressed.
 """
 
 from __future__ import annotations
@@ -13,24 +15,24 @@ import numpy as np
 
 from emberline.core.errors import InvalidRequest
 
-WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of an element of what a cache in main memory can hold
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes of an element, for each dtype of a cache in main memory
 CHOICES = ("auto", "none", "uw")
-STRETCH = 262144  # elements that share a code
-HEAD = 512  # bytes that a stretch needs at most besides these
-WORST = 1.25  # by which they grow at most before it is seen that they do
+STRETCH = 262144  # elements that share one prefix code
+HEAD = 512  # bytes of a group besides its coded elements
+WORST = 1.25  # growth of incompressible data, before the encoder notices and stores it raw
 
 
 class Codec(Protocol):
     name: str
 
     def room(self, size: int) -> int:
-        """Bytes that so many may need while they are encoded."""
+        """Return the size of the output buffer that encoding `size` bytes needs."""
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        """Into `out`, which has room. How many bytes of it."""
+        """Encode `data` into `out`, of at least `max_encoded_bytes(len(data))`, and return the bytes written."""
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        """Fills `out`. False: these are not the bytes that were encoded, and in `out` lies something."""
+        """Decode `data` into all of `out`. Return False if `data` is damaged; `out` is then undefined."""
 
 
 class Unweight:
@@ -45,28 +47,31 @@ class Unweight:
         return int(size * WORST) + HEAD * (size // (STRETCH * self._width) + 1)
 
     def encode(self, data: memoryview, out: memoryview) -> int:
-        count, odd = divmod(len(data), self._width)
-        assert not odd and len(out) >= self.room(len(data)) and not out.readonly
+        count, remainder = divmod(len(data), self._width)
+        assert not remainder and len(out) >= self.room(len(data)) and not out.readonly
         return int(self._library.ember_kv_pack(_at(data), count, self._width, _at(out)))
 
     def decode(self, data: memoryview, out: memoryview) -> bool:
-        count, odd = divmod(len(out), self._width)
-        assert not odd and not out.readonly
+        count, remainder = divmod(len(out), self._width)
+        assert not remainder and not out.readonly
         return not self._library.ember_kv_unpack(_at(data), len(data), count, self._width, _at(out))
 
 
 def codec_of(choice: str, library: ctypes.CDLL | None, dtype: str) -> Codec | None:
-    """For a cache whose elements are of `dtype`, by torch's name. None: bytes stay as they are."""
+    """Return the codec for a cache of torch dtype `dtype`, or None if its bytes are not compressed.
+
+    Raises InvalidRequest if `choice` is unknown, or is "uw" and the codec cannot be used.
+    """
     dtype = dtype.removeprefix("torch.")
     if choice not in CHOICES:
-        raise InvalidRequest(f"kv_codec is {choice!r}; it is auto, none or uw", param="kv_codec")
+        raise InvalidRequest(f"kv_codec is {choice!r}; it must be auto, none or uw", param="kv_codec")
     if choice == "none":
         return None
     if library is not None and dtype in WIDTHS:
         return Unweight(library, WIDTHS[dtype])
     if choice == "uw":
-        why = "there is no native library (install g++)" if library is None else f"the codec does not know {dtype}"
-        raise InvalidRequest(f"keys and values cannot be coded: {why}", param="kv_codec", hint="use --kv-codec auto")
+        why = "the native library was not built (install g++)" if library is None else f"no support for dtype {dtype}"
+        raise InvalidRequest(f"kv_codec uw cannot be used: {why}", param="kv_codec", hint="use --kv-codec auto")
     return None
 
 

@@ -45,11 +45,11 @@ def address_of(host: str, param: str) -> str:
     try:
         address = ipaddress.IPv4Address(socket.gethostbyname(host))
     except (OSError, ValueError) as error:
-        reason, hint = f"has no IPv4 address: {error}", "name an IPv4 address of this host"
+        reason, hint = f"has no IPv4 address: {error}", "set it to an IPv4 address of this host"
         raise InvalidRequest(f"{param} is {host!r}, which {reason}", param=param, hint=hint) from error
     if address.is_unspecified:
-        hint = "name the one address that other workers use"
-        raise InvalidRequest(f"{param} is {host!r}, which stands for every address", param=param, hint=hint)
+        hint = "set it to the one address that other workers connect to"
+        raise InvalidRequest(f"{param} is {host!r}, which means every address", param=param, hint=hint)
     return str(address)
 
 
@@ -68,7 +68,7 @@ def confined_to(host: str) -> Iterator[None]:
             if inode not in before:
                 _attach(fd, host)
     except OSError as error:
-        raise ListenerExposed(f"listeners cannot be confined to {host}: {error}") from error
+        raise ListenerExposed(f"cannot attach a socket filter for {host} to the listeners: {error}") from error
     if early := [address for address in _connected(ports) if address != host]:
         raise ListenerExposed(f"connections were made to {', '.join(early)} before the listeners were confined")
     other = next(address for address in ("127.0.0.2", "127.0.0.3") if address != host)
@@ -81,17 +81,17 @@ def _listeners() -> dict[str, tuple[int, int]]:
     """Return descriptor and port of this process's TCP listeners, by inode."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed meanwhile, or no socket
+        with suppress(OSError):  # the descriptor was closed meanwhile, or is not a socket
             inode = str(entry.readlink())
             if inode.startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(entry.name))) as it:
-                    if it.family != socket.AF_UNIX and it.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        found[inode] = int(entry.name), it.getsockname()[1]
+                with socket.socket(fileno=os.dup(int(entry.name))) as sock:
+                    if sock.family != socket.AF_UNIX and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found[inode] = int(entry.name), sock.getsockname()[1]
     return found
 
 
 def _attach(fd: int, host: str) -> None:
-    """Drop every packet that is not IPv4 or has another destination."""
+    """Attach a filter that drops every packet that is not IPv4 or is not addressed to `host`."""
     address = int(ipaddress.IPv4Address(host))
     program = (
         (LOAD_BYTE, 0, 0, NETWORK_HEADER),
@@ -99,16 +99,16 @@ def _attach(fd: int, host: str) -> None:
         (JUMP_IF_EQUAL, 0, 3, 4),  # IPv4
         (LOAD_WORD, 0, 0, NETWORK_HEADER + 16),  # the destination
         (JUMP_IF_EQUAL, 0, 1, address),
-        (RETURN, 0, 0, 0xFFFFFFFF),  # keep it all
-        (RETURN, 0, 0, 0),  # drop it
+        (RETURN, 0, 0, 0xFFFFFFFF),  # accept the packet
+        (RETURN, 0, 0, 0),  # drop the packet
     )
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
-    with socket.socket(fileno=os.dup(fd)) as it:
-        it.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HL", len(program), ctypes.addressof(code)))
 
 
 def _connected(ports: Iterable[int]) -> list[str]:
-    """Return the local address of each connection to these ports. IPv6 addresses that map no IPv4 one stay in hex."""
+    """Return the local address of each connection to these ports. IPv6 stays in hex unless it maps IPv4."""
     wanted, found = {f"{port:04X}" for port in ports}, []
     for table in ("tcp", "tcp6"):
         with suppress(FileNotFoundError):  # no IPv6

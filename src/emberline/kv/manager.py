@@ -1,4 +1,4 @@
-"""KVManager: gives requests their blocks, shares equal prefixes between them, and takes the blocks back."""
+"""KVManager: allocates blocks to requests, shares equal prefixes between them, and frees the blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.kv.residency import Residency
 from emberline.kv.tiers.stack import Fetch, TierStack
 from emberline.tokens.blockhash import block_hash, root_hash
 
-if TYPE_CHECKING:  # numpy comes with it: a GPU's start does not wait for that
+if TYPE_CHECKING:  # imports numpy, which would delay the start of a GPU engine
     from emberline.kv.pulls import Pull, Pulls
 
 
@@ -34,13 +34,16 @@ class KVManager:
         pulls: Pulls | None = None,
         on_take: Callable[[int], None] = lambda block: None,
     ) -> None:
-        """`load_timeout`: seconds that a request waits for tiers. `on_take`: hears of each block that is to hold
-        something new, before anybody writes to it."""
-        assert tiers is None or prefix_cache, "nobody would ask them for anything"
+        """Manage `total_blocks` blocks of `block_size` tokens.
+
+        `load_timeout_s`: how long a request waits for blocks from tiers before it computes them. `on_allocate` is
+        called with each block that will get new content, before anything is written to it.
+        """
+        assert tiers is None or prefix_cache, "tiers are only used by the prefix cache"
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.queries = 0  # tokens looked up at admissions
-        self.hits = 0  # of these, found
+        self.queries = 0  # tokens looked up in the prefix cache at admission
+        self.hits = 0  # tokens found there
         self.tiers = tiers
         self.pulls = pulls
         self._clock = clock or SystemClock()
@@ -50,15 +53,17 @@ class KVManager:
         self.residency = Residency(total_blocks, self._clock)
         self._pool = BlockPool(total_blocks, self._prefix.forget, self.residency, on_take)
         self._tables: dict[str, list[int]] = {}
-        self._holders: dict[str, int] = {}  # by request, its number in the pool
+        self._holders: dict[str, int] = {}  # holder number in the pool, by request
         self._numbers = itertools.count(1)
-        self._indexed: dict[str, int] = {}  # how many of a request's leading blocks are in the index
-        self._fetches: dict[str, tuple[Fetch, float]] = {}  # prefixes on their way from a lower tier, and until when
-        self._pulling: dict[str, Pull] = {}  # prefixes on their way from another engine
-        self._quarantine: list[tuple[Pull, list[int]]] = []  # tables whose request is gone, but not who writes there
-        self._pinned: Counter[int] = Counter()  # blocks that others may read, how often
-        self._unsaved: list[tuple[int, bytes]] = []  # blocks filled since the last plan; it is the last that has them
-        self._loads: list[Copy] = []  # what has come since
+        self._indexed: dict[str, int] = {}  # number of leading blocks in the prefix index, by request
+        self._fetches: dict[str, tuple[Fetch, float]] = {}  # running fetch from the tiers and its deadline, by request
+        self._pulling: dict[str, Pull] = {}  # running pull from another engine, by request
+        # Block tables of freed requests whose pull may still write to them.
+        self._quarantine: list[tuple[Pull, list[int]]] = []
+        self._pinned: Counter[int] = Counter()  # pins of each block that outlives its request
+        # Blocks (and hashes) filled since the last plan. The next plan must save them: later plans may reuse the block.
+        self._unsaved: list[tuple[int, bytes]] = []
+        self._loads: list[Copy] = []  # blocks fetched from tiers since the last plan
 
     @property
     def total(self) -> int:
@@ -79,13 +84,16 @@ class KVManager:
         return self._tables[request.id]
 
     def admit(self, request: Request, reserve: int = 0) -> bool:
-        """Blocks for all that is known of a request, or nothing. Sets `computed` and `cached` to the shared prefix."""
+        """Allocate blocks for all known tokens of a request, or return False if they and `reserve` do not fit.
+
+        Sets the request's `computed` and `cached` to the length of the prefix it shares.
+        """
         assert request.id not in self._tables
         shared = self._prefix.longest(self._shareable(request))
-        if self.pulls is not None and request.source is not None:  # nothing is pulled into blocks that others share
+        if self.pulls is not None and request.source is not None:  # a pull must not write into a shared block
             grain = max(1, self.pulls.grain(request) // self.block_size)
             shared = shared[: len(shared) // grain * grain]
-        known = request.known + (request.source is not None)  # its blocks may come with a token
+        known = request.known + (request.source is not None)  # the peer may send the next token with its blocks
         wanted = self.blocks_for(known) - len(shared)
         idle = sum(1 for block in shared if self._pool.holders(block) == 0)
         if wanted + reserve > self._pool.available - idle:
@@ -96,14 +104,14 @@ class KVManager:
         self._tables[request.id] = shared + [self._pool.take(holder) for _ in range(wanted)]
         self._indexed[request.id] = len(shared)
         request.computed = request.planned = request.cached = len(shared) * self.block_size
-        if not request.preemptions:  # later, its own blocks are found again
+        if not request.preemptions:  # after a preemption the request would hit its own blocks
             self.queries += request.known
             self.hits += request.cached
         self._find_rest(request)
         return True
 
     def grow(self, request: Request, tokens: int) -> bool:
-        """Makes room for the request's first `tokens` tokens, if the pool has it."""
+        """Extend the block table to `tokens` tokens; return False if the pool has too few blocks."""
         table = self._tables[request.id]
         if tokens <= len(table) * self.block_size:
             return True
@@ -115,7 +123,7 @@ class KVManager:
         return True
 
     def commit(self, request: Request) -> None:
-        """Blocks that are now full of computed tokens become known to others."""
+        """Add the blocks that are now full of computed tokens to the prefix index."""
         full, indexed = request.computed // self.block_size, self._indexed[request.id]
         if full <= indexed or not self._shares(request):
             return
@@ -127,7 +135,7 @@ class KVManager:
         self._indexed[request.id] = full
 
     def free(self, request: Request) -> None:
-        """Takes the request's blocks back; last block first, so that prefixes outlive what follows them."""
+        """Release the request's blocks, last block first, so that a prefix is evicted after what follows it."""
         table, holder = self._tables.pop(request.id), self._holders.pop(request.id)
         del self._indexed[request.id]
         if (pull := self._pulling.pop(request.id, None)) is not None:
@@ -141,10 +149,10 @@ class KVManager:
             self._release(table, holder)
         self._pool.forget(holder)
 
-    # -- what it holds, for others to know -------------------------------------------------------------------------
+    # -- cached prefixes, for the router ---------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """From now on there is news."""
+        """Start recording changes of the prefix index for `take_prefix_changes`."""
         self._prefix.watch()
 
     @property
@@ -152,7 +160,7 @@ class KVManager:
         return self._prefix.watched
 
     def news(self) -> News | None:
-        """Of blocks that can be shared, since the last time; at first all there are. None: there is none."""
+        """Return the blocks added and removed since the last call (at first all), or None if unchanged."""
         return self._prefix.news()
 
     def holdings(self) -> dict[bytes, bytes]:
@@ -161,7 +169,7 @@ class KVManager:
     # -- blocks that outlive their request --------------------------------------------------------------------------
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Holds blocks of a request as they are, until they are unpinned as often."""
+        """Keep blocks of a request unchanged until they have been unpinned as often."""
         self._pinned.update(blocks)
         for block in blocks:
             self._pool.hold(block)
@@ -177,47 +185,49 @@ class KVManager:
         return bool(self._pinned)
 
     def clear_quarantine(self) -> None:
-        """Takes blocks back to which nobody writes any more."""
-        over = [table for pull, table in self._quarantine if pull.ended]
+        """Release the blocks of freed requests whose pull has ended."""
+        released = [table for pull, table in self._quarantine if pull.ended]
         self._quarantine = [(pull, table) for pull, table in self._quarantine if not pull.ended]
-        for table in over:
+        for table in released:
             self._release(table)
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that are nobody's yet."""
+        """Number of blocks of freed requests that a pull may still write to."""
         return sum(len(table) for _, table in self._quarantine)
 
     def _release(self, blocks: Sequence[int], holder: int = 0) -> None:
         for block in reversed(blocks):
             self._pool.release(block, holder, keep=block in self._prefix)
 
-    # -- prefixes from elsewhere ------------------------------------------------------------------------------------
+    # -- prefixes from tiers and from other engines -----------------------------------------------------------------
 
     def is_loading(self, request: Request) -> bool:
         return request.id in self._fetches or request.id in self._pulling
 
     def expect(self, request: Request) -> None:
-        """A new request: whoever has its prefix is to keep it."""
+        """Keep the lease on a new request's prefix at its peer alive; without pulls, ignore the peer."""
         if self.pulls is None:
             request.source = None
         elif request.source is not None:
             self.pulls.expect(request)
 
     def forget(self, request: Request) -> None:
-        """One that has ended without ever having been admitted."""
+        """Drop the state of a request that ended before it was admitted."""
         if self.pulls is not None:
             self.pulls.forget(request)
 
     def load(self, request: Request) -> None:
-        """What has come of its prefix since the last time. It counts as computed at once, for others too: what has not
-        been copied yet will be by the plan that is being made, before any work."""
+        """Count the blocks of the request's prefix that arrived since the last call as computed.
+
+        Other requests may share them at once: the plan that is being made copies them before it computes anything.
+        """
         if (pull := self._pulling.get(request.id)) is not None:
             self._take(request, pull)
             return
         self._loads += self._fetched(request)
         if request.id in self._fetches and self._clock.now() >= self._fetches[request.id][1]:
-            self._stop_fetching(request)  # whatever has not come yet is computed
+            self._stop_fetching(request)  # the rest is computed
 
     def _take(self, request: Request, pull: Pull) -> None:
         assert self.pulls is not None
@@ -225,7 +235,7 @@ class KVManager:
         if ended:
             del self._pulling[request.id]
             request.note, request.note_len, request.pulled = pull.note, pull.covered, pull.told
-        # Something is left to compute, for its logits: the last token, or the one that is known to come after it.
+        # At least one token must be computed for its logits: the last token, or the one that the peer sampled after it.
         here = min(here, pull.covered, request.known - (request.told is None))
         if here > request.computed:
             self.pulls.count(here - request.computed)
@@ -259,7 +269,7 @@ class KVManager:
         return bool(self._unsaved)
 
     def saves(self) -> list[Copy]:
-        """For the next plan, whatever else it does: later, these blocks may hold something else."""
+        """Return the copies to tiers that the next plan must make; later plans may overwrite these blocks."""
         if self.tiers is None:
             return []
         unsaved, self._unsaved = self._unsaved, []
@@ -267,12 +277,12 @@ class KVManager:
         return [Copy(block, digest, buffer) for block, digest, buffer in buffers if buffer is not None]
 
     def loads(self) -> list[Copy]:
-        """For the next plan too."""
+        """Return the copies from host buffers into blocks that the next plan must make."""
         loads, self._loads = self._loads, []
         return loads
 
     def copied(self, saves: Sequence[Copy], loads: Sequence[Copy]) -> None:
-        """A plan's copies have been made."""
+        """Release the buffers of a plan's copies after they have been made."""
         if self.tiers is not None:
             for copy in saves:
                 self.tiers.saved(copy.digest)
@@ -280,7 +290,7 @@ class KVManager:
                 self.tiers.loaded(copy.digest)
 
     def _find_rest(self, request: Request) -> None:
-        """Of a request that was just admitted: what the cache does not have may be elsewhere."""
+        """Start a pull or a fetch for the part of a newly admitted request's prefix that is not in the cache."""
         if self.pulls is not None and request.source is not None:
             if (pull := self.pulls.start(request, self._tables[request.id])) is not None:
                 self._pulling[request.id] = pull
@@ -288,25 +298,24 @@ class KVManager:
         elif self.tiers is not None:
             missing = self._shareable(request)[request.cached // self.block_size :]
             if missing and (count := self.tiers.lookup(missing)):
-                until = self._clock.now() + self._load_timeout
-                self._fetches[request.id] = self.tiers.fetch(missing[:count]), until
+                deadline = self._clock.now() + self._load_timeout
+                self._fetches[request.id] = self.tiers.fetch(missing[:count]), deadline
 
     def _part_from(self, blocks: Sequence[int]) -> None:
-        """They are written to beside the steps now: who had them before has no copies to make in the next plan."""
-        theirs = set(blocks)
-        self._unsaved = [unsaved for unsaved in self._unsaved if unsaved[0] not in theirs]
-        self.copied((), [copy for copy in self._loads if copy.block in theirs])
-        self._loads = [copy for copy in self._loads if copy.block not in theirs]
+        """Drop the pending copies of these blocks' earlier content: a pull writes to them while steps run."""
+        dropped = set(blocks)
+        self._unsaved = [unsaved for unsaved in self._unsaved if unsaved[0] not in dropped]
+        self.copied((), [copy for copy in self._loads if copy.block in dropped])
+        self._loads = [copy for copy in self._loads if copy.block not in dropped]
 
     def private_blocks(self, request: Request) -> int:
-        """How many blocks freeing this request would give back at once."""
+        """Return how many blocks become available at once when this request is freed."""
         if request.id in self._pulling:
             return 0
         return self._pool.num_alone(self._holders[request.id])
 
     def check(self) -> None:
-        """Conservation: every block is free, idle or used, and held exactly as often as tables, those in quarantine
-        too, and pins list it."""
+        """Assert that each block has as many holders as block tables (quarantined ones too) and pins list it."""
         self._pool.check()
         assert self._fetches.keys() <= self._tables.keys() and self._pulling.keys() <= self._tables.keys()
         tables = [*self._tables.values(), *(table for _, table in self._quarantine)]
@@ -318,18 +327,21 @@ class KVManager:
             assert self._pool.num_alone(self._holders[name]) == alone
 
     def _shareable(self, request: Request) -> list[bytes]:
-        """Of its blocks, those that need not be computed if they are found."""
+        """Return the hashes of the blocks that the request need not compute if they are found."""
         if not self._shares(request) or request.params.prompt_logprobs is not None:
-            return []  # and what comes from the cache has no logits
-        full = (request.known - 1) // self.block_size  # the last token is always computed: it has the logits
+            return []  # prompt logprobs need logits, which cached blocks do not have
+        full = (request.known - 1) // self.block_size  # the last token is always computed, for its logits
         return self._hashes(request, full)
 
     def _shares(self, request: Request) -> bool:
-        """Whether anybody can want the same blocks: without a prefix cache, the n completions of one submission."""
+        """Return whether other requests can share these blocks.
+
+        Without a prefix cache, only the n choices of one request share blocks.
+        """
         return self.prefix_cache or request.params.n > 1
 
     def _parent(self, request: Request, at: int) -> bytes:
-        return request.hashes[at - 1] if at else b""  # before the first there is nothing to be held
+        return request.hashes[at - 1] if at else b""  # the first block has no parent
 
     def _hashes(self, request: Request, full: int) -> list[bytes]:
         hashes = request.hashes

@@ -1,6 +1,6 @@
-"""The one place that imports Mooncake: its Transfer Engine and its Store, as much of them as we use.
+"""The only module that imports Mooncake: the parts of its Transfer Engine and its Store that we use.
 
-A wheel that does not fit the machine may crash whoever imports it, so `probe` tries it in another process.
+A Mooncake wheel that does not fit the machine may crash the importing process, so `probe` tries it in another process.
 """
 
 from __future__ import annotations
@@ -23,46 +23,49 @@ from emberline.kv.confine import confined_to
 engine = TransferEngine()
 with confined_to(sys.argv[1]):
     if engine.initialize(sys.argv[1], "P2PHANDSHAKE", sys.argv[2], "") != 0:
-        sys.exit("the engine does not start")
+        sys.exit("the Transfer Engine does not start")
 source, target = (engine.allocate_managed_buffer(4096) for _ in range(2))
 engine.write_bytes_to_buffer(source, b"ember", 5)
 if engine.transfer_sync_read(f"{sys.argv[1]}:{engine.get_rpc_port()}", target, source, 4096) != 0:
-    sys.exit("a read from itself fails")
-sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a read from itself brings other bytes")
+    sys.exit("a test read of its own memory fails")
+sys.exit(0 if engine.read_bytes_from_buffer(target, 5) == b"ember" else "a test read of its own memory differs")
 """
 
 
 def distribution() -> str | None:
-    """Which of its packages is installed, and the version. They all have the same module."""
+    """Return the installed Mooncake package and its version; several packages provide the same module."""
     found = importlib.metadata.packages_distributions().get("mooncake", [])
     return f"{found[0]} {importlib.metadata.version(found[0])}" if found else None
 
 
 def probe(host: str = "127.0.0.1", protocol: str = "tcp", seconds: float = PROBE_SECONDS) -> str | None:
-    """Why it cannot be used here, found out in another process: one that crashes or hangs takes nobody along."""
+    """Return why Mooncake cannot be used, or None if it can.
+
+    Tries it in another process, which may crash or hang.
+    """
     command = [sys.executable, "-c", PROBE, host, protocol]
     environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
-    for name in PORT_RANGE:  # those are for the engine that follows
+    for name in PORT_RANGE:  # these ports are for the engine that starts after the probe
         environment.pop(name, None)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
-        return f"it does not start within {seconds:g} s"
+        return f"Mooncake does not start within {seconds:g} s"
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
-    return lines[-1][:300] if lines and done.returncode > 0 else f"it died of signal {-done.returncode}"
+    return lines[-1][:300] if lines and done.returncode > 0 else f"Mooncake crashed with signal {-done.returncode}"
 
 
 class MooncakeMissing(EmberlineError):
-    """It is not installed, or a library it needs is not."""
+    """Mooncake, or a library that it needs, is not installed."""
 
     status = 503
     code = "mooncake_missing"
 
 
 class Engine(Protocol):
-    """What we use of mooncake.engine.TransferEngine."""
+    """The methods of mooncake.engine.TransferEngine that we use."""
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int: ...
 
@@ -78,7 +81,10 @@ class Engine(Protocol):
 
 
 class Store(Protocol):
-    """What we use of mooncake.store.MooncakeDistributedStore. Numbers below 0 are errors."""
+    """The methods of mooncake.store.MooncakeDistributedStore that we use.
+
+    Negative results are error codes.
+    """
 
     def setup(
         self, host: str, metadata: str, segment: int, buffer: int, protocol: str, devices: str, master: str
@@ -98,39 +104,39 @@ class Store(Protocol):
 
 
 def protocol() -> str:
-    """The best that this machine has."""
+    """Return the fastest protocol that this machine supports: rdma or tcp."""
     devices = Path("/sys/class/infiniband")
     return "rdma" if devices.is_dir() and any(devices.iterdir()) else "tcp"
 
 
 def new_engine(port: int = 0) -> Engine:
-    """`port`: the first of the two that it listens at; 0: any that are free."""
+    """Create a Transfer Engine that listens at `port` and `port` + 1; 0: at any free ports."""
     _prepare(port)
     try:
         from mooncake.engine import TransferEngine
     except (ImportError, OSError) as error:
         raise _missing(error) from error
-    made: Engine = TransferEngine()
-    return made
+    engine: Engine = TransferEngine()
+    return engine
 
 
 def new_store(port: int = 0) -> Store:
-    """`port`: the first of the two that it listens at; 0: any that are free."""
+    """Create a store client that listens at `port` and `port` + 1; 0: at any free ports."""
     _prepare(port)
     try:
         from mooncake.store import MooncakeDistributedStore
     except (ImportError, OSError) as error:
         raise _missing(error) from error
-    made: Store = MooncakeDistributedStore()
-    return made
+    store: Store = MooncakeDistributedStore()
+    return store
 
 
 def _prepare(port: int) -> None:
-    """Mooncake reads these when an engine is made. Without a level it logs every step."""
+    """Set the variables that Mooncake reads when it starts. Without a log level it logs every call."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if port:
         os.environ.update(zip(PORT_RANGE, (str(port), str(port + 1)), strict=True))
 
 
 def _missing(error: Exception) -> MooncakeMissing:
-    return MooncakeMissing(f"Mooncake cannot be used: {error}", hint="emberline doctor says what it needs")
+    return MooncakeMissing(f"Mooncake cannot be imported: {error}", hint="emberline doctor lists what it needs")

@@ -1,8 +1,9 @@
-"""BlockPool: which blocks are free, used or idle. Idle blocks hold cached content nobody uses now, oldest first to go.
+"""BlockPool: tracks which blocks are free, used or idle (cached, without a holder), and evicts idle ones.
 
-free + used + idle == total, always; used blocks have holders, the others have none. A holder has a number, or 0 if it
-needs none. The sum of a block's holders names the last one that is left, so that the blocks which one holder has alone
-are counted as holders come and go, and no table is scanned for them.
+free + used + idle == total always holds. A used block has at least one holder; free and idle blocks have none. Each
+request is a holder with a number of its own; all other holders have number 0. The pool keeps the sum of each block's
+holder numbers: when one holder is left, the sum is its number. So the blocks that one holder has exclusively are
+counted as holders are added and removed, without scanning block tables.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class BlockPool:
         residency: Residency,
         on_take: Callable[[int], None] = lambda block: None,
     ) -> None:
-        """`on_take`: hears of each block that is to hold something new, before anybody writes to it."""
+        """`on_allocate` is called with each block that will get new content, before anything is written to it."""
         self.total = total
         self._on_evict = on_evict
         self._on_take = on_take
         self._residency = residency
         self._holders = [0] * total
         self._holder_sums = [0] * total  # of the holders' numbers
-        self._alone: Counter[int] = Counter()  # by holder, the blocks that nothing else holds
-        self._free = list(range(total - 1, -1, -1))  # a stack: the most recently freed is reused first and is warm
+        self._alone: Counter[int] = Counter()  # number of blocks without another holder, by holder
+        self._free = list(range(total - 1, -1, -1))  # a stack: the most recently freed block may still be in CPU cache
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -48,11 +49,11 @@ class BlockPool:
         return self._holders[block]
 
     def num_alone(self, holder: int) -> int:
-        """Return how many blocks only this holder has."""
+        """Return how many blocks have this holder and no other."""
         return self._alone[holder]
 
     def take(self, holder: int = 0) -> int:
-        """A block for new content; evicts the longest idle one if none is free."""
+        """Return a block for new content; evict the longest idle block if none is free."""
         assert self.available, "the caller checks `available`"
         if self._free:
             block = self._free.pop()
@@ -69,7 +70,7 @@ class BlockPool:
         return block
 
     def hold(self, block: int, holder: int = 0) -> None:
-        """One more holder of a block whose content is wanted as it is."""
+        """Add a holder to a block whose content is reused."""
         count = self._holders[block]
         if count == 0:
             del self._idle[block]
@@ -81,24 +82,24 @@ class BlockPool:
         self._holder_sums[block] += holder
 
     def disown(self, block: int, holder: int) -> None:
-        """The holder keeps the block, and is 0 from now on."""
+        """Keep the hold on the block, but count it under number 0 from now on."""
         if self._holders[block] == 1:
             self._alone[holder] -= 1
             self._alone[0] += 1
         self._holder_sums[block] -= holder
 
     def forget(self, holder: int) -> None:
-        """A holder that holds nothing any more."""
+        """Forget the number of a holder that holds no block."""
         assert not self._alone[holder]
         del self._alone[holder]
 
     def release(self, block: int, holder: int = 0, *, keep: bool) -> None:
-        """One holder less; the last one leaves it idle if its content is worth keeping."""
+        """Remove one holder. Without holders the block becomes idle if `keep`, otherwise free."""
         assert self._holders[block] > 0
         count = self._holders[block] = self._holders[block] - 1
-        left = self._holder_sums[block] = self._holder_sums[block] - holder
+        remaining_sum = self._holder_sums[block] = self._holder_sums[block] - holder
         if count == 1:
-            self._alone[left] += 1
+            self._alone[remaining_sum] += 1
         elif count == 0:
             self._alone[holder] -= 1
             if keep:

@@ -1,19 +1,22 @@
-"""PrefixIndex: which block holds the content with which hash. One block per hash, one hash per block. Whoever watches
-it is told what has changed; until somebody does, nothing is kept for that."""
+"""PrefixIndex: maps each block hash to the one block that holds its content, and each block to one hash.
+
+After `track_changes` it also records what was added and removed, for the router's map of cached prefixes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-News = tuple[bool, list[tuple[bytes, bytes]], list[bytes]]  # whether it is all there is; hashes and parents'; removed
+# Whether this is the full state, (hash, parent hash) of each block added, hashes removed.
+News = tuple[bool, list[tuple[bytes, bytes]], list[bytes]]
 
 
 class PrefixIndex:
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
-        self._hash_of: dict[int, tuple[bytes, bytes]] = {}  # and its parent's
-        self._changes: dict[bytes, bytes | None] | None = None  # parents of what is new, None for what is gone
-        self._told = False  # all there was, before these
+        self._hash_of: dict[int, tuple[bytes, bytes]] = {}  # hash and parent hash, by block
+        self._changes: dict[bytes, bytes | None] | None = None  # parent of each new hash, None for each removed hash
+        self._told = False  # whether `take_changes` has returned the full state
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_of
@@ -22,7 +25,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def longest(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of a chain of hashes."""
+        """Return the blocks of the longest indexed prefix of a chain of hashes."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -32,7 +35,7 @@ class PrefixIndex:
         return blocks
 
     def insert(self, digest: bytes, parent: bytes, block: int) -> None:
-        """Content computed twice at the same time stays known by its first block only."""
+        """Add a block, unless another block has this hash: equal content may be computed twice at once."""
         if digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest, parent
@@ -46,11 +49,11 @@ class PrefixIndex:
             self._changes[digest] = None
 
     def holdings(self) -> dict[bytes, bytes]:
-        """Hashes, and their parents'."""
+        """Return the parent hash of each indexed hash."""
         return dict(self._hash_of.values())
 
     def watch(self) -> None:
-        """From now on there is news, and all there is comes first."""
+        """Start recording changes; the next `take_changes` returns the full state."""
         self._changes, self._told = {}, False
 
     @property
@@ -58,6 +61,7 @@ class PrefixIndex:
         return self._changes is not None
 
     def news(self) -> News | None:
+        """Return what changed since the last call, the full state at first, or None if nothing changed."""
         if self._changes is None or (self._told and not self._changes):
             return None
         changes, self._changes = self._changes, {}

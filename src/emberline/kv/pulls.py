@@ -1,10 +1,9 @@
-"""Pulls: beginnings of prompts on their way from other engines' caches into blocks of requests here, a thread for each.
+"""PullManager: pulls prompt prefixes from other engines' caches into blocks of requests, a thread each.
 
-A Pull looks like a tier's Fetch: what has come counts, from the first missing token on, and the rest is computed. Its
-thread writes straight to the request's blocks, so nobody else may have these before it has ended: also one that was
-cancelled. It writes beside the steps, and not in their order, but after those that were under way when it started: they
-may know the blocks from before (`Region.fence`). Nothing here makes the engine's loop wait, and nothing that fails
-reaches it.
+As with a TierFetch, the tokens that have arrived count as computed and the rest is computed here. The thread writes
+directly to the request's blocks, so the blocks must not be reused before the pull has ended, even if it is cancelled.
+It writes while steps run, but only after the steps that were running when it started: they may still use earlier
+content of these blocks (`Region.fence`). The engine's loop never waits for a pull, and gets no exception from it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from emberline.kv.transfer.ticket import Ticket, subject_of
 
 log = logging.getLogger("emberline.transfer")
 
-PATIENCE = 30.0  # seconds; a peer that is dead or stuck is found out sooner, by its silence
-LAST_WORD = 2.0  # seconds to tell a peer that its blocks are needed no more; if it does not hear, its lease expires
-GLANCE = 1.0  # seconds between looks at the leases of requests that wait
+PATIENCE = 30.0  # a dead or stuck peer is detected sooner, by the transport's I/O timeout
+LAST_WORD = 2.0  # time to notify a peer that its blocks are no longer needed; without the message the lease expires
+GLANCE = 1.0  # between checks of the leases of waiting requests
 
 
 class Source(Protocol):
-    """A Receiver."""
+    """The methods of Receiver that pulls use."""
 
     region: Region
 
@@ -51,45 +50,48 @@ class Source(Protocol):
 @dataclass(slots=True, eq=False)
 class Pull:
     ticket: Ticket
-    into: Sequence[int]  # the request's blocks
-    covered: int  # tokens that the ticket is of, from the first of the prompt on
-    first: int  # of the ticket's blocks, that is missing here
+    into: Sequence[int]  # blocks of the request
+    covered: int  # leading tokens of the prompt that the ticket covers
+    first: int  # index of the first of the ticket's blocks that is missing here
     deadline: float
-    moved: float  # when bytes were last seen to land
-    bytes: int = 0  # that had landed then
+    moved: float  # time at which new bytes were last seen
+    bytes: int = 0  # bytes that had arrived then
     progress: Progress = field(default_factory=Progress)
     failure: TransferError | None = None
     cancelled: bool = False
-    told: Pulled | None = None  # what became of it, when it has ended
-    ended: bool = False  # nothing of it writes any more; set last, by its thread
+    told: Pulled | None = None  # outcome, once the pull has ended
+    ended: bool = False  # whether the thread has stopped writing; the thread sets it last
 
     @property
     def tokens(self) -> int:
-        """From the first of the prompt on, that are here: those before `first` were before."""
+        """Number of leading prompt tokens that are in the cache, including those cached before the pull."""
         return max(self.progress.proven, self.first) * self.ticket.peer.layout.tokens
 
     @property
     def note(self) -> Note | None:
-        """What the peer said when it was done, if all that belongs to it is here."""
+        """The peer's note about the finished prefill, if the pull is complete."""
         ticket = self.progress.ticket
         return Note.parsed(ticket.note) if self.progress.complete and ticket is not None else None
 
 
 @dataclass(slots=True)
 class Expected:
-    """A ticket whose request waits: its lease is to last until then."""
+    """A ticket whose request waits for admission; its lease is renewed until then."""
 
     ticket: Ticket
-    covered: int  # tokens that it is of
-    renewed: float
+    covered: int  # tokens that the ticket covers
+    renewed: float  # time of the last renewal
 
 
 def _covered(ticket: Ticket, request: Request) -> int:
-    """How many of the request's tokens the ticket is of: its prompt, or all it came with. BadTransfer: neither."""
+    """Return how many of the request's tokens the ticket covers: its prompt, or all that it arrived with.
+
+    Raises BadTransfer if the ticket is for other tokens.
+    """
     for count in {request.prompt_len, request.arrived_len}:
         if ticket.subject == subject_of(ticket.peer.layout, request.salt, request.tokens[:count]):
             return count
-    raise BadTransfer("the ticket is of another prompt")
+    raise BadTransfer("the KV ticket is for another prompt than the request's")
 
 
 def in_thread(work: Callable[[], None]) -> None:
@@ -104,21 +106,21 @@ class Pulls:
         patience: float = PATIENCE,
         clock: Clock | None = None,
     ) -> None:
-        """`patience`: seconds without a byte until the rest is computed here."""
+        """`stall_timeout_s`: time without a new byte after which a pull is cancelled and the rest is computed."""
         self._source = source
         self._patience = patience
         self._clock = clock or SystemClock()
         self._spawn = in_thread
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # guards the next three attributes
         self._stats = TransferStats()
         self._expected: dict[str, Expected] = {}  # by request
         self._keeping = False
         self._news, self._closed = threading.Event(), threading.Event()
 
-    # -- the engine's side ---------------------------------------------------------------------------------------------
+    # -- called by the engine's loop -----------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        """Keeps the lease of its source alive until it starts, or `forget`s."""
+        """Renew the lease on the request's source until `start` or `drop_lease`; clear an unusable source."""
         assert request.source is not None
         try:
             ticket = Ticket.parsed(request.source)
@@ -133,55 +135,58 @@ class Pulls:
             self._keeping = self._keeping or self._beside(self._keep)
 
     def grain(self, request: Request) -> int:
-        """Tokens of a block of its peer: what is here already counts in whole ones of those."""
+        """Return the tokens per block of the request's peer: a pull starts at a boundary of the peer's blocks."""
         return self._expected[request.id].ticket.peer.layout.tokens
 
     def start(self, request: Request, into: Sequence[int]) -> Pull | None:
-        """Of all full blocks that the ticket covers and that are missing; None if none is."""
+        """Start pulling the full blocks that the ticket covers and the cache lacks; None if there are none."""
         with self._lock:
-            expected = self._expected.pop(request.id)
-        ticket = expected.ticket
+            lease = self._expected.pop(request.id)
+        ticket = lease.ticket
         request.source = None
         size, now = ticket.peer.layout.tokens, self._clock.now()
-        if request.cached // size >= expected.covered // size:
+        if request.cached // size >= lease.covered // size:
             self._beside(lambda: self._release(ticket))
             return None
-        pull = Pull(ticket, list(into), expected.covered, request.cached // size, request.deadline, now)
+        pull = Pull(ticket, list(into), lease.covered, request.cached // size, request.deadline, now)
         self._source.region.fence()
         if not self._beside(lambda: self._run(pull)):
-            self._count(TransferError("there is no thread to pull with"))
+            self._count(TransferError("no thread could be started for the KV transfer"))
             return None
         return pull
 
     def take(self, pull: Pull) -> tuple[int, bool]:
-        """How many tokens are here, from the first of the prompt on; and whether that is all."""
-        ended = pull.ended  # before the count: what came in between is then told the next time
-        now, landed = self._clock.now(), pull.progress.bytes
-        if landed != pull.bytes:
-            pull.bytes, pull.moved = landed, now
+        """Return how many leading prompt tokens are available, and whether the pull has ended.
+
+        Cancel a stalled pull.
+        """
+        ended = pull.ended  # read before the token count, so that no token is missed after the end was reported
+        now, arrived = self._clock.now(), pull.progress.bytes
+        if arrived != pull.bytes:
+            pull.bytes, pull.moved = arrived, now
         elif not ended and pull.failure is None and now - pull.moved >= self._patience:
-            pull.failure = TransferTimeout(f"the peer sent nothing for {self._patience:g} s")
+            pull.failure = TransferTimeout(f"the peer sent no data for {self._patience:g} s")
             pull.progress.cancel()
         return pull.tokens, ended
 
     def cancel(self, pull: Pull) -> None:
-        """Its request is gone. Its blocks are not, until it has ended."""
+        """Cancel the pull of a request that has ended. Its blocks must not be reused until the pull has ended."""
         pull.cancelled = True
         pull.progress.cancel()
 
     def forget(self, request: Request) -> None:
-        """It ended before it started."""
+        """Release the lease of a request that ended before its pull started."""
         with self._lock:
-            expected = self._expected.pop(request.id, None)
-        if expected is not None:
-            self._beside(lambda: self._release(expected.ticket))
+            lease = self._expected.pop(request.id, None)
+        if lease is not None:
+            self._beside(lambda: self._release(lease.ticket))
 
     def count(self, tokens: int) -> None:
-        """Tokens that a request has from a peer."""
+        """Count tokens that a request got from a peer."""
         self._stats.hit_tokens += tokens
 
     def wait(self, seconds: float) -> None:
-        """Until something has arrived."""
+        """Wait until a pull has ended, or until the timeout."""
         self._news.wait(seconds)
         self._news.clear()
 
@@ -193,15 +198,15 @@ class Pulls:
             return self._stats.copy()
 
     def _beside(self, work: Callable[[], None]) -> bool:
-        """False: the system allows no more threads. What nobody renews or releases expires."""
+        """Run `work` in a thread. Return False if none can be started; leases then expire without a message."""
         try:
             self._spawn(work)
         except RuntimeError as error:
-            log.warning("nothing is done beside the engine: %s", error)
+            log.warning("Cannot start a KV transfer thread: error=%s", error)
             return False
         return True
 
-    # -- the threads' side ---------------------------------------------------------------------------------------------
+    # -- run by the threads --------------------------------------------------------------------------------------------
 
     def _run(self, pull: Pull) -> None:
         began = self._clock.now()
@@ -210,11 +215,11 @@ class Pulls:
             self._source.pull(pull.ticket, pull.into, pull.deadline, progress=pull.progress, first=pull.first)
         except TransferError as error:
             failure = error
-        except Exception as error:  # whatever it is, the blocks can be computed
-            log.exception("a pull failed in a way that nobody foresaw")
-            failure = TransferError(f"the pull failed: {error!r}")
+        except Exception as error:  # after any failure, the blocks can be computed
+            log.exception("KV transfer failed unexpectedly: peer=%s", pull.ticket.peer.name)
+            failure = TransferError(f"the KV transfer failed: {error!r}")
         ended, moved = self._clock.now(), pull.progress
-        pull.failure = pull.failure or failure  # a cancelled one may have had a better reason before
+        pull.failure = pull.failure or failure  # a stall was recorded before the pull was cancelled for it
         why, note = pull.failure.code if pull.failure is not None else "", pull.note
         took = note.seconds if note is not None else None
         pull.told = Pulled(pull.ticket.peer.name, began, ended, moved.moving, moved.bytes, why, took)
@@ -235,7 +240,7 @@ class Pulls:
             self._release(pull.ticket)
 
     def _count(self, failure: TransferError) -> None:
-        log.warning("blocks that a peer has are computed here: %s", failure)
+        log.warning("KV transfer failed, computing the prefix instead: code=%s reason=%s", failure.code, failure)
         with self._lock:
             failures = self._stats.pull_failures
             failures[failure.code] = failures.get(failure.code, 0) + 1
@@ -245,11 +250,11 @@ class Pulls:
         self._tell(self._source.release, ticket)
 
     def _tell(self, what: Callable[[Ticket, float], None], ticket: Ticket) -> None:
-        with suppress(TransferError):  # its lease expires
+        with suppress(TransferError):  # without the message the lease expires
             what(ticket, self._clock.now() + LAST_WORD)
 
     def _keep(self) -> None:
-        """As long as there is somebody who waits."""
+        """Renew the leases while any request waits for its pull to start."""
         while not self._closed.wait(GLANCE):
             with self._lock:
                 if not self._expected:
@@ -258,11 +263,11 @@ class Pulls:
             self.renew()
 
     def renew(self) -> None:
-        """The leases of those that wait, where a third of the time is over."""
+        """Renew each waiting lease once a third of its duration has passed."""
         with self._lock:
-            expected = list(self._expected.values())
-        for one in expected:
+            leases = list(self._expected.values())
+        for lease in leases:
             now = self._clock.now()
-            if now - one.renewed >= one.ticket.lease / 3:
-                one.renewed = now
-                self._tell(self._source.renew, one.ticket)
+            if now - lease.renewed >= lease.ticket.lease / 3:
+                lease.renewed = now
+                self._tell(self._source.renew, lease.ticket)

@@ -1,22 +1,22 @@
-"""Residency: how long blocks keep their content, lie idle before they are evicted, and wait to be used again."""
+"""ResidencySampler: measures how long blocks keep their content and how long they stay idle."""
 
 from __future__ import annotations
 
 from emberline.core.clock import Clock
 from emberline.core.events import BlockSample
 
-MOST = 256  # samples kept between two reports; in a storm of evictions these speak for the rest
+MOST = 256  # samples kept between two reports, so that many evictions at once stay cheap to record
 
 
 class Residency:
     def __init__(self, blocks: int, clock: Clock) -> None:
         self._clock = clock
-        self._filled = [0.0] * blocks  # since when
-        self._idle = [0.0] * blocks
+        self._filled = [0.0] * blocks  # time of the last allocation, by block
+        self._idle = [0.0] * blocks  # time at which the block became idle
         self._samples: list[BlockSample] = []
 
     def drain(self) -> list[BlockSample]:
-        """What was seen since the last time."""
+        """Return the samples recorded since the last call."""
         samples, self._samples = self._samples, []
         return samples
 

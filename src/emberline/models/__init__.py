@@ -1,1 +1,4 @@
-"""One decoder made of parts, chosen by config. `config` is torch-free; the rest is not."""
+"""The models: one decoder assembled by config, and an embedder.
+
+`config` and the file readers are torch-free.
+"""

@@ -1,4 +1,7 @@
-"""Arrival: a tensor of a file on its way to the device. Pending: a matrix that is made of several."""
+"""TensorLoad: copies one tensor of a file to the device.
+
+PendingMatrix: a matrix assembled from several tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from emberline.hub.tensorfile import TensorInfo
 from emberline.kernels.tiles import GATED_ROWS
 from emberline.models.reader import Piece
 
-Cut = tuple[slice, ...]  # of a tensor
+Cut = tuple[slice, ...]  # the part of a tensor that a shard holds
 
 
 def split_stack(whole: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]:
-    """Where the parts of a stack go."""
+    """Return the views of a stacked matrix that its parts are copied to; gated parts are interleaved."""
     if not gated or rows[0] % GATED_ROWS:
         return list(whole.split(list(rows)))
     assert len(rows) == 2 and rows[0] == rows[1]
@@ -26,7 +29,7 @@ def split_stack(whole: Tensor, rows: Sequence[int], gated: bool) -> list[Tensor]
 
 
 class Pending:
-    """A matrix that has memory while its parts arrive, and is then handed over."""
+    """A matrix that is allocated when its first part arrives and passed to `on_complete` after the last."""
 
     def __init__(
         self,
@@ -40,7 +43,7 @@ class Pending:
         self._size, self._dtype, self._device = (rows, columns), dtype, device
         self._split, self._settle = split, settle
         self._whole: Tensor | None = None
-        self._parts = 0  # that have not arrived
+        self._parts = 0
 
     def part(self, index: int) -> Part:
         self._parts += 1
@@ -66,8 +69,10 @@ class Part:
 
 
 class Arrival:
-    """Bytes [start, end) of a file on their way to `place`, which holds as many elements, in the same order; or those
-    that a `cut` leaves of the tensor."""
+    """The copy of a tensor, bytes [start, end) of a file, to `destination` on the device.
+
+    The elements keep their order. With `shard_slices`, only that part of the tensor is copied to `destination`.
+    """
 
     def __init__(
         self, name: str, info: TensorInfo, dtype: torch.dtype, place: Tensor | Part, cut: Cut | None = None
@@ -76,18 +81,18 @@ class Arrival:
         self.file = info.file
         self.start = info.offset
         self.end = info.offset + info.nbytes
-        self.size = self.left = info.logical_bytes  # on the device: what is coded in the file grows
+        self.size = self.left = info.logical_bytes  # decoded bytes, on the device
         self._to = place
         self._dtype = dtype
         self._shape, self._cut = info.shape, cut
-        self._place: Tensor | None = None  # known when the first bytes come
-        self._landing: Tensor | None = None  # uint8, flat: the place itself, or a staged copy
+        self._place: Tensor | None = None  # set when the first bytes arrive
+        self._landing: Tensor | None = None  # flat uint8 view of the destination, or a staging tensor
 
     def see(self, at: int, part: Tensor) -> None:
-        """Bytes of the file, on the host, before they land: `at` counts from the tensor's first."""
+        """Verify bytes of the file on the host before they are copied; `offset` is from the tensor's start."""
 
     def land(self, at: int, source: Tensor) -> None:
-        """`at`: which byte of the tensor source's first is."""
+        """Copy bytes of the tensor, the first of which has this offset, towards the destination."""
         if self._place is None or self._landing is None:
             self._place = self._to if isinstance(self._to, Tensor) else self._to.whole.place(self._to.index)
             self._landing = (
@@ -102,39 +107,40 @@ class Arrival:
 
     def _finish(self, place: Tensor, landing: Tensor) -> None:
         if landing.data_ptr() != place.data_ptr():
-            came = landing.view(self._dtype).view(self._shape)
-            place.copy_((came if self._cut is None else came[self._cut]).reshape(place.shape))
+            loaded = landing.view(self._dtype).view(self._shape)
+            place.copy_((loaded if self._cut is None else loaded[self._cut]).reshape(place.shape))
         self._place = self._landing = None
         if isinstance(self._to, Part):
             self._to.whole.arrived()
 
 
 class Places:
-    """Which arrivals a piece of a file has bytes for."""
+    """Finds the tensor loads that a chunk of a file has bytes for."""
 
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._by_file: dict[Path, list[Arrival]] = {}
-        for arrival in sorted(arrivals, key=lambda one: one.start):
-            if arrival.left:
-                self._by_file.setdefault(arrival.file, []).append(arrival)
-        self._starts = {file: [one.start for one in found] for file, found in self._by_file.items()}
+        for load in sorted(arrivals, key=lambda load: load.start):
+            if load.left:
+                self._by_file.setdefault(load.file, []).append(load)
+        self._starts = {file: [load.start for load in file_loads] for file, file_loads in self._by_file.items()}
 
     def of(self, piece: Piece) -> list[Arrival]:
-        found = self._by_file.get(piece.file, [])
+        loads = self._by_file.get(piece.file, [])
         first = max(0, bisect_right(self._starts.get(piece.file, []), piece.offset) - 1)
         end = piece.offset + piece.length
         last = bisect_right(self._starts.get(piece.file, []), end - 1)
-        return [arrival for arrival in found[first:last] if arrival.end > piece.offset]
+        return [load for load in loads[first:last] if load.end > piece.offset]
 
 
 def overlap(piece: Piece, arrival: Arrival, memory: Tensor) -> tuple[int, Tensor]:
-    """The part of a piece that is the arrival's, and where in the arrival it begins. `memory` holds the piece."""
+    """Return the offset in the tensor and the bytes of a chunk, held in `memory`, that belong to the load."""
     start, end = max(arrival.start, piece.offset), min(arrival.end, piece.offset + piece.length)
     return start - arrival.start, memory[start - piece.offset : end - piece.offset]
 
 
 def land(piece: Piece, arrivals: Sequence[Arrival], memory: Tensor) -> None:
-    for arrival in arrivals:
-        at, part = overlap(piece, arrival, memory)
-        arrival.see(at, part)
-        arrival.land(at, part)
+    """Verify and copy the bytes of a chunk, held in `memory`, for each of the loads."""
+    for load in arrivals:
+        offset, part = overlap(piece, load, memory)
+        load.see(offset, part)
+        load.land(offset, part)

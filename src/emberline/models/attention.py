@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache, its norm and residual included. Other kinds (MLA) go beside it."""
+"""Attention: grouped-query attention over the paged KV cache, including norm and residual."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Attention:
         return float(self.head_dim**-0.5)
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, f: Forward, rows: Tensor | None = None) -> Tensor:
-        """Adds to x in place. With `rows`, everything is cached but only those rows go on, in a new tensor."""
+        """Add the attention's output to x in place; with `rows`, return only those rows, in a new tensor.
+
+        Keys and values of all rows are written to the cache.
+        """
         heads = self.heads, self.kv_heads, self.head_dim
         qkv = self.qkv(x, ahead=f.ahead)
         q_norm, k_norm = self.q_norm, self.k_norm

@@ -1,4 +1,4 @@
-"""Embedder: a BERT encoder that makes one unit vector of a text, as sentence-transformers checkpoints describe it."""
+"""BertEmbedder: a BERT encoder of sentence-transformers checkpoints that maps a text to one unit vector."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from emberline.hub.checkpoint import Checkpoint
 from emberline.models.fields import Fields
 from emberline.models.weights import Weights
 
-MODULES = {"Transformer", "Pooling", "Normalize"}  # of sentence-transformers
+MODULES = {"Transformer", "Pooling", "Normalize"}
 POOLING = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "mean": "mean", "cls": "cls"}
 IGNORABLE = r"embeddings\.position_ids|pooler\.dense\.(weight|bias)"
-CHUNK = 4096  # tokens computed at once; bounds memory
+CHUNK = 4096  # computed at once, to bound memory
 
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A weight with its bias: of a linear layer, or of a layer norm."""
+    """The weight and bias of a linear layer or a layer norm."""
 
     weight: Tensor
     bias: Tensor
@@ -48,7 +48,7 @@ class Embedder:
     heads: int
     eps: float
     pooling: str  # mean or cls
-    max_length: int  # tokens of one text, the special ones included
+    max_length: int  # tokens of one text, including special tokens
     vocab: int
     dim: int
 
@@ -61,20 +61,20 @@ class Embedder:
         heads, ffn = config.size("num_attention_heads", most=1024), config.size("intermediate_size", most=1 << 16)
         if dim % heads:
             raise config.wrong("num_attention_heads", f"a divisor of hidden_size, {dim}")
-        places = config.size("max_position_embeddings", most=1 << 16)
+        max_position = config.size("max_position_embeddings", most=1 << 16)
         types = config.size("type_vocab_size", 2, most=1 << 10)
         reader = _Reader(Weights(checkpoint, torch.float32))
         segments = reader.weights.matrix("embeddings.token_type_embeddings.weight", types, dim)
         sentence = Fields(read_optional(directory / "sentence_bert_config.json"), "sentence_bert_config.json")
         embedder = Embedder(
             tokens=reader.weights.matrix("embeddings.word_embeddings.weight", vocab, dim).clone(),
-            positions=reader.weights.matrix("embeddings.position_embeddings.weight", places, dim) + segments[0],
+            positions=reader.weights.matrix("embeddings.position_embeddings.weight", max_position, dim) + segments[0],
             norm=reader.norm("embeddings.LayerNorm", dim),
             blocks=tuple(reader.block(i, dim, ffn) for i in range(config.size("num_hidden_layers", most=256))),
             heads=heads,
             eps=config.number("layer_norm_eps", 1e-12),
             pooling=_pooling(directory),
-            max_length=min(places, sentence.size("max_seq_length", places, most=1 << 16)),
+            max_length=min(max_position, sentence.size("max_seq_length", max_position, most=1 << 16)),
             vocab=vocab,
             dim=dim,
         )
@@ -82,7 +82,7 @@ class Embedder:
         return embedder
 
     def embed(self, texts: list[list[int]]) -> Tensor:
-        """[n, dim] float32, each row of length 1. Texts are token ids with their special tokens."""
+        """Return float32[n, dim], a unit vector per text. Texts are token ids including special tokens."""
         for i, ids in enumerate(texts):
             self._check(i, ids)
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -102,17 +102,18 @@ class Embedder:
             raise InvalidRequest(f"input {i} has no tokens", param="input")
         if len(ids) > self.max_length:
             raise ContextLengthExceeded(
-                f"input {i} has {len(ids)} tokens; this embedder takes {self.max_length}", param="input"
+                f"input {i} has {len(ids)} tokens; this embedding model accepts at most {self.max_length}",
+                param="input",
             )
         if min(ids) < 0 or max(ids) >= self.vocab:
             raise InvalidRequest(f"input {i} has a token id outside [0, {self.vocab})", param="input")
 
     def _encode(self, texts: list[list[int]]) -> Tensor:
-        """The texts lie one after the other, without padding; only attention and pooling see where each ends."""
+        """Encode the texts concatenated, without padding; only attention and pooling treat them separately."""
         lengths = [len(ids) for ids in texts]
         ids = torch.tensor([token for text in texts for token in text])
-        places = torch.tensor([place for length in lengths for place in range(length)])
-        x = self._normed(self.tokens[ids] + self.positions[places], self.norm)
+        positions = torch.tensor([position for length in lengths for position in range(length)])
+        x = self._normed(self.tokens[ids] + self.positions[positions], self.norm)
         for block in self.blocks:
             qkv = F.linear(x, block.qkv.weight, block.qkv.bias)
             mixed = torch.cat([self._attend(part) for part in torch.split(qkv, lengths)])
@@ -161,24 +162,24 @@ def _check_supported(config: Fields) -> None:
         found = config.text(name, None if name == "model_type" else only)
         if found != only:
             raise UnsupportedModel(
-                f"an embedder with {name} {found[:80]!r} is not supported", hint=f"supported: {only}"
+                f"an embedding model with {name} {found[:80]!r} is not supported", hint=f"supported: {only}"
             )
 
 
 def _pooling(directory: Path) -> str:
-    """Mean unless the checkpoint says otherwise. Vectors are normalised either way: a dot product is a cosine."""
+    """Return the pooling of the checkpoint, by default mean. Vectors are normalised with either pooling."""
     kinds = {str(module.get("type")).rpartition(".")[2] for module in read_objects(directory / "modules.json")}
     if others := ", ".join(sorted(kinds - MODULES)):
         raise UnsupportedModel(
-            f"an embedder with {others[:200]} is not supported", hint=f"supported: {sorted(MODULES)}"
+            f"an embedding model with modules {others[:200]} is not supported", hint=f"supported: {sorted(MODULES)}"
         )
     path = directory / "1_Pooling" / "config.json"
     if not path.exists():
         return "mean"
     fields = read_object(path)
     modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value is True]
-    modes += [one] if isinstance(one := fields.get("pooling_mode"), str) else []
+    modes += [mode] if isinstance(mode := fields.get("pooling_mode"), str) else []
     if len(modes) != 1 or modes[0] not in POOLING:
-        told = ", ".join(modes)[:200] or "nothing"
-        raise UnsupportedModel(f"pooling by {told} is not supported", hint="supported: mean, cls")
+        configured = ", ".join(modes)[:200] or "none"
+        raise UnsupportedModel(f"{path}: pooling mode {configured} is not supported", hint="supported: mean, cls")
     return POOLING[modes[0]]

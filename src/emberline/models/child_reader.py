@@ -1,10 +1,10 @@
-"""ChildReader: a Reader that leaves the reading to another process, so that an import in this one is not disturbed.
+"""ChildProcessReader: a FileReader that reads in a child process, so that imports here are not slowed down.
 
-Threads that read here would take memory, page by page, in the address space into which the import maps libraries, and
-the interpreter, piece by piece, from it. The other process has its own. What it has read is copied out of its memory:
-that can be of large pages, and memory that is shared cannot, which is slower to get than the disk is to read. What it
-says waits in a pipe until someone here asks. Only what is to be read first is read by threads here, while nothing else
-happens, and the weights wait for that.
+Reader threads in this process would compete with the import of torch for the lock of the address space, into which the
+import maps libraries, and for the GIL. The child process has its own. Its chunks are copied out of its memory with
+process_vm_readv: private memory can use huge pages, whereas shared memory cannot, and allocating it takes longer than
+reading from the disk. Messages of the child wait in a pipe until a method here reads them. Only the prefetched ranges
+are read by threads of this process, before the import; the child starts to read the weights after that.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from emberline.core.freememory import free_memory
 from emberline.models.reader import PIECE, RING, STALL, Buffer, File, Memory, Piece, Reader, ReadStats
 from emberline.models.reader_process import HELLO
 
-WORTH = 1 << 30  # bytes from which on another process is
+WORTH = 1 << 30  # smaller models are read by threads of this process
 THREADS = 6
-STEP = 2 << 20  # read by one call: what all threads have asked the disk for is what another's read waits for
+STEP = 2 << 20  # of one read call: other reads of the disk queue behind all outstanding calls
 FIRST_THREADS = 12
-HELLO_SECONDS = 2.0  # at most, for a Python to start
-KILLED = "was the process that read them killed for want of memory?"
+HELLO_SECONDS = 2.0
+KILLED = "check whether the kernel killed the reading process for lack of memory (dmesg)"
 CODE = "import sys; sys.path.insert(0, sys.argv[1]); from emberline.models.reader_process import main; main()"
 
 
 def start_reader(paths: Sequence[Path], first: Sequence[tuple[str, int, int]] = ()) -> Reader:
-    """By another process where that is worth it and can be had."""
-    with contextlib.suppress(OSError, AttributeError):  # the threads say what is wrong, if it is the files
+    """Start reading the files, in a child process if they are large and one can be started."""
+    with contextlib.suppress(OSError, AttributeError):  # if a file is the problem, FileReader.start reports it
         if sys.executable and sum(path.stat().st_size for path in paths) >= WORTH:
             return ChildReader.spawn(paths, first=first)
     return Reader.start(paths, first=first)
 
 
 class RemoteBuffer(Buffer):
-    """Of another process."""
+    """A buffer in the memory of the child process."""
 
     def __init__(self, number: int, size: int, process: int, address: int) -> None:
         self.number = number
@@ -54,7 +54,7 @@ class RemoteBuffer(Buffer):
 
     @property
     def memory(self) -> Memory:
-        """A copy of it."""
+        """A copy of the buffer, made at the first access."""
         if self._copy is None:
             self._copy = bytearray(self.size)
             self.copy_to(ctypes.addressof(ctypes.c_char.from_buffer(self._copy)), self.size)
@@ -64,11 +64,11 @@ class RemoteBuffer(Buffer):
         try:
             _copy(self._process, self._address, address, length)
         except OSError as e:
-            raise ModelError(f"what was read of the weights is lost: {e.strerror}", hint=KILLED) from e
+            raise ModelError(f"cannot copy weights from the reading process: {e.strerror}", hint=KILLED) from e
 
 
 class ChildReader(Reader):
-    """Its buffers are used again only when all are in use: then the other process waits for one."""
+    """Reads files in a child process, which waits for a buffer to be given back once all are in use."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class ChildReader(Reader):
         self._sizes = sizes
         self._untaken = sum(-(-size // piece) for size in sizes.values())
         self._said = b""
-        self._hello = 0  # where it is
+        self._hello = 0  # of PROBE_BYTES in the child; 0 until it has started
         self._read_stats = ReadStats(0, 0.0, 0)
-        self._waiting = True  # for what is to be read first
+        self._waiting = True
         self._open = True
 
     @staticmethod
@@ -100,8 +100,11 @@ class ChildReader(Reader):
         ahead: int | None = None,
         first: Sequence[tuple[str, int, int]] = (),
     ) -> ChildReader:
-        """`ahead`: bytes of memory it may fill, at least one piece; by default half of what is free. OSError if the
-        system allows no such process."""
+        """Start a child process that reads the files after the prefetch.
+
+        `read_ahead_bytes`: memory of the child's buffers, at least one chunk; by default half of the free memory.
+        Raises OSError if the child cannot be started or its memory cannot be read.
+        """
         sizes = {}
         for path in paths:
             file = File(path)
@@ -115,8 +118,8 @@ class ChildReader(Reader):
         reader = ChildReader(sizes, process, piece=piece, ring=ring, first=first)
         try:
             reader.begin()
-            orders = {"piece": piece, "buffers": ring, "threads": threads, "step": STEP}
-            reader._tell(json.dumps(orders | {"files": [(str(path), size) for path, size in sizes.items()]}))
+            settings = {"piece": piece, "buffers": ring, "threads": threads, "step": STEP}
+            reader._tell(json.dumps(settings | {"files": [(str(path), size) for path, size in sizes.items()]}))
             reader._try()
         except BaseException:
             reader.close()
@@ -124,10 +127,10 @@ class ChildReader(Reader):
         return reader
 
     def wait_first(self, timeout: float) -> bool:
-        """And lets the other process begin."""
-        there = super().wait_first(timeout)
+        """Wait for the prefetch, as FileReader does, and let the child start reading."""
+        done = super().wait_first(timeout)
         self._go()
-        return there
+        return done
 
     def ready(self) -> bool:
         self._go()
@@ -139,12 +142,12 @@ class ChildReader(Reader):
         deadline = time.monotonic() + timeout
         while not self.ready():
             assert not self._closed, "taken from a closed reader"
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 raise self._nothing_came(timeout)
-            select.select([self._output], [], [], left)
+            select.select([self._output], [], [], remaining)
         with self._change:
-            if self._filled:  # what came before an error is good
+            if self._filled:  # chunks that arrived before an error are valid
                 self._untaken -= 1
                 return self._filled.popleft()
             if self._error is not None:
@@ -152,7 +155,7 @@ class ChildReader(Reader):
             return None
 
     def reuses(self, piece: Piece) -> bool:
-        """It may, but to pin it is not worth it: it is copied from, and given back right then."""
+        """Return False: pinning does not help, because a chunk is copied once and given back at once."""
         return False
 
     def give_back(self, piece: Piece) -> None:
@@ -166,7 +169,7 @@ class ChildReader(Reader):
             assert pipe is not None
             pipe.close()
         self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that does not answer may hold it for a while
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a hanging disk read can delay the exit
             self.process.wait(timeout)
 
     @property
@@ -181,27 +184,27 @@ class ChildReader(Reader):
         return self.process.stdout.fileno()
 
     def _try(self) -> None:
-        """Whether its memory can be read from here."""
+        """Wait for the child to start and test that its memory can be read. Raises OSError if not."""
         deadline = time.monotonic() + HELLO_SECONDS
         while not self._hello:
             select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))
             with self._change:
                 self._listen()
             if self._error is not None or time.monotonic() > deadline:
-                raise OSError(errno.ECHILD, "the process to read the weights does not start")
-        seen = ctypes.create_string_buffer(len(HELLO))
-        _copy(self.process.pid, self._hello, ctypes.addressof(seen), len(HELLO))
-        if seen.raw != HELLO:
-            raise OSError(errno.EPERM, "the memory of a process of ours cannot be read")
+                raise OSError(errno.ECHILD, "the child process for reading weights does not start")
+        copy = ctypes.create_string_buffer(len(HELLO))
+        _copy(self.process.pid, self._hello, ctypes.addressof(copy), len(HELLO))
+        if copy.raw != HELLO:
+            raise OSError(errno.EPERM, "the memory of the child process cannot be read")
 
     def _go(self) -> None:
         with self._change:
-            tell, self._waiting = self._waiting, False
-        if tell:
+            first_call, self._waiting = self._waiting, False
+        if first_call:
             self._tell("")
 
     def _tell(self, line: str) -> None:
-        """Nothing, if it is gone: who asks for a piece is told."""
+        """Send a line to the child. Does nothing if the child has ended: `take` reports that."""
         with self._change, contextlib.suppress(BrokenPipeError):
             if self._open:
                 assert self.process.stdin is not None
@@ -209,12 +212,12 @@ class ChildReader(Reader):
                 self.process.stdin.flush()
 
     def _listen(self) -> None:
-        """To all that was said by now, under the lock."""
+        """Handle all messages that have arrived. The caller holds the lock."""
         while self._error is None and self._open and select.select([self._output], [], [], 0)[0]:
             data = os.read(self._output, 1 << 16)
             if not data:
                 if len(self._filled) < self._untaken:
-                    self._error = ModelError("the process that reads the weights has ended", hint=KILLED)
+                    self._error = ModelError("the child process that reads the weights has ended early", hint=KILLED)
                 return
             *lines, self._said = (self._said + data).split(b"\n")
             for line in lines:
@@ -241,12 +244,12 @@ class _Range(ctypes.Structure):
 
 
 def _copy(process: int, source: int, target: int, length: int) -> None:
-    """Out of another process, with no lock of the interpreter held."""
+    """Copy memory of another process, with the GIL released. Raises OSError."""
     read = ctypes.CDLL(None, use_errno=True).process_vm_readv
     read.restype, one = ctypes.c_ssize_t, ctypes.c_ulong(1)
     while length:
-        ours, theirs = _Range(target, length), _Range(source, length)
-        count = read(process, ctypes.byref(ours), one, ctypes.byref(theirs), one, ctypes.c_ulong(0))
+        local, remote = _Range(target, length), _Range(source, length)
+        count = read(process, ctypes.byref(local), one, ctypes.byref(remote), one, ctypes.c_ulong(0))
         if count <= 0:
             code = ctypes.get_errno() if count else errno.EFAULT
             raise OSError(code, os.strerror(code))

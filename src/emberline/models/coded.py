@@ -1,5 +1,7 @@
-"""Tensors of packed files on their way to a device: coded ones in runs of whole blocks, as soon as these are there;
-others as they are, held against their CRC-32."""
+"""Loads tensors of packed files to a device, decoding coded ones in runs of blocks as they arrive.
+
+Tensors that a packed file stores raw are compared with their CRC-32.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from emberline.unweight.description import Description
 from emberline.unweight.format import BLOCK, Bytes
 from emberline.unweight.tensor import CodedTensor, damaged, index_bytes
 
-RUN = 8 << 20  # bytes that a thread decodes at a time: a call, and a copy to the device, each costs a little
-POLYNOMIAL = 0xEDB88320  # of CRC-32, like all such here: the highest bit is that of x^0
+RUN = 8 << 20  # decoded by one call, large enough that the fixed cost of a call and a device copy is small
+POLYNOMIAL = 0xEDB88320  # of CRC-32; as in all polynomials here, the highest bit is the coefficient of x^0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks [first, last) of a tensor, coded."""
+    """The coded blocks [first, last) of a tensor."""
 
     arrival: CodedArrival
     tensor: CodedTensor
@@ -34,15 +36,18 @@ class Run:
     coded: Bytes
 
     def decode(self, out: Bytes) -> tuple[int, int]:
-        """Into the beginning of `out`; which bytes of the tensor they are."""
+        """Decode into the beginning of `out`; return the range of the tensor's bytes."""
         begin, end = self.tensor.span(self.first, self.last)
         self.tensor.decode(self.coded, self.first, self.last, out[: end - begin])
         return begin, end
 
 
 class CodedArrival(Arrival):
-    """Its bytes come in any order. Whole blocks are decoded from where they lie; of others, and of what comes before
-    the index that says where blocks lie, copies are kept: of a tensor's bytes once at most, and seldom of many."""
+    """The load of a coded tensor, whose bytes may arrive in any order.
+
+    Complete blocks are decoded from the memory they arrived in. Copies are kept of incomplete blocks, and of bytes that
+    arrive before the index; usually few bytes, and each at most once.
+    """
 
     def __init__(
         self,
@@ -57,14 +62,16 @@ class CodedArrival(Arrival):
         self._info, self._codec = info, codec
         self._lock = threading.Lock()
         self._index = np.empty(index_bytes(info), np.uint8)
-        self._missing = len(self._index)  # bytes of it
+        self._missing = len(self._index)
         self._tensor: CodedTensor | None = None
         self._early: list[tuple[int, Bytes]] = []
-        self._torn: dict[int, tuple[Bytes, int]] = {}  # blocks of which so many bytes are missing
+        self._torn: dict[int, tuple[Bytes, int]] = {}  # incomplete blocks and their missing bytes
 
     def cut(self, at: int, data: Bytes) -> list[Run]:
-        """What can be decoded now that these bytes are there, of which the first is the tensor's byte `at` in the file.
-        The runs may lie in `data`."""
+        """Add bytes of the coded tensor, from `offset` on, and return the runs that can now be decoded.
+
+        The runs may refer to the memory of `data`.
+        """
         with self._lock:
             if self._tensor is None and not self._opened(at, data):
                 return []
@@ -72,7 +79,7 @@ class CodedArrival(Arrival):
             return [run for begin, part in parts for run in self._runs(begin, part)]
 
     def _opened(self, at: int, data: Bytes) -> bool:
-        """Whether the index is whole now."""
+        """Collect bytes of the index; return whether it is complete."""
         part = data[: max(0, len(self._index) - at)]
         self._index[at : at + len(part)] = part
         self._missing -= len(part)
@@ -85,7 +92,7 @@ class CodedArrival(Arrival):
     def _runs(self, at: int, data: Bytes) -> Iterator[Run]:
         assert self._tensor is not None
         starts, step = self._tensor.starts, max(1, RUN // (BLOCK * self._tensor.width))
-        begin, end = max(at, int(starts[0])), min(at + len(data), int(starts[-1]))  # not the index, not the padding
+        begin, end = max(at, int(starts[0])), min(at + len(data), int(starts[-1]))  # without the index and the padding
         if begin >= end:
             return
         first = int(np.searchsorted(starts, begin))  # the first block that begins here
@@ -99,9 +106,9 @@ class CodedArrival(Arrival):
             yield from self._join(last, int(starts[last]), data[starts[last] - at : end - at])
 
     def _join(self, block: int, at: int, part: Bytes) -> Iterator[Run]:
-        """A block that several pieces have a part of."""
+        """Add a part of a block that arrives in several chunks; yield the block when it is complete."""
         assert self._tensor is not None
-        begin, end = (int(place) for place in self._tensor.starts[block : block + 2])
+        begin, end = (int(start) for start in self._tensor.starts[block : block + 2])
         if block not in self._torn:
             self._torn[block] = np.empty(end - begin, np.uint8), end - begin
         whole, missing = self._torn.pop(block)
@@ -113,7 +120,7 @@ class CodedArrival(Arrival):
 
 
 class CheckedArrival(Arrival):
-    """A tensor that a packed file holds as it was."""
+    """The load of a tensor that a packed file stores raw, with a check of its CRC-32."""
 
     def __init__(
         self,
@@ -126,7 +133,7 @@ class CheckedArrival(Arrival):
     ) -> None:
         super().__init__(name, info, dtype, place, cut)
         self._info, self._crc32, self._codec = info, Description.of(info).crc32, codec
-        self._parts: list[tuple[int, int, int]] = []  # where, how many bytes, their CRC-32
+        self._parts: list[tuple[int, int, int]] = []  # offset, length and CRC-32 of each part
         self._unseen = self.size
 
     def see(self, at: int, part: Tensor) -> None:
@@ -137,12 +144,15 @@ class CheckedArrival(Arrival):
 
 
 def joined_crc32(parts: list[tuple[int, int, int]]) -> int:
-    """Of bytes whose parts (where, how many, CRC-32) are known: a part moves what is before it up by so many bits."""
+    """Return the CRC-32 of bytes from the (offset, length, CRC-32) of their parts.
+
+    Appending a part multiplies the CRC of the bytes before it by x to the power of the part's length in bits.
+    """
     return reduce(lambda crc, part: _times(_power(8 * part[1]), crc) ^ part[2], sorted(parts), 0)
 
 
 def _power(bits: int) -> int:
-    """x^bits"""
+    """Return x^bits modulo the polynomial."""
     out, square = 1 << 31, 1 << 30
     while bits:
         out = _times(out, square) if bits & 1 else out

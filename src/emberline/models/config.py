@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json says about a decoder, checked and made architecture-neutral. Torch-free."""
+"""ModelConfig: the checked, architecture-neutral config of a decoder, from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emberline.models.fields import Fields
 from emberline.models.registry import ARCHITECTURES, Architecture
 from emberline.models.ropeconfig import MOST_CONTEXT, RopeConfig
 
-# Sizes beyond these are damage or malice, not a model: nothing is allocated for them.
+# Larger sizes are rejected as damaged or malicious before anything is allocated.
 MOST_HIDDEN, MOST_LAYERS, MOST_HEADS, MOST_HEAD_DIM, MOST_FFN, MOST_VOCAB = 1 << 17, 1024, 4096, 1024, 1 << 20, 1 << 22
 
 EXPERTS = {"num_experts": "a mixture of experts", "num_local_experts": "a mixture of experts"}
@@ -36,19 +36,19 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # of dense layers
+    ffn: int  # inner width of the feed-forward network in dense layers
     experts: ExpertsConfig | None
     vocab: int
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int, ...]  # one per layer: a query sees so many keys, its own included; 0 is all
+    windows: tuple[int, ...]  # attention window of each layer in tokens, including the query's own; 0: unlimited
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     tie_embeddings: bool
-    max_context: int  # served unless asked otherwise
-    longest_context: int  # the most that may be asked for
+    max_context: int  # default context in tokens
+    longest_context: int  # largest context that may be configured
     eos: tuple[int, ...]
 
     @staticmethod
@@ -56,7 +56,7 @@ class ModelConfig:
         fields = Fields(config, "config.json")
         arch = _architecture(fields)
 
-        def rule(value: bool | str) -> bool:
+        def resolve_rule(value: bool | str) -> bool:
             return fields.flag(value, False) if isinstance(value, str) else value
 
         hidden = fields.size("hidden_size", most=MOST_HIDDEN)
@@ -77,10 +77,10 @@ class ModelConfig:
             vocab=fields.size("vocab_size", most=MOST_VOCAB),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
-            windows=_windows(fields, layers) if rule(arch.window) else (0,) * layers,
-            qkv_bias=rule(arch.qkv_bias),
-            o_bias=rule(arch.o_bias),
-            mlp_bias=rule(arch.mlp_bias),
+            windows=_windows(fields, layers) if resolve_rule(arch.window) else (0,) * layers,
+            qkv_bias=resolve_rule(arch.qkv_bias),
+            o_bias=resolve_rule(arch.o_bias),
+            mlp_bias=resolve_rule(arch.mlp_bias),
             qk_norm=arch.qk_norm,
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             max_context=served,
@@ -90,7 +90,7 @@ class ModelConfig:
 
     @staticmethod
     def of(checkpoint: Checkpoint) -> ModelConfig:
-        """Where its turns end, the other files know too."""
+        """Return the config of a checkpoint, with the end tokens of all its files."""
         config = ModelConfig.from_hf(checkpoint.config)
         return replace(config, eos=end_tokens(checkpoint, config.vocab))
 
@@ -98,12 +98,12 @@ class ModelConfig:
 def _architecture(fields: Fields) -> Architecture:
     model_type = fields.text("model_type")
     if model_type not in ARCHITECTURES:
-        hint = f"supported: {' '.join(ARCHITECTURES)}"
+        hint = f"supported model types: {' '.join(ARCHITECTURES)}"
         raise UnsupportedModel(f"config.json: model_type {model_type[:80]!r} is not supported", hint=hint)
     arch = ARCHITECTURES[model_type]
     for name, what in (FOREIGN if arch.experts else FOREIGN | EXPERTS).items():
         if fields.values.get(name):
-            raise UnsupportedModel(f"config.json has {name}: {what} is not supported")
+            raise UnsupportedModel(f"config.json sets {name}: {what} is not supported for {model_type}")
     classes = fields.texts("architectures")
     if classes and not any(name.endswith("ForCausalLM") for name in classes):
         raise UnsupportedModel(f"config.json: {classes[0][:80]} is not a causal language model")
@@ -129,21 +129,23 @@ def _windows(fields: Fields, layers: int) -> tuple[int, ...]:
     if not fields.has("sliding_window"):
         return (0,) * layers
     window = fields.size("sliding_window", most=MOST_CONTEXT)
-    if not fields.has("layer_types"):  # Qwen keeps its first layers whole; Mistral knows no such field
-        whole = fields.size("max_window_layers", 0, least=0, most=1 << 30)
-        return tuple(0 if layer < whole else window for layer in range(layers))
+    if not fields.has("layer_types"):  # in Qwen models the first layers have no window; Mistral has no such field
+        full_layers = fields.size("max_window_layers", 0, least=0, most=1 << 30)
+        return tuple(0 if layer < full_layers else window for layer in range(layers))
     kinds = fields.texts("layer_types")
     if len(kinds) != layers:
-        raise fields.wrong("layer_types", f"a list of {layers}")
+        raise fields.wrong("layer_types", f"a list of {layers} layer types")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(f"config.json: layers of the type {min(unknown)[:80]!r} are not supported")
+        raise UnsupportedModel(f"config.json: layer_types has {min(unknown)[:80]!r}, which is not supported")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def _contexts(rope: RopeConfig, max_position: int) -> tuple[int, int]:
-    """(served, longest). By convention max_position_embeddings stays when a linear, dynamic or yarn scaling is set.
+    """Return the default and the largest context, in tokens.
 
-    Linear and yarn change every angle anyway, so the stretched length is served; dynamic changes none until it has to.
+    By convention max_position_embeddings stays the original length when linear, dynamic or yarn scaling is set. Linear
+    and yarn scaling change every angle, so the scaled length is the default; dynamic scaling changes no angle within
+    the original length, so that is the default.
     """
     match rope.kind:
         case "linear":
@@ -156,6 +158,6 @@ def _contexts(rope: RopeConfig, max_position: int) -> tuple[int, int]:
             served = longest = max_position
     if longest > MOST_CONTEXT:
         raise ModelFileError(
-            f"config.json: rope scaling stretches the context to {longest} tokens; the most is {MOST_CONTEXT}"
+            f"config.json: rope scaling extends the context to {longest} tokens; the limit is {MOST_CONTEXT}"
         )
     return served, longest

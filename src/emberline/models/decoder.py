@@ -1,4 +1,7 @@
-"""Decoder: a causal language model made of parts chosen by its config. A step in, logits out."""
+"""DecoderModel: a causal language model assembled by its config.
+
+It maps the tensors of a step to logits.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ class Layer:
         return Layer(attention, ffn.load(config, weights, layer))
 
     def dense(self) -> ops.DenseLayer | None:
-        """The same as one of a stack that runs as one op, if its parts allow."""
+        """Return this layer as part of a stack that runs as one op, or None if it has unsupported parts."""
         a, ffn = self.attention, self.ffn
         if not isinstance(ffn, FeedForward) or a.qkv.norm is None:
             return None
@@ -59,12 +62,12 @@ class Layer:
 @dataclass(frozen=True, slots=True)
 class Decoder:
     config: ModelConfig
-    context: int  # positions [0, context) can be computed
+    context: int  # number of positions that can be computed
     embedding: Tensor | ops.PackedWeight
     layers: tuple[Layer, ...]
-    stack: ops.DenseStack | None  # all the layers as one op
+    stack: ops.DenseStack | None  # all layers as one op, if possible
     head: Linear
-    dtype: torch.dtype  # of the matrices, and of the cache unless asked otherwise
+    dtype: torch.dtype  # of the matrices, and by default of the KV cache
     weight_bytes: int
     fingerprint: str
 
@@ -73,7 +76,8 @@ class Decoder:
         table = cos_sin(config.rope, context).to(weights.device)
         layers = tuple(Layer.load(config, weights, layer, table) for layer in range(config.layers))
         size = config.vocab, config.hidden
-        # A file may say tied and still bring a head: the same one again, or one that says the flag is wrong.
+        # A checkpoint may set tie_word_embeddings and still have a head: a copy of the embedding, or a different
+        # matrix, in which case the setting is wrong.
         tied = config.tie_embeddings and (not weights.has(HEAD) or weights.drop_copy(HEAD, EMBEDDING, *size))
         embedding = None if tied else weights.table(EMBEDDING, *size)
         head = weights.linear([(EMBEDDING if tied else HEAD, config.vocab)], config.hidden)
@@ -91,16 +95,17 @@ class Decoder:
         )
 
     def forward(self, f: Forward, out: Tensor | None = None) -> Tensor:
-        """Logits [S, vocab] float32 of f.logit_rows. Keys and values of all T tokens are written to the cache."""
+        """Return float32 logits [S, vocab] of f.logit_rows; cache keys and values of all T tokens."""
         x = ops.embed(f.tokens, self.embedding)
         x = self._one_by_one(x, f) if self.stack is None else self._at_once(self.stack, x, f)
         return self.head(x, out=out, full=True) if len(x) else x.new_empty(0, self.config.vocab)
 
     def ahead(self, computing: Lane, unpacking: Lane) -> ops.Ahead:
-        """For steps on a lane of a device that keeps weights packed."""
-        order = list(every(ops.PackedWeight, self.layers))  # their parts lie in the order of use
-        alike = order.index(self.layers[-1].attention.qkv.weight) + 1  # after it, rows that nobody wants are dropped
-        return ops.Ahead(order, alike, computing, unpacking)
+        """Return the state for unpacking weights ahead of their use, on a device that keeps them packed."""
+        order = list(every(ops.PackedWeight, self.layers))  # fields are declared in the order of use
+        # After this weight, rows without requested logits are dropped, so the later products have fewer rows.
+        same_rows = order.index(self.layers[-1].attention.qkv.weight) + 1
+        return ops.Ahead(order, same_rows, computing, unpacking)
 
     def _at_once(self, stack: ops.DenseStack, x: Tensor, f: Forward) -> Tensor:
         batch = f.positions, f.slots, f.block_tables, f.query_start, f.context
@@ -110,7 +115,7 @@ class Decoder:
     def _one_by_one(self, x: Tensor, f: Forward) -> Tensor:
         last = self.layers[-1]
         for layer, keys, values in zip(self.layers, f.keys.unbind(), f.values.unbind(), strict=True):
-            # Rows whose logits nobody wants are dropped as soon as their keys are cached for the last time.
+            # Rows without requested logits are dropped once the last layer has cached their keys and values.
             x = layer.attention(x, keys, values, f, f.logit_rows if layer is last else None)
             if not len(x):
                 return x
@@ -120,8 +125,11 @@ class Decoder:
 
 
 def _stack(layers: tuple[Layer, ...]) -> ops.DenseStack | None:
-    """None if a layer has a part of another kind, or weights differ in layout, or torch computes it all anyway."""
-    dense = [one for layer in layers if (one := layer.dense()) is not None]
+    """Return all layers as one op, or None.
+
+    None: a layer has another kind of part, the weights differ in layout, or torch computes the products.
+    """
+    dense = [dense_layer for layer in layers if (dense_layer := layer.dense()) is not None]
     layouts = {weight.layout for layer in dense for weight in layer.weights}
     if len(dense) < len(layers) or len(layouts) > 1 or min(layouts) < 0:
         return None

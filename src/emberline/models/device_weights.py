@@ -1,11 +1,11 @@
-"""DeviceWeights: a checkpoint's tensors straight from disk to where they are used.
+"""DeviceWeights: loads a checkpoint's tensors from disk directly into their final memory on the device.
 
-A tensor asked for is allocated on the device in its final shape and stays empty until `finish`, which reads the files
-once, in order, and copies each piece's bytes to the places they belong to. Where bytes cannot land as they are (another
-dtype, rows that are mixed with another matrix's), they land in a staged copy and a copy on the device does the rest.
+A requested tensor is allocated on the device in its final shape and filled by `finish`, which reads the files once, in
+order, and copies the bytes of each chunk to the tensors they belong to. Bytes that need conversion (another dtype, rows
+interleaved with another matrix's) are copied to a staging tensor first, and converted on the device.
 
-Tensors of packed files are decoded on the way. Weights that are to be kept packed on the device get their memory when
-their first bytes come and are packed when the last have: there are never more than a few plain matrices.
+Tensors of packed files are decoded on the way. Weights that stay packed on the device are allocated when their first
+bytes arrive and packed after the last, so that only a few plain matrices exist at a time.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from emberline.unweight.tensor import is_coded
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
     read: ReadStats
-    wait_seconds: float  # `finish` stood waiting for the disk
-    copy_seconds: float  # `finish` was copying: pinning and decoding included
+    wait_seconds: float  # `finish` waited for the disk
+    copy_seconds: float  # `finish` copied, pinned and decoded
     pin_seconds: float
-    unread_bytes: int  # when `finish` began
+    unread_bytes: int  # not yet read when `finish` began
     decoded_bytes: int = 0
-    decode_seconds: float = 0.0  # of all threads together
+    decode_seconds: float = 0.0  # summed over threads
 
     def __str__(self) -> str:
-        decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} s of threads"
+        decoded = f", decoded {self.decoded_bytes / 1e9:.2f} GB in {self.decode_seconds:.2f} thread-seconds"
         return (
             f"read {self.read.bytes / 1e9:.2f} GB in {self.read.seconds:.2f} s ({self.read.rate:.2f} GB/s, "
             f"{self.read.direct_bytes / max(1, self.read.bytes):.0%} direct), waited {self.wait_seconds:.2f} s, "
             f"copied {self.copy_seconds:.2f} s (pinning {self.pin_seconds:.2f} s){decoded * bool(self.decoded_bytes)}; "
-            f"{self.unread_bytes / 1e9:.2f} GB were still unread at first"
+            f"{self.unread_bytes / 1e9:.2f} GB were unread at the start"
         )
 
 
 class DeviceWeights(Weights):
-    times: LoadTimes | None = None  # once finished
+    times: LoadTimes | None = None  # set by `finish`
     decodes = True
 
     def __init__(
@@ -65,8 +65,10 @@ class DeviceWeights(Weights):
         packed: bool = False,
         shard: Shard | None = None,
     ) -> None:
-        """`reader`: one that was started on the checkpoint's files before; `finish` closes it. `packed`: matrices of
-        bf16 are kept in 12 bits a weight."""
+        """`reader`: already started on the checkpoint's files; `finish` closes it.
+
+        `packed`: keep bf16 matrices in the uw12 format, 12 bits per weight.
+        """
         super().__init__(checkpoint, dtype, shard=shard)
         self.device = torch.device(device)
         self.packed = packed
@@ -78,17 +80,17 @@ class DeviceWeights(Weights):
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         whole = torch.empty(sum(size for _, size in parts), dtype=torch.float32, device=self.device)
-        at = 0
+        start = 0
         for name, size in parts:
-            self._expect(name, (size,), whole[at : at + size])
-            at += size
+            self._expect(name, (size,), whole[start : start + size])
+            start += size
         return whole
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         return self.stack([(name, rows)], columns)
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """`gated`: groups of rows of the gate and of the up take turns, if their number can be divided so."""
+        """`gated`: interleave gate and up matrix in groups of rows, if the number of rows is divisible."""
         rows = [count for _, count in parts]
         whole = torch.empty(sum(rows), columns, dtype=self._stack_dtype(parts, columns), device=self.device)
         for (name, count), place in zip(parts, split_stack(whole, rows, gated), strict=True):
@@ -113,7 +115,7 @@ class DeviceWeights(Weights):
         return self.linear([(name, rows)], columns) if self.packed else self.matrix(name, rows, columns)
 
     def finish(self, ignorable: str) -> None:
-        """Returns when every tensor has its values."""
+        """Read the files and return when every tensor has its values."""
         try:
             super().finish(ignorable)
             self._files.clear()
@@ -124,7 +126,7 @@ class DeviceWeights(Weights):
                 self._reader.close()
 
     def _stack_dtype(self, parts: Sequence[tuple[str, int]], columns: int) -> torch.dtype:
-        """Checks every part before anything is allocated."""
+        """Return the dtype of a stack, after checking every part before anything is allocated."""
         kept = [self._file_dtype(name, (rows, columns)) for name, rows in parts]
         widest = kept[0]
         for dtype in kept[1:]:
@@ -150,36 +152,36 @@ class DeviceWeights(Weights):
         return kind(name, info, dtype, place, self._codec, cut)
 
     def _fill(self, reader: Reader) -> LoadTimes:
-        places = Places(self._arrivals)
-        assert reader.files >= {arrival.file for arrival in self._arrivals}, "the reader reads other files"
+        index = Places(self._arrivals)
+        assert reader.files >= {load.file for load in self._arrivals}, "the reader reads other files"
         waited = copied = 0.0
         unread = sum(file.stat().st_size for file in reader.files) - reader.stats.bytes
-        with Carrier(reader, self.device) as carrier:
+        with Carrier(reader, self.device) as uploader:
             while True:
                 began = time.perf_counter()
-                carrier.wait()
+                uploader.wait()
                 waiting = time.perf_counter()
-                piece = reader.take()
+                chunk = reader.take()
                 taken = time.perf_counter()
-                if piece is None:
-                    carrier.flush()
+                if chunk is None:
+                    uploader.flush()
                 else:
-                    carrier.carry(piece, places.of(piece))
+                    uploader.carry(chunk, index.of(chunk))
                 copied += waiting - began + time.perf_counter() - taken
                 waited += taken - waiting
-                if piece is None:
+                if chunk is None:
                     break
-        missing = [arrival for arrival in self._arrivals if arrival.left]
+        missing = [load for load in self._arrivals if load.left]
         if missing:
             raise ModelFileError(
-                f"{missing[0].file} does not hold all of tensor {missing[0].name!r}", hint="download the file again"
+                f"{missing[0].file} does not contain all of tensor {missing[0].name!r}", hint="download the file again"
             )
         return LoadTimes(
             reader.stats,
             waited,
             copied,
-            carrier.pin_seconds,
+            uploader.pin_seconds,
             max(0, unread),
-            carrier.decoded_bytes,
-            carrier.decode_seconds,
+            uploader.decoded_bytes,
+            uploader.decode_seconds,
         )

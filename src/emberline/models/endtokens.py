@@ -1,7 +1,9 @@
-"""end_tokens: the ids at which a model's turn ends, as any of its files has them. Torch-free.
+"""end_tokens: collects the ids of the tokens that end a model's output, from all of its files.
 
-config.json often knows only where a text ends; of a chat model's turn generation_config.json knows, or the tokenizer's
-config alone, which has not the id but what it looks like.
+Torch-free.
+
+config.json often has only the end-of-text token. The token that ends a chat model's turn is in generation_config.json,
+or only in the tokenizer's config, as text without its id.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ADDED = re.compile(r'"added_tokens"\s*:\s*')
 
 
 def end_tokens(checkpoint: Checkpoint, vocab: int) -> tuple[int, ...]:
-    """Without those that a model with so many tokens cannot say."""
+    """Return the ids of the end tokens, without ids outside the vocabulary of `vocab` tokens."""
     sources = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
     ids = [token for where, values in sources.items() for token in Fields(values, where).ids("eos_token_id")]
     return tuple(token for token in dict.fromkeys([*ids, *_of_tokenizer(checkpoint)]) if token < vocab)
@@ -31,18 +33,18 @@ def _of_tokenizer(checkpoint: Checkpoint) -> list[int]:
     if not isinstance(text, str):
         return []
     added = _added_tokens(checkpoint.directory / "tokenizer.json")
-    ours = (Fields(token, "tokenizer.json") for token in added if token.get("content") == text)
-    return [id_ for token in ours for id_ in token.ids("id")]
+    matching = (Fields(token, "tokenizer.json") for token in added if token.get("content") == text)
+    return [id_ for token in matching for id_ in token.ids("id")]
 
 
 def _added_tokens(tokenizer: Path) -> list[dict[str, Any]]:
-    """Those with a meaning of their own. They are written before the vocabulary, which a start need not wait for."""
+    """Return the added tokens of tokenizer.json, without parsing the vocabulary after them, which is slow."""
     try:
         text = tokenizer.read_text("utf-8")
         found = ADDED.search(text)
         added = json.JSONDecoder().raw_decode(text, found.end())[0] if found else []
     except FileNotFoundError:
-        return []  # served with ids alone
+        return []  # a model without a tokenizer is served with token ids only
     except (OSError, ValueError, RecursionError) as e:
         raise ModelFileError(f"cannot read the added tokens of {tokenizer}: {e}") from e
     return [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []

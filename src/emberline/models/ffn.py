@@ -1,4 +1,4 @@
-"""The gated feed-forward network, its norm and residual included. Experts are in `moe`."""
+"""FeedForward: the gated feed-forward network, including norm and residual. Experts are in `moe`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class FeedForward:
         )
 
     def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
-        """Adds to x in place."""
+        """Add the network's output to x in place."""
         inner = ops.gate_up_silu(x, self.gate_up, norm=self.norm, eps=self.eps, ahead=ahead)
         return self.down(inner, add_to=x, ahead=ahead)
 
 
 @dataclass(frozen=True, slots=True)
 class BiasedFeedForward:
-    """The same with biases. Rare, so it has no kernel of its own."""
+    """A gated feed-forward network with biases; rare, so it has no kernel of its own."""
 
     gate_up: Linear
     down: Linear

@@ -1,4 +1,4 @@
-"""Fields: a JSON object that came with a model, each value checked when it is asked for. null is absent."""
+"""ConfigFields: typed access to a JSON object of a model, such as config.json. null counts as absent."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Fields:
         return tuple(Fields({name: item}, self.where).number(name) for item in value)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Numbers of tokens or layers: one, a list of them, or none."""
+        """Return the ids of tokens or layers in a field that holds one number, a list of them, or nothing."""
         value = self._given(name, [])
-        found = value if isinstance(value, list) else [value]
-        if not all(type(item) is int and item >= 0 for item in found):
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(item) is int and item >= 0 for item in ids):
             raise self.wrong(name, "a whole number of at least 0, or a list of them")
-        return tuple(found)
+        return tuple(ids)
 
     def section(self, name: str) -> Fields:
         value = self._given(name, {})
@@ -67,6 +67,7 @@ class Fields:
         return Fields(value, f"{self.where}, {name}")
 
     def wrong(self, name: str, wanted: str) -> ModelFileError:
+        """Return the error for a field that is missing or has an invalid value."""
         found = "missing" if not self.has(name) else f"{str(self.values[name])[:80]!r}"
         return ModelFileError(f"{self.where}: {name} is {found}; it must be {wanted}")
 

@@ -1,4 +1,4 @@
-"""What attention, feed-forward and head are made of: weights packed once, from one tensor or several stacked."""
+"""Linear: the linear layer of all parts of a model, with weights stacked from one or more tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from emberline.models.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = norm(x) W^T + b, where the norm and the bias are optional; or the same added to a residual in place."""
+    """y = norm(x) W^T + b with optional norm and bias, returned or added to a residual in place."""
 
     weight: ops.PackedWeight
     bias: Tensor | None = None
-    norm: Tensor | None = None  # weight of the RMS norm in front
+    norm: Tensor | None = None  # weight of the RMS norm applied to the input
     eps: float = 0.0
 
     def __call__(
@@ -33,7 +33,7 @@ class Linear:
 
 
 def stacked(weights: Weights, names: list[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
-    """The matrices `name`.weight of so many rows each, one under the other, so that one call reads x once for all."""
+    """Load matrices (name, rows) stacked into one, so that one kernel call computes all their products."""
     return weights.linear([(f"{name}.weight", rows) for name, rows in names], columns, gated=gated)
 
 

@@ -1,4 +1,4 @@
-"""load: a checkpoint directory becomes a Decoder, or a typed error that says which tensor or field is wrong."""
+"""load_decoder: loads a checkpoint directory on a CPU; errors name the tensor or field that is wrong."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ SAMPLE = 1024  # bytes read at each end and in the middle of a tensor
 
 
 def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -> Decoder:
-    """`auto` keeps the dtype of the file; float16 widens. Positions are [0, max_context), by default the config's."""
+    """Load a model for positions [0, max_context), by default those of its config.
+
+    With dtype `auto` the weights keep the dtype of the file, but float16 becomes float32.
+    """
     if dtype not in DTYPES:
         raise InvalidRequest(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}", param="dtype")
     checkpoint = Checkpoint.open(directory)
@@ -43,13 +46,17 @@ def load(directory: Path, dtype: str = "auto", max_context: int | None = None) -
     weights = Weights(checkpoint, DTYPES[dtype])
     decoder = Decoder.load(config, weights, context, "")
     weights.finish(IGNORABLE)
-    used = str(decoder.dtype).removeprefix("torch.")  # not as asked: auto and its outcome are the same numbers
+    used = str(decoder.dtype).removeprefix("torch.")  # not `dtype`, which may be auto: equal weights hash equally
     return replace(decoder, fingerprint=fingerprint(checkpoint, config, used, context))
 
 
 def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context: int) -> str:
-    """Equal for equal models, packed or not, so that keys and values of one are never taken for another's. Samples each
-    tensor: cheap, and training a model further changes every matrix it touches everywhere."""
+    """Return a hash that is equal for equal models, packed or not; it keys their KV blocks.
+
+    It samples each tensor, which is cheap; training changes a matrix everywhere, so the samples differ. The names of
+    ModelConfig, its nested configs and their fields are part of the hash, through `repr`: renaming one would invalidate
+    all stored KV blocks.
+    """
     digest = hashlib.sha256(repr((replace(config, max_context=0, eos=()), dtype)).encode())
     digest.update(inverse_frequencies(config.rope, context).numpy().tobytes())
     files: dict[Path, int] = {}
@@ -70,7 +77,7 @@ def fingerprint(checkpoint: Checkpoint, config: ModelConfig, dtype: str, context
 
 
 def _reader(name: str, info: TensorInfo, handle: int) -> Callable[[int, int], Bytes]:
-    """Bytes of a tensor; of a coded one, only the blocks that hold them are decoded."""
+    """Return a function that reads bytes [begin, end) of a tensor, decoding only the blocks that it needs."""
 
     def fetch(begin: int, end: int) -> Bytes:
         return np.frombuffer(os.pread(handle, end - begin, info.offset + begin), np.uint8)

@@ -1,4 +1,4 @@
-"""The feed-forward network of experts, its norm and residual included."""
+"""SparseFeedForward: a feed-forward network with a mixture of experts, including norm and residual."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class SparseFeedForward:
         for fused in (f"{at}.experts.gate_up_proj", f"{at}.experts.down_proj"):
             if weights.has(fused):
                 hint = "save it with one matrix for each expert, as save_pretrained of transformers does"
-                raise UnsupportedModel(f"tensor {fused!r} holds all experts of a layer", hint=hint)
+                raise UnsupportedModel(f"tensor {fused!r} holds all experts of a layer in one matrix", hint=hint)
 
-        def expert(number: int) -> Expert:
-            one = f"{at}.experts.{number}"
-            halves = [(f"{one}.{names.gate}", experts.ffn), (f"{one}.{names.up}", experts.ffn)]
-            down = [(f"{one}.{names.down}", hidden)]
+        def load_expert(number: int) -> Expert:
+            prefix = f"{at}.experts.{number}"
+            halves = [(f"{prefix}.{names.gate}", experts.ffn), (f"{prefix}.{names.up}", experts.ffn)]
+            down = [(f"{prefix}.{names.down}", hidden)]
             return Expert(stacked(weights, halves, hidden, gated=True), stacked(weights, down, experts.ffn))
 
         return SparseFeedForward(
@@ -40,12 +40,12 @@ class SparseFeedForward:
                 norm=weights.vector(f"model.layers.{layer}.post_attention_layernorm.weight", hidden),
                 eps=config.norm_eps,
                 router=stacked(weights, [(f"{at}.gate", experts.count)], hidden),
-                experts=tuple(map(expert, range(experts.count))),
+                experts=tuple(map(load_expert, range(experts.count))),
                 chosen=experts.chosen,
                 renormalised=experts.renormalised,
             )
         )
 
     def __call__(self, x: Tensor, ahead: ops.Ahead | None = None) -> Tensor:
-        """Adds to x in place."""
+        """Add the network's output to x in place."""
         return self.mixture(x)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to by itself: pages of our own, pinned where they lie."""
+"""Pinned host memory for GPU copies: ordinary pages that are registered with the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.errors import ModelError
 
 
 def host_bytes(count: int) -> Tensor:
-    """uint8[count], not pinned. torch's own pinned allocator would round the size up to a power of two."""
+    """Return an unpinned uint8[count]. torch's pinned allocator would round its size up to a power of two."""
     pages = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -19,12 +19,13 @@ def host_bytes(count: int) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """Unpin it before it is freed."""
+    """Pin the memory; it must be unpinned before it is freed. Raises ModelError."""
     if memory.nbytes:
         status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status:
             raise ModelError(
-                f"the driver cannot pin {memory.nbytes} bytes of host memory (error {status})", hint="free some memory"
+                f"the CUDA driver cannot pin {memory.nbytes} bytes of host memory (error {status})",
+                hint="free host memory, or raise the limit of locked memory (ulimit -l)",
             )
 
 

@@ -1,9 +1,9 @@
-"""Reader: files from disk into memory as fast as the disk gives them: in pieces, in order, each byte once.
+"""FileReader: threads that read files into memory in chunks, in order, at the speed of the disk.
 
-It needs only the standard library, so that a process can start it first and import torch while the disk is busy; the
-reads hold no lock of the interpreter. What is read waits in buffers. `ring` of them are used again and again, and are
-worth pinning; until the first piece is taken, up to `ahead` bytes more go to buffers that are used once. Parts of other
-files can be brought into the page cache before all that.
+It needs only the standard library, so that a process can start it first and import torch while the disk is busy; reads
+release the GIL. Chunks wait in buffers until they are taken. `ring` buffers are reused, and are worth pinning. Until
+the first chunk is taken, up to `read_ahead_bytes` more go to buffers that are used once. Before that, parts of other
+files (`prefetch`) can be read into the page cache.
 
     claimed by a thread -> filled -> take() -> give_back() -> claimed ...
 """
@@ -26,14 +26,14 @@ from emberline.core.errors import ModelError, ModelFileError
 from emberline.core.freememory import free_memory
 from emberline.hub.checkpoint import Checkpoint
 
-ALIGN = 4096  # of offsets, lengths and memory in direct reads
+ALIGN = 4096  # of offsets, lengths and memory
 PIECE = 32 << 20
 THREADS = 12
 RING = 24
-HUGE = 2 << 20  # a page, where the system gives large ones
-FIRST = 1 << 20  # bytes of a file for the page cache that one call reads
+HUGE = 2 << 20
+FIRST = 1 << 20
 Memory = mmap.mmap | memoryview
-STALL = 60.0  # seconds without a piece after which a disk counts as dead
+STALL = 60.0  # time without a new chunk after which loading fails
 
 
 def files_of(checkpoint: Checkpoint) -> list[Path]:
@@ -41,7 +41,7 @@ def files_of(checkpoint: Checkpoint) -> list[Path]:
 
 
 class Buffer:
-    """Fresh pages. `number` is below the ring's size for those that are used again."""
+    """A buffer of new pages. Buffers with a `number` below the ring's size are reused."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -56,12 +56,15 @@ class Buffer:
         return self._pages
 
     def copy_to(self, address: int, length: int) -> None:
-        """Its first bytes, to memory of the caller's. Other threads may run meanwhile."""
+        """Copy the first `length` bytes to the caller's memory, with the GIL released."""
         ctypes.memmove(address, (ctypes.c_char * 1).from_buffer(self.memory), length)
 
     def touch(self, zero: int) -> None:
-        """Has the system give it its pages by plain faults, from /dev/zero. In a direct read they would come under
-        the lock that an import in another thread waits for at each library it maps."""
+        """Allocate the buffer's pages by reading from /dev/zero into each.
+
+        A direct read would allocate them under the lock of the address space, for which an import in another thread
+        waits at each library that it maps.
+        """
         self.touched = True
         with memoryview(self.memory) as memory, contextlib.ExitStack() as parts:
             os.readv(zero, [parts.enter_context(memory[at : at + 1]) for at in range(0, len(memory), HUGE)])
@@ -69,7 +72,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [offset, offset + length) of a file, at the start of the buffer."""
+    """Bytes [offset, offset + length) of a file, in the first bytes of a buffer."""
 
     file: Path
     offset: int
@@ -80,17 +83,17 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class ReadStats:
     bytes: int
-    seconds: float  # in which at least one read was under way
-    direct_bytes: int  # that went past the page cache
+    seconds: float  # time during which at least one read was running
+    direct_bytes: int  # bytes read without the page cache
 
     @property
     def rate(self) -> float:
-        """GB/s"""
+        """Average rate in GB/s."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 class Reader:
-    """Threads that fill buffers. One caller takes pieces and gives them back; it must close the reader."""
+    """Threads that fill buffers. One caller takes chunks, gives them back, and must close the reader."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Reader:
         self.ring = ring
         self._files = files
         self._size = piece
-        self._most = ring + ahead // piece  # buffers ever made before the first piece is taken
+        self._most = ring + ahead // piece  # before the first chunk is taken
         self._jobs = deque((file, offset) for file in files for offset in range(0, file.size, piece))
         self._untaken = len(self._jobs)
         self._change = threading.Condition()
@@ -124,7 +127,7 @@ class Reader:
             for path, begin, end in first
             for at in range(begin, max(end, begin + 1), FIRST)
         )
-        self._first_left = threads  # threads that may still be at it
+        self._first_left = threads  # threads that have not finished prefetching
         self._zero = os.open("/dev/zero", os.O_RDONLY | os.O_CLOEXEC)
         self._threads = [threading.Thread(target=self._work, name="reader", daemon=True) for _ in range(threads)]
 
@@ -138,8 +141,12 @@ class Reader:
         ahead: int | None = None,
         first: Sequence[tuple[str, int, int]] = (),
     ) -> Reader:
-        """`ahead`: bytes read before anyone takes them, besides the ring; by default all, or half of what is free.
-        `first`: (path, begin, end) to bring into the page cache before; a file is opened even if that is no byte."""
+        """Open the files and start reading them.
+
+        `read_ahead_bytes`: read before the first chunk is taken, besides the ring; by default all files, but at most
+        half of the free memory. `prefetch`: (path, begin, end) to read into the page cache first; an empty range only
+        opens the file.
+        """
         files: list[File] = []
         try:
             for path in paths:
@@ -158,20 +165,23 @@ class Reader:
             thread.start()
 
     def wait_first(self, timeout: float) -> bool:
-        """Until what was to be read first is in the page cache; whether it is."""
+        """Wait until the prefetched ranges are in the page cache; return False after the timeout."""
         with self._change:
             return self._change.wait_for(lambda: self._first_left == 0 or self._closed, timeout)
 
     def ready(self) -> bool:
-        """Whether `take` would return or raise at once."""
+        """Return whether `take` would return or raise without waiting."""
         with self._change:
             return bool(self._filled) or self._error is not None or self._untaken == 0
 
     def take(self, timeout: float = STALL) -> Piece | None:
-        """The next piece, in the order in which reads ended; None after the last. Raises what a thread ran into."""
+        """Return the next chunk, in the order in which reads ended, or None after the last.
+
+        Raises the error of a thread, or ModelFileError if no chunk arrives within the timeout.
+        """
         deadline = time.monotonic() + timeout
         with self._change:
-            self._most = 0  # from here on only the ring
+            self._most = 0  # from now on, no buffers besides the ring
             while True:
                 if self._error is not None:
                     raise self._error
@@ -181,32 +191,32 @@ class Reader:
                 if self._untaken == 0:
                     return None
                 assert not self._closed, "taken from a closed reader"
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     raise self._nothing_came(timeout)
-                self._change.wait(left)
+                self._change.wait(remaining)
 
     def _nothing_came(self, timeout: float) -> ModelFileError:
         names = ", ".join(sorted(str(file) for file in self.files))
         return ModelFileError(
-            f"nothing came from the disk for {timeout:.0f} s while reading {names[:200]}",
-            hint="is the disk, or the network it is behind, alive?",
+            f"no data from the disk for {timeout:.0f} s while reading {names[:200]}",
+            hint="check the disk, or the network of a network file system",
         )
 
     def reuses(self, piece: Piece) -> bool:
-        """Whether its buffer, once given back, may be filled again."""
+        """Return whether the chunk's buffer will be filled again after it is given back."""
         with self._change:
             return piece.buffer.number < self.ring and bool(self._jobs)
 
     def give_back(self, piece: Piece) -> None:
-        """Its buffer will be overwritten."""
+        """Return the chunk's buffer, which may then be overwritten."""
         with self._change:
             if piece.buffer.number < self.ring:
                 self._free.append(piece.buffer)
                 self._change.notify_all()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Ends the threads, each after the read it is in."""
+        """Stop the threads after their current reads, and free the files and buffers."""
         with self._change:
             self._closed = True
             self._change.notify_all()
@@ -252,11 +262,12 @@ class Reader:
     def _read_first(self) -> None:
         memory = bytearray(FIRST if self._first else 0)
         while self._first and not self._closed:
-            with contextlib.suppress(IndexError, OSError):  # another thread had the last; a file is gone: only a hint
+            # IndexError: another thread took the last range. OSError: a file is missing, but prefetching is optional.
+            with contextlib.suppress(IndexError, OSError):
                 path, begin, end = self._first.popleft()
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 try:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # nothing beyond: what is needed of it is noted
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # read only the given range, without read-ahead
                     with memoryview(memory)[: end - begin] as part:
                         os.preadv(fd, [part], begin)
                 except IsADirectoryError:
@@ -272,7 +283,7 @@ class Reader:
             while self._jobs and not self._closed:
                 buffer = self._buffer()
                 if buffer is None:
-                    self._change.wait()  # for the caller, who gives one back or closes
+                    self._change.wait()  # until the caller gives a buffer back or closes the reader
                     continue
                 file, offset = self._jobs.popleft()
                 if self._in_flight == 0:
@@ -283,15 +294,15 @@ class Reader:
 
     def _buffer(self) -> Buffer | None:
         if self._free:
-            return self._free.pop()  # the last one used: its pages are there
+            return self._free.pop()  # the most recently used one, whose pages are allocated
         if self._made >= max(self.ring, self._most):
             return None
         try:
-            made = Buffer(self._made, self._size)
+            buffer = Buffer(self._made, self._size)
         except OSError as e:
-            raise ModelError(f"no memory to read into: {e.strerror or e}") from e
+            raise ModelError(f"cannot allocate memory to read the weights into: {e.strerror or e}") from e
         self._made += 1
-        return made
+        return buffer
 
     def _done(self, piece: Piece) -> None:
         with self._change:
@@ -304,13 +315,13 @@ class Reader:
 
 
 class File:
-    """One file, open twice: past the page cache where the file system allows, and plainly for the rest."""
+    """A file opened twice: with O_DIRECT if the file system supports it, and normally for the rest."""
 
     def __init__(self, path: Path, *, size: int | None = None, step: int = 0) -> None:
-        """`size`: what it was when someone looked. `step`: bytes that one call reads at most; whole buffers if 0."""
+        """`size`: known size of the file, if any. `max_read_bytes`: limit of one read call; 0: a whole buffer."""
         self.path = path
         self.step = step
-        self.direct_bytes = 0  # a sum over threads: a statistic, not exact
+        self.direct_bytes = 0  # a statistic, updated by several threads without a lock
         try:
             plain = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self.size = os.fstat(plain).st_size if size is None else size
@@ -323,21 +334,21 @@ class File:
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def close(self) -> None:
-        """Once is enough, twice does no harm."""
-        open_ones = [fd for fd in (self._plain, self._direct) if fd is not None]
+        """Close the file; repeated calls do nothing."""
+        descriptors = [fd for fd in (self._plain, self._direct) if fd is not None]
         self._plain = self._direct = None
-        for fd in open_ones:
+        for fd in descriptors:
             os.close(fd)
 
     def read(self, piece: Piece) -> None:
-        """Into a whole buffer: directly as far as that goes, then plainly."""
+        """Read the chunk into its buffer, with direct I/O as far as possible. Raises ModelFileError."""
         try:
             self._rest(piece, self._directly(piece))
         except OSError as e:
             raise ModelFileError(f"cannot read {self.path}: {e.strerror or e}") from e
 
     def _directly(self, piece: Piece) -> int:
-        """Bytes that came: up to the file's end, if nothing cut a read short."""
+        """Read with direct I/O and return the bytes read: the whole chunk unless a read was short or rejected."""
         done, step = 0, self.step or piece.buffer.size
         with memoryview(piece.buffer.memory) as memory:
             while done < piece.length and done % ALIGN == 0 and self._direct is not None and not self._refused:

@@ -1,10 +1,10 @@
-"""The process that reads for a ChildReader: an ordinary Reader, whose pieces our parent copies out of our memory.
+"""The child process of a ChildProcessReader, which reads chunks for the parent to copy from its memory.
 
-    our input    a line of orders, an empty line when it is time, then the numbers of buffers given back
-    our output   a line with the address of HELLO, to try; then one for each piece: which file, offset, buffer, the
-                 buffer's address, seconds spent and bytes read directly by then; an error is the last line
+    stdin     a line of JSON settings, an empty line to start reading, then the numbers of buffers given back
+    stdout    a line with the address of PROBE_BYTES, for a test read; then a line for each chunk: file number, offset,
+              buffer number, buffer address, seconds spent reading and bytes read directly so far; an error comes last
 
-It ends with its parent: when its input does, or when another process has become its parent.
+The process exits when its parent does: when stdin is closed or its parent process changes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from typing import Any
 from emberline.core.errors import ModelError, ModelFileError
 from emberline.models.reader import File, Piece, Reader
 
-DAY = 86400.0  # our parent has the deadlines
-LOOK = 1.0  # seconds between looks whether it is still there
+DAY = 86400.0  # the parent has its own timeouts
+LOOK = 1.0
 INPUT, OUTPUT = 0, 1
 HELLO = b"Can you see this?"
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for our parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     lines = _lines(os.getppid())
-    hello = ctypes.create_string_buffer(HELLO)
-    _say([ctypes.addressof(hello)])
+    probe = ctypes.create_string_buffer(HELLO)
+    _say([ctypes.addressof(probe)])
     try:
-        orders = json.loads(next(lines))
+        settings = json.loads(next(lines))
         next(lines)
     except (ValueError, StopIteration):
         os._exit(1)
-    out: dict[int, tuple[Reader, Piece]] = {}
-    threading.Thread(target=_serve, args=(orders, out), daemon=True).start()
+    lent: dict[int, tuple[Reader, Piece]] = {}  # chunks that the parent has not given back, by buffer number
+    threading.Thread(target=_serve, args=(settings, lent), daemon=True).start()
     for line in lines:
-        reader, piece = out.pop(int(line))
-        reader.give_back(piece)
+        reader, chunk = lent.pop(int(line))
+        reader.give_back(chunk)
     os._exit(0)
 
 
@@ -60,16 +60,16 @@ def _read(orders: dict[str, Any], out: dict[int, tuple[Reader, Piece]]) -> None:
     numbers = {file.path: number for number, file in enumerate(files)}
     reader = Reader(files, threads=orders["threads"], piece=orders["piece"], ring=orders["buffers"], ahead=0)
     reader.begin()
-    while (piece := reader.take(DAY)) is not None:
-        out[piece.buffer.number] = reader, piece
+    while (chunk := reader.take(DAY)) is not None:
+        out[chunk.buffer.number] = reader, chunk
         stats = reader.stats
-        address = ctypes.addressof(ctypes.c_char.from_buffer(piece.buffer.memory))
-        where = [numbers[piece.file], piece.offset, piece.buffer.number, address]
-        _say([*where, round(stats.seconds, 4), stats.direct_bytes])
+        address = ctypes.addressof(ctypes.c_char.from_buffer(chunk.buffer.memory))
+        location = [numbers[chunk.file], chunk.offset, chunk.buffer.number, address]
+        _say([*location, round(stats.seconds, 4), stats.direct_bytes])
 
 
 def _lines(parent: int) -> Iterator[bytes]:
-    """Of our input, until it ends or our parent has."""
+    """Yield the lines of stdin until it is closed or the parent process has ended."""
     rest = b""
     while True:
         if not select.select([INPUT], [], [], LOOK)[0]:
@@ -89,4 +89,4 @@ def _say(what: object) -> None:
         while data:
             data = data[os.write(OUTPUT, data) :]
     except OSError:
-        os._exit(1)  # nobody listens
+        os._exit(1)  # the parent is gone

@@ -1,7 +1,7 @@
-"""The architectures we run, by model_type: how each departs from Llama 1. Torch-free.
+"""The supported architectures by model_type, as differences from Llama 1. Torch-free.
 
-All of them name their tensors alike, but for experts. A string is the field of config.json that decides; True and False
-are fixed.
+All of them use the same tensor names except for experts. A string names the field of config.json that decides; True and
+False are fixed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of a mixture: what its parts are called in a layer, and what decides."""
+    """The tensor names of a mixture of experts in a layer, and the fields of config.json that describe it."""
 
     at: str
     gate: str
     up: str
     down: str
-    ffn: str  # the field that says how wide one is
+    ffn: str  # field with the inner width of one expert
     renormalised: bool | str
 
 
@@ -27,7 +27,7 @@ class Architecture:
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
-    window: bool | str = False  # whether sliding_window counts
+    window: bool | str = False  # whether sliding_window applies
     experts: Experts | None = None
 
 

@@ -1,10 +1,11 @@
-"""The table of cos and sin that positions are looked up in.
+"""The table of rotary cosines and sines by position.
 
-One table serves every request, because cached keys cannot be turned again when a sequence grows. Two kinds depend on
-the sequence's length in transformers; here, on the context being served, as if every sequence were that long:
-  dynamic   serves its original context unless asked for more, where nothing is stretched: equal to transformers.
-  longrope  takes the short factors if the context served is at most the original one, else the long ones: equal to
-            transformers for sequences on the same side of the original context.
+One table serves all requests, because cached keys cannot be rotated again when a sequence grows. Two kinds of scaling
+depend on the sequence's length in transformers; here they depend on the configured context, as if every sequence had
+that length:
+  dynamic   By default the original context is configured, for which nothing is scaled, as in transformers.
+  longrope  Uses the short factors if the configured context is at most the original one, otherwise the long ones. This
+            equals transformers for sequences on the same side of the original context.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from emberline.models.ropeconfig import RopeConfig
 
 
 def cos_sin(rope: RopeConfig, context: int) -> Tensor:
-    """[context, dim] float32: the cosines, then the sines."""
+    """Return float32[context, dim]: the cosines, then the sines."""
     angles = torch.arange(context, dtype=torch.float32)[:, None] * inverse_frequencies(rope, context)
     return torch.cat([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor)
 
@@ -50,17 +51,20 @@ def _ntk_theta(rope: RopeConfig, context: int) -> float:
 
 
 def _llama3(rope: RopeConfig) -> Tensor:
-    """Slow turns are stretched, fast ones kept; in between, by how often each turns within the original context."""
+    """Return Llama 3's frequencies: low ones divided by the factor, high ones kept, others interpolated.
+
+    The interpolation depends on the number of rotations within the original context.
+    """
     plain = _plain(rope.theta, rope.dim)
-    turns = rope.original_context * plain / (2 * math.pi)
-    kept = ((turns - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
+    rotations = rope.original_context * plain / (2 * math.pi)
+    kept = ((rotations - rope.low_freq) / (rope.high_freq - rope.low_freq)).clamp(0, 1)
     return plain * (kept + (1 - kept) / rope.factor)
 
 
 def _yarn(rope: RopeConfig) -> Tensor:
-    def dimension(turns: float) -> float:
-        """Which pair of dimensions turns so often within the original context."""
-        return rope.dim * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def dimension(rotations: float) -> float:
+        """Return the pair of dimensions that makes this many rotations within the original context."""
+        return rope.dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

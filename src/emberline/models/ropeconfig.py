@@ -1,4 +1,4 @@
-"""RopeConfig: how positions become angles, with every default of the scaling kinds already worked out. Torch-free."""
+"""RopeConfig: the rotary position embedding of a model, with all defaults filled in. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_CONTEXT = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    dim: int  # of each head, the first `dim` are rotated
+    dim: int  # number of leading dimensions of each head that are rotated
     theta: float
-    original_context: int  # what the model was trained on before it was stretched
+    original_context: int  # context in tokens before scaling
     kind: str = "default"
     factor: float = 1.0
     attention_factor: float = 1.0  # multiplies cos and sin
@@ -30,15 +30,15 @@ class RopeConfig:
 
     @staticmethod
     def from_hf(config: Fields, head_dim: int, max_position: int) -> RopeConfig:
-        """transformers 5 writes all under rope_parameters; older files have rope_scaling, and rope_theta beside it."""
+        """Read rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier releases)."""
         names = [name for name in ("rope_parameters", "rope_scaling") if config.has(name)]
         fields = config.section(names[0] if names else "rope_scaling")
         if len(names) == 2 and fields.values != config.section(names[1]).values:
             raise UnsupportedModel(
-                "rope_parameters and rope_scaling say different things", hint="put what you want into rope_parameters"
+                "config.json: rope_parameters and rope_scaling differ", hint="remove rope_scaling or make them equal"
             )
         if any(isinstance(value, dict) for value in fields.values.values()):
-            raise UnsupportedModel(f"{fields.where}: a different rope for each kind of layer is not supported")
+            raise UnsupportedModel(f"{fields.where}: different rope parameters per layer type are not supported")
         kind = fields.text("rope_type", fields.text("type", "default"))
         if kind not in KINDS:
             raise UnsupportedModel(f"rope scaling {kind[:40]!r} is not supported", hint=f"supported: {' '.join(KINDS)}")
@@ -98,7 +98,7 @@ def _longrope(rope: RopeConfig, fields: Fields, max_position: int) -> RopeConfig
     short, long = (fields.numbers(name, rope.dim // 2) for name in ("short_factor", "long_factor"))
     for name, factors in (("short_factor", short), ("long_factor", long)):
         if min(factors) <= 0:
-            raise fields.wrong(name, "positive throughout")
+            raise fields.wrong(name, "a list of positive numbers")
     attention = fields.number("attention_factor", usual)
     return replace(rope, factor=factor, attention_factor=attention, short_factors=short, long_factors=long)
 

@@ -1,8 +1,9 @@
-"""Shard: what one of several devices holds of a model, when each computes a part of every product. Torch-free.
+"""Shard: the part of a model that one device holds under tensor parallelism. Torch-free.
 
-Heads, the inner width of the feed-forward and the vocabulary are cut. Matrices that make them (q, k, v, gate, up,
-embedding, head) are cut by rows, so that products lie side by side; those that read them (o, down) by columns, so that
-products are to be added up. Norms are whole. Weights are packed after the cut: each part has bases of its own.
+Heads, the inner width of the feed-forward network and the vocabulary are divided among devices. Matrices whose outputs
+these are (q, k, v, gate, up, embedding, head) are divided by rows, and their products are concatenated; matrices that
+consume them (o, down) are divided by columns, and their products are summed. Norms are replicated. Weights are packed
+after they are divided, so each part has its own exponent bases.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from emberline.models.config import ModelConfig
 
 BY_ROWS, BY_COLUMNS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}, {"o_proj", "down_proj"}
 VOCABULARY = {"embed_tokens", "lm_head"}
-GRAIN = 64  # rows of a vocabulary stay together, as packed weights want it; the last part may be smaller
+GRAIN = 64  # the vocabulary is divided at multiples of this, as packed weights require; the last part may be smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +25,28 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.of:
-            raise InvalidRequest(f"shard {self.rank} of {self.of}: they are counted from 0")
+            raise InvalidRequest(f"shard rank is {self.rank}; it must be from 0 to {self.of - 1}")
 
     def config(self, whole: ModelConfig) -> ModelConfig:
-        """Of the part, as a model of its own would have it. Angles, norms and hidden states stay as they are."""
+        """Return the config of this part as a model of its own.
+
+        Raises UnsupportedModel if it cannot be divided.
+        """
         for what, count in (("attention heads", whole.heads), ("key heads", whole.kv_heads), ("ffn", whole.ffn)):
             if count % self.of:
-                raise UnsupportedModel(f"{count} {what} cannot be cut into {self.of} equal parts")
+                raise UnsupportedModel(f"{count} {what} cannot be divided into {self.of} equal parts")
         if self.of > 1 and whole.experts is not None:
-            raise UnsupportedModel("a mixture of experts cannot be cut yet")
+            raise UnsupportedModel("a mixture of experts cannot be divided among devices yet")
         if self.of > 1 and (whole.o_bias or whole.mlp_bias):
-            raise UnsupportedModel("a bias on what is added up over devices is not supported")
+            raise UnsupportedModel("biases of the o and down projections cannot be divided among devices")
         vocabulary = range(whole.vocab)[self._vocabulary(whole.vocab)]
         if not vocabulary:
-            raise UnsupportedModel(f"a vocabulary of {whole.vocab} cannot be cut into {self.of} parts")
+            raise UnsupportedModel(f"a vocabulary of {whole.vocab} cannot be divided into {self.of} parts")
         heads, kv_heads, ffn = whole.heads // self.of, whole.kv_heads // self.of, whole.ffn // self.of
         return replace(whole, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=len(vocabulary))
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """The part of a tensor of the checkpoint."""
+        """Return the slices of a checkpoint tensor that this shard holds."""
         kind, everything = name.split(".")[-2:][0], (slice(None),) * len(shape)
         if self.of == 1 or not shape:
             return everything

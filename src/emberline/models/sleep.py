@@ -1,8 +1,8 @@
-"""Sleep: memory of a device is given back, and comes back into the same Tensor objects with what was in it.
+"""Sleep mode: frees the device memory of tensors and restores it later into the same Tensor objects.
 
-Weights wait in pinned host memory; what is only scratch comes back as zeros. A tensor may be at another address after
-`wake`. Whatever keeps raw addresses (captured CUDA graphs, tensor maps, pointers read once) must be dropped before and
-made again after, unless `wake` says that nothing moved.
+The content of weights is kept in pinned host memory; scratch tensors are restored as zeros. A tensor may have another
+address after `wake`. Everything that holds raw addresses (captured CUDA graphs, tensor maps, saved pointers) must be
+dropped before and created again after, unless `wake` returns True.
 """
 
 from __future__ import annotations
@@ -22,74 +22,79 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class _Slept:
     storage: UntypedStorage
-    address: int  # where it was when it was last whole
+    address: int  # when it last had memory
     size: int
-    copy: Tensor | None  # uint8, on the host; None: it comes back as zeros
+    copy: Tensor | None  # content as uint8 on the host; None: restored as zeros
 
 
 class Sleep:
-    """Memory that was given back, with what was in it."""
+    """Device memory that was freed, with a copy of its content."""
 
     def __init__(self, slept: list[_Slept]) -> None:
         self._slept = slept
 
     @property
     def nbytes(self) -> int:
-        return sum(one.size for one in self._slept)
+        return sum(entry.size for entry in self._slept)
 
     @property
     def copied_bytes(self) -> int:
-        """Of these, so many wait on the host."""
-        return sum(one.size for one in self._slept if one.copy is not None)
+        """Bytes of the content kept on the host."""
+        return sum(entry.size for entry in self._slept if entry.copy is not None)
 
     def wake(self, *, keep: bool = False) -> bool:
-        """Everything is back when it returns. True: at the addresses of before. If memory runs out, what came back
-        stays and it can be called again. `keep`: the copies stay on the host, for `again`."""
-        waking = [one for one in self._slept if one.storage.nbytes() == 0]
-        for one in waking:  # each at once, so that a storage with memory always has its values
-            one.storage.resize_(one.size)
-            memory = _bytes_of(one.storage)
-            _ = memory.zero_() if one.copy is None else memory.copy_(one.copy, non_blocking=True)
-        _synchronize(one.storage for one in waking)
-        same = all(one.storage.data_ptr() == one.address for one in self._slept)
-        for one in self._slept:
-            one.address = one.storage.data_ptr()
+        """Restore all memory and return whether every address is the same as before.
+
+        If device memory runs out, what was restored stays, and `wake` can be called again. `keep`: keep the host
+        copies, for `sleep_again`.
+        """
+        waking = [entry for entry in self._slept if entry.storage.nbytes() == 0]
+        for entry in waking:  # one by one, so that a storage with memory always has its values
+            entry.storage.resize_(entry.size)
+            memory = _bytes_of(entry.storage)
+            _ = memory.zero_() if entry.copy is None else memory.copy_(entry.copy, non_blocking=True)
+        _synchronize(entry.storage for entry in waking)
+        same = all(entry.storage.data_ptr() == entry.address for entry in self._slept)
+        for entry in self._slept:
+            entry.address = entry.storage.data_ptr()
         if not keep:
             self.close()
         return same
 
     def again(self) -> None:
-        """Gives the memory back once more, without a copy: what comes back is what came back before. For tensors that
-        nobody writes, and for what a failed wake has left."""
-        awake = [one.storage for one in self._slept if one.storage.nbytes()]
+        """Free the memory again and keep the earlier copies: for read-only tensors, and after a failed `wake`."""
+        awake = [entry.storage for entry in self._slept if entry.storage.nbytes()]
         _free(awake)
 
     def close(self) -> None:
-        """Lets the copies go; what is still asleep is lost."""
-        for one in self._slept:
-            if one.copy is not None and one.storage.device.type == "cuda":
-                unpin(one.copy)
+        """Free the host copies; the content of memory that is not restored is lost."""
+        for entry in self._slept:
+            if entry.copy is not None and entry.storage.device.type == "cuda":
+                unpin(entry.copy)
         self._slept = []
 
 
 def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleep:
-    """Tensors that share memory are one copy; `zeroed` are not copied. Nothing is freed before all is copied. No work
-    may be queued that still uses them; views that are not listed lose their values too."""
+    """Copy tensors to the host and free their device memory; `zeroed` tensors are freed without a copy.
+
+    Tensors that share memory are copied once. Memory is freed after everything is copied. The caller must ensure that
+    no queued work uses the tensors. Views that are not listed lose their values too.
+    """
     storages = _storages(tensors)
     scratch = {address: storage for address, storage in _storages(zeroed).items() if address not in storages}
-    assert all(storage.resizable() for storage in (storages | scratch).values()), "memory of somebody else"
+    assert all(storage.resizable() for storage in (storages | scratch).values()), "a tensor does not own its memory"
     slept = [
         _Slept(storage, address, storage.nbytes(), host_bytes(storage.nbytes()))
         for address, storage in storages.items()
     ]
     pinned: list[Tensor] = []
     try:
-        for one in slept:
-            assert one.copy is not None
-            if one.storage.device.type == "cuda":
-                pin(one.copy)
-                pinned.append(one.copy)
-            one.copy.copy_(_bytes_of(one.storage), non_blocking=True)
+        for entry in slept:
+            assert entry.copy is not None
+            if entry.storage.device.type == "cuda":
+                pin(entry.copy)
+                pinned.append(entry.copy)
+            entry.copy.copy_(_bytes_of(entry.storage), non_blocking=True)
         _synchronize(storages.values())
     except BaseException:
         _synchronize(storages.values())
@@ -97,12 +102,12 @@ def sleep(tensors: Iterable[Tensor], *, zeroed: Iterable[Tensor] = ()) -> Sleep:
             unpin(copy)
         raise
     slept += [_Slept(storage, address, storage.nbytes(), None) for address, storage in scratch.items()]
-    _free([one.storage for one in slept])
+    _free([entry.storage for entry in slept])
     return Sleep(slept)
 
 
 def every(kind: type[T], thing: object) -> Iterator[T]:
-    """All of a kind that a structure of dataclasses, lists, tuples and dicts holds; what is shared, again each time."""
+    """Yield all instances of a type in nested dataclasses, lists, tuples and dicts; shared ones repeatedly."""
     if isinstance(thing, kind):
         yield thing
     elif is_dataclass(thing) and not isinstance(thing, type):

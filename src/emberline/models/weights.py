@@ -1,4 +1,7 @@
-"""Weights: a checkpoint's tensors, mapped from its files. Each is taken once, by name and shape; none may be left."""
+"""Weights: the tensors of a checkpoint, mapped from its files.
+
+Each tensor is loaded once, by name and shape; `finish` raises for tensors that were not used.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,25 @@ from emberline.models.shard import Shard
 from emberline.unweight.codec import Codec, codec_of
 from emberline.unweight.tensor import CodedTensor, check_raw, is_coded
 
-COMPARED = 16 << 20  # elements compared at once
+COMPARED = 16 << 20  # compared at once, to bound memory
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class Weights:
-    device = torch.device("cpu")  # where its tensors are
-    packed = False  # whether matrices are kept in 12 bits a weight
+    device = torch.device("cpu")
+    packed = False  # whether matrices are kept in the uw12 format, 12 bits per weight
 
     @property
     def decodes(self) -> bool:
-        """Whether it reads packed files."""
+        """Whether this source can read packed files."""
         return self.device.type == "cpu"
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, shard: Shard | None = None) -> None:
-        """`shard`: only its part of each tensor is handed out."""
+        """`shard`: load only its part of each tensor."""
         self.checkpoint = checkpoint
         self.shard = shard or Shard()
-        self.dtype = dtype  # of matrices; None: as in the file, but float16 widens, since no kernel reads it
-        self.taken_bytes = 0  # in the dtype they are used in
+        self.dtype = dtype  # of matrices; None: that of the file, but float32 for float16, which no kernel reads
+        self.taken_bytes = 0  # in the final dtype
         self._left = set(checkpoint.names())
         self._files: dict[Path, mmap.mmap] = {}
 
@@ -48,34 +51,36 @@ class Weights:
         return name in self._left
 
     def vector(self, name: str, size: int) -> Tensor:
-        """Norms and biases are a copy in float32: they are small, and kernels add them to float32."""
+        """Return a norm or bias as a float32 copy: kernels combine it with float32 values."""
         return self._take(name, self._view(name, (size,)).to(torch.float32, copy=True))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        """A view of the file unless it must be cast: pack or copy it, so that nothing depends on the file later."""
+        """Return a matrix, as a view of the mapped file unless it is cast. The caller must pack or copy it."""
         view = self._view(name, (rows, columns))
         kept = torch.float32 if view.dtype == torch.float16 else view.dtype
         return self._take(name, view.to(self.dtype or kept))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """Matrices of so many rows each, one under the other. `gated`: a gate and its up, which a source for a device
-        may interleave; here, packing does."""
+        """Return matrices (name, rows) stacked into one.
+
+        `gated`: they are a gate and an up matrix, which DeviceWeights may interleave; on a CPU, packing does that.
+        """
         views = [self.matrix(name, rows, columns) for name, rows in parts]
         return views[0] if len(views) == 1 else torch.cat(views)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
-        """A stack in the form that its kernel reads."""
+        """Return stacked matrices in the format of their kernel."""
         return ops.pack_linear(self.stack(parts, columns, gated=gated), gated=gated)
 
     def stack_vectors(self, parts: Sequence[tuple[str, int]]) -> Tensor:
         return torch.cat([self.vector(name, size) for name, size in parts])
 
     def table(self, name: str, rows: int, columns: int) -> Tensor | ops.PackedWeight:
-        """A matrix whose rows are looked up. What nothing packs must not be a view of the file."""
+        """Return a matrix for row lookups, as a copy, so that it does not depend on the mapped file."""
         return self.matrix(name, rows, columns).clone()
 
     def drop_copy(self, name: str, original: str, rows: int, columns: int) -> bool:
-        """Whether `name` only repeats `original`; then it counts as seen. Rare enough to read a matrix twice."""
+        """Return whether `name` equals `original`, and count it as used then. Rare, so reading twice is fine."""
         ours, other = self._view(original, (rows, columns)), self._view(name, (rows, columns))
         dtype, step = self.dtype or ours.dtype, max(1, COMPARED // max(1, columns))
         repeats = all(
@@ -86,17 +91,17 @@ class Weights:
         return repeats
 
     def finish(self, ignorable: str) -> None:
-        """`ignorable` is a pattern of whole names that checkpoints are known to carry without need."""
-        strangers = sorted(name for name in self._left if not re.fullmatch(ignorable, name))
-        if strangers:
-            more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+        """Raise ModelFileError if a tensor was not used, unless its whole name matches the pattern `ignorable`."""
+        unused = sorted(name for name in self._left if not re.fullmatch(ignorable, name))
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ModelFileError(
-                f"{self.checkpoint.directory} has tensor {strangers[0][:120]!r}{more}, for which there is no use",
-                hint="does its config.json belong to this model?",
+                f"{self.checkpoint.directory} has tensor {unused[0][:120]!r}{more}, which the model does not use",
+                hint="check that config.json belongs to this model",
             )
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:
-        assert name in self._left, f"{name} taken twice"
+        assert name in self._left, f"{name} loaded twice"
         self._left.remove(name)
         self.taken_bytes += tensor.nbytes
         return tensor
@@ -105,13 +110,14 @@ class Weights:
         info = self.checkpoint.info(name)
         if self.shard.shape(name, info.shape) != shape:
             raise ModelFileError(
-                f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json asks for {shape}"
+                f"tensor {name!r} in {info.file} has the shape {info.shape}; config.json requires {shape}"
             )
         if info.dtype not in DTYPES:
             hint = f"supported: {' '.join(DTYPES)}"
-            raise UnsupportedModel(f"tensor {name!r} in {info.file} has the dtype {info.dtype}", hint=hint)
+            raise UnsupportedModel(f"tensor {name!r} in {info.file} has the unsupported dtype {info.dtype}", hint=hint)
         if is_coded(info) and not self.decodes:
-            raise UnsupportedModel(f"{info.file} is packed", hint="emberline unweight unpack")
+            hint = "run emberline unweight unpack"
+            raise UnsupportedModel(f"{info.file} is packed, which is not supported on {self.device}", hint=hint)
 
     def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self._check(name, shape)
@@ -146,7 +152,7 @@ class Weights:
         if file not in self._files:
             try:
                 with file.open("rb") as f:
-                    # Copy-on-write only because torch wants a writable buffer; nobody writes.
+                    # Copy-on-write only because torch requires a writable buffer; nothing is written.
                     self._files[file] = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as e:
                 raise ModelFileError(f"cannot read {file}: {e}") from e

@@ -1,1 +1,1 @@
-"""Weights in fewer bytes, with not one bit changed: docs/unweight-format.md says how. No torch."""
+"""Lossless compression of model weights (docs/unweight-format.md). Torch-free."""

@@ -1,4 +1,4 @@
-"""Code: a canonical prefix code over bytes with no code longer than a look-up, and the table that decodes it."""
+"""PrefixCode: a canonical prefix code over byte symbols with limited code length, and its decoding tables."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ DIGITS = re.compile(r"[1-9ab]([0-9ab]{0,254}[1-9ab])?")
 
 @dataclass(frozen=True)
 class Code:
-    lengths: Bytes  # [256], 0: never occurs
+    lengths: Bytes  # [256] code length in bits; 0 for symbols that never occur
 
     @staticmethod
     def fit(counts: NDArray[np.uint64]) -> Code:
-        """The one that needs fewest bits for symbols that occur so often."""
+        """Return the code that needs the fewest bits for symbols with these counts."""
         return Code(np.array(_limited(counts.tolist()), np.uint8))
 
     @staticmethod
     def parse(first: object, text: object) -> Code:
-        """As the file has it: a hexadecimal digit for each symbol from `first` on."""
+        """Parse a code as files store it: the length of each symbol from `first` on, as hexadecimal digits."""
         if type(first) is not int or not isinstance(text, str) or not DIGITS.fullmatch(text):
-            raise ModelFileError(f"{first!r} {str(text)[:40]!r} is not a code")
+            raise ModelFileError(f"invalid prefix code in a packed file: first={first!r} lengths={str(text)[:40]!r}")
         if not 0 <= first <= 256 - len(text):
-            raise ModelFileError(f"a code of {len(text)} symbols cannot begin at {first}")
+            raise ModelFileError(f"a prefix code of {len(text)} symbols cannot begin at symbol {first}")
         lengths = np.zeros(256, np.uint8)
         lengths[first : first + len(text)] = [int(digit, 16) for digit in text]
         used = lengths[lengths > 0].astype(np.int64)
         if int((1 << (BITS - used)).sum()) != 1 << BITS and used.tolist() != [1]:
-            raise ModelFileError("a code is not complete: some bits would mean nothing, or two things")
+            raise ModelFileError("a prefix code is invalid: some bit sequences have no symbol, or more than one")
         return Code(lengths)
 
     @property
@@ -51,7 +51,7 @@ class Code:
 
     @cached_property
     def codes(self) -> NDArray[np.uint32]:
-        """[256]: the code, whose first bit is the lowest, | length << 16."""
+        """[256] code of each symbol, first bit lowest, | length << 16."""
         out = np.zeros(256, np.uint32)
         code = length = 0
         for symbol in np.lexsort((np.arange(256), self.lengths)).tolist():
@@ -64,38 +64,38 @@ class Code:
 
     @cached_property
     def single(self) -> Bytes:
-        """[2048]: the symbol that the next 11 bits begin with."""
+        """[2048] first symbol in each sequence of 11 bits."""
         out = np.zeros(1 << BITS, np.uint8)
         for symbol in self.lengths.nonzero()[0].tolist():
             length, code = int(self.lengths[symbol]), int(self.codes[symbol]) & 0xFFFF
             out[code :: 1 << length] = symbol
-        if np.count_nonzero(self.lengths) == 1:  # the only incomplete code: both bits mean its one symbol
+        if np.count_nonzero(self.lengths) == 1:  # the only incomplete code: 0 and 1 both decode to its one symbol
             out[:] = self.first
         return out
 
     @cached_property
     def table(self) -> NDArray[np.uint64]:
-        """[2048]: bits taken | the symbols in them << 8 | how many << 56."""
+        """[2048] for each sequence of 11 bits: bits used | symbols << 8 | number of symbols << 56."""
         ahead, taken, number = np.arange(1 << BITS), np.zeros(1 << BITS, np.int64), np.zeros(1 << BITS, np.uint64)
         table = np.zeros(1 << BITS, np.uint64)
-        for place in range(SYMBOLS):
+        for position in range(SYMBOLS):
             symbol = self.single[ahead >> taken]
             after = taken + self.lengths[symbol]
-            fits = (after <= BITS) & (number == place)
-            table[fits] |= symbol[fits].astype(np.uint64) << np.uint64(8 + 8 * place)
+            fits = (after <= BITS) & (number == position)
+            table[fits] |= symbol[fits].astype(np.uint64) << np.uint64(8 + 8 * position)
             taken[fits] = after[fits]
             number[fits] += np.uint64(1)
         return table | taken.astype(np.uint64) | number << np.uint64(56)
 
 
 def entropy(counts: NDArray[np.uint64]) -> float:
-    """Bits a symbol: what no code can go below."""
+    """Return the entropy in bits per symbol, the lower bound of any code's average length."""
     share = counts[counts > 0] / max(1, int(counts.sum()))
     return float(-(share * np.log2(share)).sum()) + 0.0
 
 
 def _limited(counts: list[int]) -> list[int]:
-    """Package-merge: of all codes with lengths up to BITS, an optimal one."""
+    """Return optimal code lengths of at most MAX_CODE_BITS, by the package-merge algorithm."""
     leaves: list[tuple[int, tuple[int, ...]]] = sorted(
         (count, (symbol,)) for symbol, count in enumerate(counts) if count
     )

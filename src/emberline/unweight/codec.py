@@ -1,5 +1,7 @@
-"""Codec: elements to coded blocks and back. Native where the library could be built, numpy otherwise; their bytes are
-equal. Calls hold no lock of the interpreter while they work, and any number of threads may make them."""
+"""WeightCodec: encodes elements to blocks and decodes them, natively or with numpy.
+
+Numpy is used if the native library was not built. Both produce the same bytes, release the GIL and are thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,19 @@ class Codec(Protocol):
     name: str
 
     def count(self, elements: Bytes, width: int) -> NDArray[np.uint64]:
-        """How often each symbol occurs."""
+        """Return the number of occurrences of each symbol."""
 
     def encode(self, elements: Bytes, width: int, code: Code) -> tuple[Bytes, Bytes]:
-        """Blocks, the last of which may be shorter, and their entries of the index."""
+        """Return the coded blocks, of which the last may be shorter, and their index entries."""
 
     def decode(self, coded: Bytes, index: Bytes, width: int, code: Code, out: Bytes, *, check: bool = True) -> int:
-        """Into `out`, which holds whole blocks and perhaps a shorter one. -1, or the first block that is damaged."""
+        """Decode into `out`, the size of whole blocks and perhaps a shorter last one.
+
+        Return -1, or the number of the first damaged block. `check`: verify the CRC-32 of the blocks.
+        """
 
     def crc32(self, data: Bytes, before: int = 0) -> int:
-        """`before`: that of what comes before the data."""
+        """Return the CRC-32 of the data; `start`: the CRC-32 of the bytes before it."""
 
 
 class NativeCodec:

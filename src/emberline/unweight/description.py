@@ -1,4 +1,4 @@
-"""Description: what a packed file says of a tensor, besides its dtype and shape; checked when read."""
+"""TensorDescription: the metadata of a tensor in a packed file, checked when it is read."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 class Description:
     dtype: str
     shape: tuple[int, ...]
-    sha256: str  # of the tensor's bytes as they were
-    crc32: int  # of the index; of all bytes where there is no code
-    code: Code | None = None  # None: its bytes are in the file as they were
-    entropy: float = 0.0  # bits of a symbol, for people
+    sha256: str  # of the tensor's original bytes
+    crc32: int  # of the index; of all bytes for a raw tensor
+    code: Code | None = None  # None: the tensor is stored raw
+    entropy: float = 0.0  # bits per symbol, for reports only
 
     @staticmethod
     def of(info: TensorInfo) -> Description:
-        said = info.packed
-        assert said is not None
-        sha256, crc32, codec, entropy = (said.get(key) for key in ("sha256", "crc32", "codec", "entropy"))
+        """Return the description of a tensor of a packed file. Raises ModelFileError if it is invalid."""
+        values = info.packed
+        assert values is not None
+        sha256, crc32, codec, entropy = (values.get(key) for key in ("sha256", "crc32", "codec", "entropy"))
         if not isinstance(sha256, str) or not SHA256.fullmatch(sha256) or type(crc32) is not int:
-            raise ModelFileError(f"{info.file} says nothing of a tensor's bytes", hint="pack the model again")
+            raise ModelFileError(f"{info.file} lacks the checksums of a tensor", hint="pack the model again")
         if codec == "raw":
             if info.nbytes != info.logical_bytes:
-                raise ModelFileError(f"{info.file} has {info.nbytes} bytes of a tensor of {info.logical_bytes}")
+                raise ModelFileError(f"{info.file} has {info.nbytes} bytes for a raw tensor of {info.logical_bytes}")
             return Description(info.dtype, info.shape, sha256, crc32)
         if codec != "huffman" or info.dtype not in WIDTHS:
-            raise ModelFileError(f"{info.file} has a tensor of dtype {info.dtype} in the codec {str(codec)[:40]!r}")
-        code = Code.parse(said.get("first"), said.get("lengths"))
-        known = entropy if isinstance(entropy, float) and math.isfinite(entropy) else 0.0
-        return Description(info.dtype, info.shape, sha256, crc32, code, known)
+            raise ModelFileError(
+                f"{info.file} has a tensor of dtype {info.dtype} in the unknown codec {str(codec)[:40]!r}"
+            )
+        code = Code.parse(values.get("first"), values.get("lengths"))
+        finite_entropy = entropy if isinstance(entropy, float) and math.isfinite(entropy) else 0.0
+        return Description(info.dtype, info.shape, sha256, crc32, code, finite_entropy)
 
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"dtype": self.dtype, "shape": list(self.shape), "codec": "raw"}
@@ -55,5 +58,5 @@ class Description:
 
     @property
     def bound(self) -> float:
-        """Bits an element that this way of coding cannot go below."""
+        """Lower bound of the coded size in bits per element: the entropy of the symbol plus the raw bits."""
         return 8 * (WIDTHS[self.dtype] - 1) + self.entropy

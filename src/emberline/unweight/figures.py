@@ -1,4 +1,4 @@
-"""Figures: what packing saved, tensor by tensor, beside what the entropy allows; as a table, a plot and JSON."""
+"""Reports what packing saved, per tensor and compared with the entropy bound, as a table, a plot or JSON."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from emberline.core.errors import ModelFileError
 from emberline.hub.checkpoint import Checkpoint
 from emberline.unweight.description import Description
 
-COLUMNS, ROWS = 64, 16  # of the plot as text
-WIDTH, HEIGHT, EDGE = 640, 420, 56  # of the SVG
+COLUMNS, ROWS = 64, 16  # characters of the text plot
+WIDTH, HEIGHT, EDGE = 640, 420, 56  # pixels
 INK, FAINT, MARK = "#212529", "#868e96", "#d9480f"
 
 
@@ -26,7 +26,7 @@ class Figure:
     count: int
     bytes: int
     packed_bytes: int
-    bound: float | None  # bits an element: the entropy of its symbols, and its other bits. None: not coded
+    bound: float | None  # lower bound in bits per element: symbol entropy plus raw bits; None for a raw tensor
 
     @property
     def bits(self) -> float:
@@ -38,15 +38,16 @@ class Figure:
 
 
 def figures(directory: Path) -> list[Figure]:
-    found = []
+    """Return the savings of each tensor of a packed model. Raises ModelFileError if it is not packed."""
+    savings = []
     for name, info in Checkpoint.open(directory).tensors.items():
         if info.packed is None:
-            raise ModelFileError(f"{info.file} is not packed", hint="emberline unweight pack")
+            raise ModelFileError(f"{info.file} is not packed", hint="run emberline unweight pack first")
         described = Description.of(info)
         bound = described.bound if described.code is not None else None
         size = info.logical_bytes
-        found.append(Figure(name, info.dtype, info.shape, prod(info.shape), size, info.nbytes, bound))
-    return found
+        savings.append(Figure(name, info.dtype, info.shape, prod(info.shape), size, info.nbytes, bound))
+    return savings
 
 
 def as_dict(found: Sequence[Figure], files: int) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def as_dict(found: Sequence[Figure], files: int) -> dict[str, Any]:
 
 
 def totals(found: Sequence[Figure], files: int) -> dict[str, Any]:
-    """`files`: bytes of the weight files, headers included."""
+    """Return the sums over all tensors; `file_bytes`: size of the weight files with their headers."""
     plain, packed = sum(f.bytes for f in found), sum(f.packed_bytes for f in found)
     coded = [f for f in found if f.bound is not None]
     count = max(1, sum(f.count for f in coded))
@@ -66,7 +67,7 @@ def totals(found: Sequence[Figure], files: int) -> dict[str, Any]:
         "packed_bytes": packed,
         "file_bytes": files,
         "saved": round(1 - packed / plain, 5) if plain else 0.0,
-        "bits": round(sum(f.bits * f.count for f in coded) / count, 4),  # an element of those coded
+        "bits": round(sum(f.bits * f.count for f in coded) / count, 4),  # average per element of the coded tensors
         "bound": round(sum((f.bound or 0) * f.count for f in coded) / count, 4),
     }
 
@@ -91,10 +92,13 @@ def _row(f: Figure) -> tuple[str, ...]:
 
 
 def plot(found: Sequence[Figure]) -> str:
-    """Bits of each coded tensor against its bound. On the line of dots they would be equal; `o` is one, `O` several."""
+    """Return a text plot of each coded tensor's bits per element over its lower bound.
+
+    The dotted line is where both are equal; `o` is one tensor, `O` several.
+    """
     points, low, high = _points(found)
     if not points:
-        return "nothing is coded"
+        return "no tensor is coded"
     grid = [[" "] * COLUMNS for _ in range(ROWS)]
 
     def column(x: float) -> int:
@@ -111,7 +115,7 @@ def plot(found: Sequence[Figure]) -> str:
     labels = [f"{high:6.2f}", *[" " * 6] * (ROWS - 2), f"{low:6.2f}"]
     lines = [f"{label} │{''.join(cells)}" for label, cells in zip(labels, grid, strict=True)]
     scale = f"{low:.2f}" + f"{high:.2f}".rjust(COLUMNS - len(f"{low:.2f}"))
-    return "\n".join(["bits a weight", *lines, f"{' ' * 7}└{'─' * COLUMNS}", " " * 8 + scale + "  bound"])
+    return "\n".join(["bits per weight", *lines, f"{' ' * 7}└{'─' * COLUMNS}", " " * 8 + scale + "  bound"])
 
 
 def svg(found: Sequence[Figure]) -> str:
@@ -135,7 +139,7 @@ def svg(found: Sequence[Figure]) -> str:
             f'<circle cx="{x(bound):.1f}" cy="{y(bits):.1f}" r="3" fill="{MARK}" fill-opacity=".5">{label}</circle>'
         )
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 14}" text-anchor="middle">bound: entropy and raw bits</text>')
-    parts.append(f'<text x="14" y="{EDGE - 24}">bits a weight on disk; on the line they would be equal</text>')
+    parts.append(f'<text x="14" y="{EDGE - 24}">bits per weight on disk; the line is the lower bound</text>')
     style = f"text{{font:12px system-ui,sans-serif;fill:{INK}}}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"><style>{style}</style>'
@@ -144,7 +148,7 @@ def svg(found: Sequence[Figure]) -> str:
 
 
 def _points(found: Sequence[Figure]) -> tuple[list[tuple[float, float, str]], float, float]:
-    """Bound, bits and name of each; and quarters of a bit around them all."""
+    """Return bound, bits and name of each coded tensor, and the plot's range in quarters of a bit."""
     points = [(f.bound, f.bits, f.name) for f in found if f.bound is not None]
     ends = [end for bound, bits, _ in points for end in (bound, bits)] or [0.0]
     low = floor(4 * min(ends)) / 4

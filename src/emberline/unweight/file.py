@@ -1,5 +1,8 @@
-"""ModelFile: a safetensors file, packed or not, read piece by piece. It is not mapped: a file that somebody cuts or
-writes meanwhile is then an error, and neither the end of the process nor half one thing and half another."""
+"""ModelFile: reads a safetensors file, packed or not, in parts.
+
+The file is read and not mapped, so that a file that is truncated or overwritten meanwhile causes an error instead of a
+crash or mixed content.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class ModelFile:
         self.tensors = read_tensors(path)
 
     def read(self, info: TensorInfo, begin: int, end: int) -> Bytes:
-        """Bytes [begin, end) of a tensor, as the file has them."""
+        """Return bytes [begin, end) of a tensor as the file stores them. Raises ModelFileError if it changed."""
         out = np.empty(end - begin, np.uint8)
         try:
             with self.path.open("rb") as file:
@@ -42,11 +45,11 @@ class ModelFile:
         except OSError as e:
             raise self._unreadable(e) from e
         if changed or count < len(out):
-            raise ModelFileError(f"{self.path} was changed while it was read", hint="try again when it is whole")
+            raise ModelFileError(f"{self.path} was changed while it was read", hint="try again when it is complete")
         return out
 
     def chunks(self, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-        """The tensor's own bytes, in order; damage that a CRC-32 shows is an error."""
+        """Yield the tensor's original bytes in order. Raises ModelFileError if a CRC-32 does not match."""
         info = self.tensors[name]
         if is_coded(info):
             fetch = partial(self.read, info)
@@ -54,12 +57,12 @@ class ModelFile:
         return self._as_they_are(name, info)
 
     def _as_they_are(self, name: str, info: TensorInfo) -> Iterator[Bytes]:
-        wanted, crc32 = None if info.packed is None else Description.of(info).crc32, 0
-        for at in range(0, info.nbytes, CHUNK):
-            chunk = self.read(info, at, min(at + CHUNK, info.nbytes))
+        expected, crc32 = None if info.packed is None else Description.of(info).crc32, 0
+        for start in range(0, info.nbytes, CHUNK):
+            chunk = self.read(info, start, min(start + CHUNK, info.nbytes))
             crc32 = self.codec.crc32(chunk, crc32)
             yield chunk
-        if wanted is not None and crc32 != wanted:
+        if expected is not None and crc32 != expected:
             raise damaged(name, info, "its bytes")
 
     def _unreadable(self, error: OSError) -> ModelFileError:

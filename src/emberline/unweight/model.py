@@ -1,5 +1,7 @@
-"""A model directory packed, unpacked and compared. The result appears whole or not at all; files that are not weights
-are copied byte for byte."""
+"""Packs, unpacks and verifies model directories.
+
+The target directory appears complete or not at all. Files other than weights are copied unchanged.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ OTHER_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpac
 
 
 def pack(source: Path, target: Path, codec: Codec, advance: Advance) -> list[Path]:
-    """What was left out: weights in files that are not the checkpoint's."""
+    """Pack a model directory.
+
+    Return the files left out: weight files that do not belong to the checkpoint.
+    """
     files = weight_files(source)
     with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
@@ -35,6 +40,7 @@ def pack(source: Path, target: Path, codec: Codec, advance: Advance) -> list[Pat
 
 
 def unpack(source: Path, target: Path, codec: Codec, advance: Advance) -> None:
+    """Restore the model directory that was packed, byte for byte."""
     files = weight_files(source)
     with _appearing(target, source) as work, ThreadPoolExecutor(core_count()) as pool:
         for file in files:
@@ -43,8 +49,8 @@ def unpack(source: Path, target: Path, codec: Codec, advance: Advance) -> None:
 
 
 def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) -> list[str]:
-    """What is wrong: nothing, if each tensor has the bytes that were packed and they are `original`'s."""
-    wrong: list[str] = []
+    """Return what differs from the packed tensors' hashes, and from the files of `original` if given."""
+    errors: list[str] = []
     tensors = _tensors_of(packed, codec, packed=True)
     sources = {} if original is None else _tensors_of(original, codec, packed=False)
     with ThreadPoolExecutor(core_count()) as pool:
@@ -54,9 +60,9 @@ def verify(packed: Path, original: Path | None, codec: Codec, advance: Advance) 
                     raise ModelFileError(f"tensor {name!r} is not in {original}")
                 _verify_tensor(name, file, sources.pop(name, None), pool, advance)
             except ModelFileError as e:
-                wrong.append(str(e))
-    wrong += [f"tensor {name!r} of {original} is missing" for name in sources]
-    return wrong if original is None else wrong + _differing_others(original, packed)
+                errors.append(str(e))
+    errors += [f"tensor {name!r} of {original} is missing in {packed}" for name in sources]
+    return errors if original is None else errors + _differing_others(original, packed)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -67,7 +73,7 @@ def _tensors_of(directory: Path, codec: Codec, *, packed: bool) -> dict[str, Mod
     files = [ModelFile(path, codec) for path in weight_files(directory)]
     for file in files:
         if file.header.packed != packed:
-            hint = "emberline unweight pack" if packed else "compare with the model as it was"
+            hint = "run emberline unweight pack first" if packed else "compare with the original, unpacked model"
             raise ModelFileError(f"{file.path} is {'not packed' if packed else 'packed too'}", hint=hint)
     return {name: file for file in files for name in file.tensors}
 
@@ -75,24 +81,27 @@ def _tensors_of(directory: Path, codec: Codec, *, packed: bool) -> dict[str, Mod
 def _verify_tensor(
     name: str, file: ModelFile, source: ModelFile | None, pool: ThreadPoolExecutor, advance: Advance
 ) -> None:
-    info, at = file.tensors[name], 0
+    info, position = file.tensors[name], 0
     original = None if source is None else source.tensors[name]
     if original is not None and (original.dtype, original.shape) != (info.dtype, info.shape):
-        raise ModelFileError(f"tensor {name!r} has another dtype or shape than in {original.file}")
+        raise ModelFileError(f"tensor {name!r} in {file.path} has another dtype or shape than in {original.file}")
     for chunk in checked_chunks(file, name, pool):
-        if source and original and not np.array_equal(chunk, source.read(original, at, at + len(chunk))):
-            raise ModelFileError(f"tensor {name!r} in {file.path} is not that of the original")
-        at += len(chunk)
+        if source and original and not np.array_equal(chunk, source.read(original, position, position + len(chunk))):
+            raise ModelFileError(f"tensor {name!r} in {file.path} differs from {original.file}")
+        position += len(chunk)
         advance(len(chunk))
 
 
 @contextmanager
 def _appearing(target: Path, source: Path) -> Iterator[Path]:
-    """A directory beside `target` that becomes it, if all goes well. What a killed process left there is removed."""
+    """Yield a temporary directory that is renamed to `target` at the end, or removed after an error.
+
+    Files that a killed process left in it are removed first.
+    """
     if target.exists() or target.is_symlink():
-        raise InvalidRequest(f"{target} exists already", hint="remove it, or choose another name")
+        raise InvalidRequest(f"{target} exists already", hint="remove it, or choose another target")
     if target.resolve().is_relative_to(source.resolve()):
-        raise InvalidRequest(f"{target} lies in {source}, which is to be copied")
+        raise InvalidRequest(f"the target {target} is inside the source {source}", hint="choose a target outside")
     work = target.with_name(f".{target.name}.partial")
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -106,8 +115,8 @@ def _appearing(target: Path, source: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
                 raise
     except OSError as e:
-        what = f"{e.filename or work}: {e.strerror or e}"
-        raise ModelError(f"cannot make {target}: {what}", hint="nothing of it was left behind") from e
+        reason = f"{e.filename or work}: {e.strerror or e}"
+        raise ModelError(f"cannot create {target}: {reason}", hint="partial output was removed") from e
 
 
 @contextmanager
@@ -132,12 +141,12 @@ def _remove(paths: Iterator[Path]) -> None:
 
 
 def _others(directory: Path) -> Iterator[Path]:
-    """Files that are no weights, and those that are but not the checkpoint's."""
+    """Yield the files that do not belong to the checkpoint's weights; hidden files are skipped."""
     weights = set(weight_files(directory))
     seen: set[str] = set()
     for folder, folders, files in os.walk(directory, onerror=_fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if (real := os.path.realpath(folder)) in seen:  # by a link to where we have been
+        if (real := os.path.realpath(folder)) in seen:  # a symbolic link to a folder already visited
             folders.clear()
             continue
         seen.add(real)
@@ -149,7 +158,7 @@ def _fail(error: OSError) -> None:
 
 
 def copied_files(directory: Path) -> Iterator[Path]:
-    """What goes along with the weights as it is."""
+    """Yield the files that are copied unchanged: all but weight files."""
     return (path for path in _others(directory) if path.suffix not in OTHER_WEIGHTS)
 
 
@@ -166,7 +175,7 @@ def _copy_others(source: Path, work: Path) -> list[Path]:
 def _differing_others(original: Path, packed: Path) -> list[str]:
     pairs = [(path, packed / path.relative_to(original)) for path in copied_files(original)]
     return [
-        f"{copy} is not {path}"
+        f"{copy} differs from {path}"
         for path, copy in pairs
         if not (copy.is_file() and filecmp.cmp(path, copy, shallow=False))
     ]

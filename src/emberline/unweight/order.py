@@ -1,4 +1,4 @@
-"""in_order: work done by several threads, its results in order, and only a few of them alive."""
+"""map_in_order: maps a function over items with several threads and yields the results in order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Result = TypeVar("Result")
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    rest, ahead = iter(items), 2 * core_count()
-    pending: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, ahead))
+    """Yield `work(item)` for each item in order; at most two results per core are pending, to bound memory."""
+    rest, max_pending = iter(items), 2 * core_count()
+    pending: deque[Future[Result]] = deque(pool.submit(work, item) for item in islice(rest, max_pending))
     try:
         while pending:
             result = pending.popleft().result()

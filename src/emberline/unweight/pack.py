@@ -1,4 +1,4 @@
-"""pack_file: a safetensors file becomes a packed one, in two passes over each tensor: count its symbols, code them."""
+"""pack_file: packs a safetensors file in two passes over each tensor: count its symbols, then encode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from emberline.unweight.order import in_order
 from emberline.unweight.tensor import RUN
 from emberline.unweight.writer import PackedWriter
 
-Advance = Callable[[int], None]  # told of bytes done
+Advance = Callable[[int], None]  # called with the number of bytes processed since the last call
 
 
 def pack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecutor, advance: Advance) -> None:
@@ -31,7 +31,7 @@ def pack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecutor
     with PackedWriter(target, file.header, file.tensors) as writer:
         packer = _Packer(file, writer, pool, advance)
         kept = [name for name in file.tensors if not packer.code(name)]
-        # Wide ones first: then all are aligned, since coded ones end on a multiple of ALIGN.
+        # Wide dtypes first, so that all tensors are aligned; coded tensors end at a multiple of ALIGN_BYTES.
         for name in sorted(kept, key=lambda name: -DTYPE_BYTES[file.tensors[name].dtype]):
             packer.keep(name)
 
@@ -41,29 +41,29 @@ class _Packer:
         self._file, self._codec, self._writer, self._pool, self._advance = file, file.codec, writer, pool, advance
 
     def code(self, name: str) -> bool:
-        """Whether it was worth it; otherwise nothing is written."""
+        """Encode the tensor and return True, or write nothing and return False if encoding does not shrink it."""
         info = self._file.tensors[name]
         width = WIDTHS.get(info.dtype, 0)
         if not width or len(info.shape) < 2 or info.nbytes < LEAST * width:
             return False
         step = RUN * BLOCK * width
 
-        def run(at: int) -> Bytes:
-            return self._file.read(info, at, min(at + step, info.nbytes))
+        def read_run(start: int) -> Bytes:
+            return self._file.read(info, start, min(start + step, info.nbytes))
 
-        def encoded(at: int) -> tuple[Bytes, tuple[Bytes, Bytes]]:
-            return (elements := run(at)), self._codec.encode(elements, width, code)
+        def encode_run(start: int) -> tuple[Bytes, tuple[Bytes, Bytes]]:
+            return (elements := read_run(start)), self._codec.encode(elements, width, code)
 
-        runs = range(0, info.nbytes, step)
-        found = self._pool.map(lambda at: self._codec.count(run(at), width), runs)
-        counts: NDArray[np.uint64] = np.sum(list(found), axis=0)
+        starts = range(0, info.nbytes, step)
+        run_counts = self._pool.map(lambda start: self._codec.count(read_run(start), width), starts)
+        counts: NDArray[np.uint64] = np.sum(list(run_counts), axis=0)
         code, count = Code.fit(counts), info.nbytes // width
         size = INDEX * blocks_of(count) + (width - 1) * count + code.bits(counts) / 8
         if size > GAIN * info.nbytes:
             return False
         digest, index = hashlib.sha256(), []
         self._writer.begin(INDEX * blocks_of(count))
-        for elements, (coded, entries) in in_order(self._pool, encoded, runs):
+        for elements, (coded, entries) in in_order(self._pool, encode_run, starts):
             digest.update(elements.data)
             self._writer.put(coded)
             index.append(entries)

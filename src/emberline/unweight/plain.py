@@ -1,4 +1,7 @@
-"""The codec in numpy: what the native one means, and what is used without a compiler. All streams advance together."""
+"""NumpyWeightCodec: the weight codec in numpy, the reference for the native one and its fallback.
+
+It decodes all streams of all blocks at once, a table lookup of each per iteration.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ class PlainCodec:
 
 
 def split(elements: Bytes, width: int) -> tuple[Bytes, Bytes]:
-    """Symbols, and the other bytes as planes [width - 1, count]."""
+    """Return the symbol (exponent) of each element, and the other bits as planes [element_bytes - 1, count]."""
     if width == 1:
         return elements, np.empty((0, len(elements)), np.uint8)
     words, below = elements.view(WORDS[width]), 8 * width - 9
@@ -75,6 +78,7 @@ def split(elements: Bytes, width: int) -> tuple[Bytes, Bytes]:
 
 
 def merge(symbols: Bytes, planes: Bytes, out: Bytes) -> None:
+    """Write the elements to `out` that `split_symbols` split."""
     width = len(planes) + 1
     if width == 1:
         out[:] = symbols
@@ -100,7 +104,7 @@ def _encode_stream(symbols: Bytes, code: Code) -> Bytes:
 def _decode_streams(
     coded: Bytes, starts: NDArray[np.int64], sizes: NDArray[np.int64], counts: NDArray[np.int64], code: Code
 ) -> tuple[Bytes, NDArray[np.bool_]]:
-    """Symbols [block, stream, place], and which blocks' streams ended where they should."""
+    """Return the symbols [block, stream, position], and per block whether its streams have the right size."""
     begins = (starts[:, None] + np.cumsum(sizes, 1) - sizes).reshape(-1)
     lengths = np.array([np.diff(segments(n)) for n in counts]).reshape(-1)
     most = int(lengths.max(initial=0))
@@ -117,7 +121,7 @@ def _decode_streams(
         to = done[lanes]
         out[lanes[:, None], to[:, None] + np.arange(SYMBOLS)] = found
         number = np.minimum((entry >> np.uint64(56)).astype(np.int64), lengths[lanes] - to)
-        # Of the last look-up only so many symbols count, and only their bits are taken.
+        # The last lookup of a stream may find symbols beyond its end: they and their bits do not count.
         taken = np.where(np.arange(SYMBOLS) < number[:, None], after[found.astype(np.uint8)], 0).sum(1, dtype=np.int64)
         places[lanes] += taken
         done[lanes] += number

@@ -1,5 +1,8 @@
-"""CodedTensor: a tensor of a packed file. Any run of its blocks decodes alone, from any thread, into memory of the
-caller's; the file may come in pieces, since the index at its beginning says where each block lies."""
+"""CodedTensor: decodes a tensor of a packed file.
+
+Any range of its blocks can be decoded on its own, by any thread, into memory of the caller. The index at the start of
+the tensor gives the position of each block, so the file may be read in parts.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from emberline.unweight.description import Description
 from emberline.unweight.format import ALIGN, BLOCK, INDEX, WIDTHS, Bytes, blocks_of
 from emberline.unweight.order import in_order
 
-RUN = 32  # blocks that a thread decodes at a time
+RUN = 32  # decoded by one call of a thread
 
-Fetch: TypeAlias = Callable[[int, int], Bytes]  # brings bytes [begin, end) of a tensor as the file has it
+Fetch: TypeAlias = Callable[[int, int], Bytes]  # returns bytes [begin, end) of the coded tensor
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,15 @@ class CodedTensor:
     name: str
     info: TensorInfo
     code: Code
-    width: int  # bytes of an element
-    count: int  # of elements
-    index: Bytes  # INDEX bytes a block
-    starts: NDArray[np.int64]  # of each block, counted from the tensor's first byte in the file; and the end
+    width: int
+    count: int
+    index: Bytes  # INDEX_ENTRY_BYTES per block
+    starts: NDArray[np.int64]  # offset of each block from the tensor's start in the file, then the end
     codec: Codec
 
     @staticmethod
     def open(name: str, info: TensorInfo, fetch: Fetch, codec: Codec) -> CodedTensor:
-        """Fetches the first `index_bytes` of it."""
+        """Read and check the index, the first `index_bytes` of the tensor. Raises ModelFileError if damaged."""
         description = Description.of(info)
         assert description.code is not None
         width, count = WIDTHS[info.dtype], description.count
@@ -58,11 +61,14 @@ class CodedTensor:
         return len(self.starts) - 1
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """The bytes that the blocks [first, last) have when decoded."""
+        """Return the range of decoded bytes that the blocks [first, last) hold."""
         return first * BLOCK * self.width, min(last * BLOCK, self.count) * self.width
 
     def decode(self, coded: Bytes, first: int, last: int, out: Bytes, *, check: bool = True) -> None:
-        """`coded`: bytes [starts[first], starts[last]) of the tensor in the file. `check`: by the blocks' CRC-32."""
+        """Decode the blocks [first, last) into `out`. Raises ModelFileError if a block is damaged.
+
+        `coded`: their bytes in the file. `check`: verify the CRC-32 of the blocks.
+        """
         begin, end = self.span(first, last)
         assert len(coded) == self.starts[last] - self.starts[first] and len(out) == end - begin
         index = self.index[first * INDEX : last * INDEX]
@@ -71,29 +77,30 @@ class CodedTensor:
             raise damaged(self.name, self.info, f"block {first + bad}")
 
     def decode_all(self, stored: Bytes, out: Bytes, pool: ThreadPoolExecutor) -> None:
-        runs = [(at, min(at + RUN, self.blocks)) for at in range(0, self.blocks, RUN)]
+        """Decode the whole tensor into `out` with the threads of `pool`."""
+        runs = [(first, min(first + RUN, self.blocks)) for first in range(0, self.blocks, RUN)]
 
-        def work(run: tuple[int, int]) -> None:
+        def decode_run(run: tuple[int, int]) -> None:
             begin, end = self.span(*run)
             self.decode(stored[self.starts[run[0]] : self.starts[run[1]]], *run, out[begin:end])
 
-        for _ in pool.map(work, runs):
+        for _ in pool.map(decode_run, runs):
             pass
 
     def chunks(self, fetch: Fetch, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-        """All its bytes in order, with a few runs of blocks in memory."""
+        """Yield all decoded bytes in order, with only a few runs of blocks in memory."""
 
-        def work(first: int) -> Bytes:
+        def decode_run(first: int) -> Bytes:
             last = min(first + RUN, self.blocks)
             begin, end = self.span(first, last)
             out = np.empty(end - begin, np.uint8)
             self.decode(fetch(int(self.starts[first]), int(self.starts[last])), first, last, out)
             return out
 
-        return in_order(pool, work, range(0, self.blocks, RUN))
+        return in_order(pool, decode_run, range(0, self.blocks, RUN))
 
     def read(self, fetch: Fetch, begin: int, end: int) -> Bytes:
-        """Bytes [begin, end) of the decoded tensor."""
+        """Return bytes [begin, end) of the decoded tensor."""
         if begin == end:
             return np.empty(0, np.uint8)
         step = BLOCK * self.width
@@ -113,7 +120,7 @@ def is_coded(info: TensorInfo) -> bool:
 
 
 def check_raw(name: str, info: TensorInfo, stored: Bytes, codec: Codec) -> None:
-    """A tensor that a packed file holds as it was."""
+    """Raise ModelFileError if a tensor that a packed file stores raw does not match its CRC-32."""
     if codec.crc32(stored) != Description.of(info).crc32:
         raise damaged(name, info, "its bytes")
 

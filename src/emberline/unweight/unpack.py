@@ -1,4 +1,4 @@
-"""unpack_file: a packed file becomes what it was, byte for byte; every tensor is held against its hash on the way."""
+"""unpack_file: restores the original of a packed file, byte for byte, and verifies each tensor's hash."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def unpack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecut
     text = file.header.metadata.get("source")
     if not file.header.packed or not isinstance(text, str):
         raise ModelFileError(f"{source} is not packed")
-    data = 8 + len(text.encode())
-    size = data + sum(info.logical_bytes for info in file.tensors.values())
-    before = stored_tensors(source, Header.parse(text.encode(), source, size))
-    if {name: _kind(info) for name, info in before.items()} != {name: _kind(t) for name, t in file.tensors.items()}:
-        raise ModelFileError(f"{source} has other tensors than the file it was made from")
+    data_start = 8 + len(text.encode())
+    size = data_start + sum(info.logical_bytes for info in file.tensors.values())
+    original = stored_tensors(source, Header.parse(text.encode(), source, size))
+    if {name: _kind(info) for name, info in original.items()} != {name: _kind(t) for name, t in file.tensors.items()}:
+        raise ModelFileError(f"{source} has other tensors than the original file's header", hint="pack the model again")
     with target.open("xb") as out:
-        out.write((data - 8).to_bytes(8, "little") + text.encode())
-        for name, info in before.items():
+        out.write((data_start - 8).to_bytes(8, "little") + text.encode())
+        for name, info in original.items():
             out.seek(info.offset)
             for chunk in checked_chunks(file, name, pool):
                 out.write(chunk.data)
@@ -39,13 +39,13 @@ def unpack_file(source: Path, target: Path, codec: Codec, pool: ThreadPoolExecut
 
 
 def checked_chunks(file: ModelFile, name: str, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-    """The tensor's bytes; after the last, an error if they are not those that were packed."""
+    """Yield the tensor's bytes. Raises ModelFileError after the last if their SHA-256 does not match."""
     info, digest = file.tensors[name], hashlib.sha256()
     for chunk in file.chunks(name, pool):
         digest.update(chunk.data)
         yield chunk
     if info.packed is not None and digest.hexdigest() != Description.of(info).sha256:
-        raise ModelFileError(f"tensor {name!r} in {info.file} is not the one that was packed: its SHA-256 differs")
+        raise ModelFileError(f"tensor {name!r} in {info.file} is damaged: its SHA-256 differs from the original's")
 
 
 def _kind(info: TensorInfo) -> tuple[str, tuple[int, ...]]:

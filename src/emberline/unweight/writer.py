@@ -1,5 +1,7 @@
-"""PackedWriter: a packed file, written tensor by tensor. Headers and indices come first but are known last: their room
-is kept."""
+"""PackedFileWriter: writes a packed file tensor by tensor.
+
+The header and each tensor's index precede the data but are known only after it, so their space is reserved first.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from emberline.unweight.code import Code
 from emberline.unweight.description import Description
 from emberline.unweight.format import ALIGN, BITS, Bytes
 
-UNKNOWN = "0" * 64  # a hash to come
-LONGEST = Code(np.full(256, BITS, np.uint8))  # as text
+UNKNOWN = "0" * 64  # replaced by the hash when the file is complete
+LONGEST = Code(np.full(256, BITS, np.uint8))  # the code whose text is longest, to reserve space for the header
 
 
 class PackedWriter:
@@ -72,7 +74,7 @@ class PackedWriter:
         self._descriptions[name] = description.as_dict()
 
     def _text(self, check: str) -> bytes:
-        metadata = {  # `check` stands before anything else that may look like it
+        metadata = {  # `check` comes first, because `_write_header` replaces the first occurrence of the placeholder
             "format": PACKED,
             "version": PACKED_VERSION,
             "check": check,

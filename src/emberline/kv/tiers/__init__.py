@@ -1,1 +1,1 @@
-"""Tiers: where blocks of keys and values lie when the main cache has no room for them, behind one lookup."""
+"""KV tiers: host memory, disk and a shared store that keep blocks evicted from the main cache."""

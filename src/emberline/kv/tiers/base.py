@@ -1,8 +1,11 @@
-"""Tier: a place where blocks lie by their hash. A hash names tokens, all that came before them, the cache's layout and
-the tenant's salt (tokens/blockhash.py), so whoever has the hash may have the block, and nobody else can ask for it.
+"""Tier: the interface of a store of KV blocks, addressed by block hash.
 
-Blocks are only worth something from the first of a prefix on: answers are counts of leading blocks. A tier never
-raises for what happens to it: a block that cannot be had is a miss, and recomputing is always allowed.
+A block hash covers the block's tokens, all tokens before them, the cache's layout and the tenant's salt
+(tokens/blockhash.py). So only a request of the same tenant with the same prefix can name a block, and a tier needs no
+other access check.
+
+A block is only usable together with all blocks before it, so lookups and loads return counts of leading blocks. A tier
+never raises for its own failures: a block that cannot be read is a miss, and the engine computes it again.
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ from typing import Protocol
 
 from emberline.core.events import TierStats
 
-PAGE = 4096  # buffers begin and end on pages, so that devices and disks can reach them directly
+PAGE = 4096  # buffers start and end on page boundaries, for pinning and for direct disk I/O
 
 
 def buffer_size(block_bytes: int) -> int:
-    """Of the buffer that a block travels in."""
+    """Return the size of a buffer for one block: its bytes rounded up to whole pages."""
     return -(-block_bytes // PAGE) * PAGE
 
 
@@ -24,26 +27,28 @@ class Tier(Protocol):
     name: str
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many of a chain are known to be here, from the first on. Never waits, so the engine's loop may ask."""
+        """Return how many leading blocks of the chain the tier is known to hold. Never blocks."""
         ...
 
     def guess(self, hashes: Sequence[bytes]) -> int:
-        """How many it is worth trying to load. Never waits either; more than `lookup` where only a look would tell."""
+        """Return how many leading blocks are worth trying to load. Never blocks.
+
+        This exceeds `lookup` for a tier that must be queried over the network to know what it holds.
+        """
         ...
 
     def load(self, hashes: Sequence[bytes], into: Sequence[memoryview]) -> int:
-        """Copies blocks to buffers, and says how many could be, from the first on. What lies in the others' buffers
-        means nothing."""
+        """Copy blocks into the buffers and return how many leading ones were copied; the rest is undefined."""
         ...
 
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
-        """Keeps copies; says of how many. Others may have to go for them."""
+        """Store copies of the blocks, evicting others if needed, and return how many were stored."""
         ...
 
     def forget(self, hashes: Sequence[bytes]) -> None: ...
 
     def refresh(self) -> None:
-        """Sees what others did to a place that is shared."""
+        """Update the tier's index with changes that other processes made to shared storage."""
         ...
 
     def stats(self) -> TierStats: ...

@@ -1,14 +1,16 @@
-"""BlockFile: one block as a file, in the form of `blockform.py`. Coded blocks are padded to 1/32 of the buffer: nearly
-all files are then equally long, and one can be written over with another.
+"""BlockFiles: writes and reads one block per file, in the format of `blockformat.py`.
 
-A file comes into being under another name and is renamed when it is complete: whoever opens it sees all of it or none.
-Files of evicted blocks are written over instead of removed, since giving room back is what a disk is slow at (measured:
-nine times as slow where the file system discards). They lose their name before that, and who reads one sees after the
-last byte whether it still had its name.
+Encoded blocks are padded to a multiple of 1/32 of the buffer, so that nearly all files have the same length and can be
+overwritten in place.
 
-There is no fsync: a cache may lose blocks when the power fails, and what a crash has torn does not match its CRC. Reads
-and writes go around the page cache where the file system allows it (measured: twice as fast for cold blocks; and
-nothing is kept in memory twice).
+A file is written under a temporary name and renamed when it is complete, so a reader sees all of it or nothing. The
+file of an evicted block is overwritten instead of deleted, because freeing disk space is slow (measured: nine times
+slower on a file system with discard). It is renamed before that, and a reader checks after its last byte that the file
+still has its name.
+
+There is no fsync: a cache may lose blocks when the power fails, and a file torn by a crash does not match its CRC.
+Reads and writes bypass the page cache if the file system supports it (measured: twice as fast for cold blocks, and no
+block is in memory twice).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from emberline.kv.tiers.base import PAGE
 from emberline.kv.tiers.blockform import BlockForm
 from emberline.kv.tiers.gain import Reading
 
-STEPS = 32  # lengths that a coded block can have
+STEPS = 32  # an encoded block is padded to one of so many lengths
 DIRECT = getattr(os, "O_DIRECT", 0)
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a name may be a stranger's: no links, no pipes
+# Another program may have created the file: follow no links, do not block on pipes.
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 _Vector = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
@@ -37,14 +40,14 @@ _Vector = Callable[[int, Sequence[memoryview]], int]  # os.readv or os.writev
 
 @dataclass(slots=True)
 class BlockFiles:
-    """How the files of one layout are written and read."""
+    """Writes and reads the files of blocks of one layout."""
 
     form: BlockForm
-    direct: bool = field(default=bool(DIRECT))  # until the file system refuses
-    _scratch: list[memoryview] = field(default_factory=list)  # that nobody uses now
+    direct: bool = field(default=bool(DIRECT))  # cleared when the file system rejects it
+    _scratch: list[memoryview] = field(default_factory=list)  # unused ones, kept for the next call
 
     def write(self, path: Path, temporary: Path, digest: bytes, buffer: memoryview, *, coded: bool = False) -> int:
-        """`temporary` may be an old file. How long the new one is."""
+        """Write a block to `temporary`, which may be an old file, rename it to `path`, and return its length."""
         with self._room() as room:
             payload = self.form.write(digest, buffer, room, coded=coded, worth=len(buffer) - self._step)
             size = self._padded(len(payload))
@@ -61,28 +64,30 @@ class BlockFiles:
             return PAGE + len(body)
 
     def read(self, path: Path, digest: bytes, buffer: memoryview) -> Reading | None:
-        """None: the file is not what its name says. In the buffer lies something, then. FileNotFoundError: there is
-        none, or none any more."""
+        """Read a block into the buffer and return the timing; None if the file is damaged or is another block.
+
+        After None the buffer is undefined. Raises FileNotFoundError if the file is missing or was evicted meanwhile.
+        """
         began, handle = time.perf_counter(), self._open(path, READ)
         try:
             with self._room() as room:
                 status = os.fstat(handle)
                 plain = status.st_size == self.form.most_bytes
                 body = buffer if plain else room[PAGE : max(PAGE, status.st_size)]
-                whole = self.is_length(status.st_size)
-                whole = whole and self._vector(os.readv, handle, [room[:PAGE], body]) == status.st_size
+                complete = self.is_length(status.st_size)
+                complete = complete and self._vector(os.readv, handle, [room[:PAGE], body]) == status.st_size
                 if not os.path.samestat(status, path.lstat()):
-                    raise FileNotFoundError(errno.ENOENT, "evicted while it was read", str(path))
+                    raise FileNotFoundError(errno.ENOENT, "evicted while being read", str(path))
                 seconds = time.perf_counter() - began
-                if not whole or not self.form.read(digest, room[:PAGE], body, buffer):
+                if not complete or not self.form.read(digest, room[:PAGE], body, buffer):
                     return None
-            os.utime(handle)  # those used last survive a restart longest
+            os.utime(handle)  # after a restart, blocks are evicted in the order of these times
             return Reading(status.st_size, seconds, 0.0 if plain else time.perf_counter() - began - seconds)
         finally:
             os.close(handle)
 
     def is_length(self, size: int) -> bool:
-        """Whether a whole file can be so long."""
+        """Return whether a complete block file can have this length."""
         coded = PAGE < size < self.form.most_bytes and self._padded(size - PAGE) == size - PAGE
         return size == self.form.most_bytes or (coded and self.form.codec is not None)
 
@@ -106,8 +111,8 @@ class BlockFiles:
         handle = self._open(path, WRITE)
         try:
             size, written = sum(map(len, parts)), self._vector(os.writev, handle, parts)
-            if written != size:  # a disk that fills up writes what it can
-                raise OSError(errno.ENOSPC, "only a part could be written", str(path))
+            if written != size:  # a disk that fills up writes a part
+                raise OSError(errno.ENOSPC, f"only {written} of {size} bytes were written", str(path))
             if os.fstat(handle).st_size != size:
                 os.ftruncate(handle, size)
         finally:
@@ -121,7 +126,7 @@ class BlockFiles:
                 if e.errno != errno.EINVAL:
                     raise
                 self.direct = False
-                if flags & os.O_CREAT:  # some make the file before they refuse
+                if flags & os.O_CREAT:  # some file systems create the file before they reject O_DIRECT
                     path.unlink(missing_ok=True)
         return os.open(path, flags, 0o600)
 
@@ -131,6 +136,6 @@ class BlockFiles:
         except OSError as e:
             if e.errno != errno.EINVAL or not self.direct:
                 raise
-            self.direct = False  # opened, but not for buffers as ours are
+            self.direct = False  # O_DIRECT was accepted at open, but not for buffers of this alignment
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~DIRECT)
         return call(handle, buffers)

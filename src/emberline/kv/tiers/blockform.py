@@ -1,10 +1,11 @@
-"""BlockForm: a block as bytes that say what they are: a page, then the buffer, as it is or as a codec made it.
+"""BlockFormat: the byte format of a stored block: a header page, then the buffer, plain or encoded.
 
-0   8s   magic            36  16s  the block's hash
-8   u32  version          52  u64  bytes that follow the page and mean something
-12  8s   codec, zeros:    60  u32  CRC-32 of these
-         as it is         64  u32  CRC-32 of all above
-20  16s  layout's hash
+offset  type  header field         offset  type  header field
+0       8s    magic                36      16s   block hash
+8       u32   version              52      u64   payload bytes after the page, without padding
+12      8s    codec name, zeros    60      u32   CRC-32 of the payload
+              for a plain payload  64      u32   CRC-32 of the header up to here
+20      16s   layout hash
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def layout_hash(layout: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Of the blocks of one layout."""
+    """The format of the blocks of one layout."""
 
     layout: bytes
     buffer_bytes: int
@@ -38,17 +39,20 @@ class BlockForm:
 
     @property
     def most_bytes(self) -> int:
-        """Of a block, with its page: as it is."""
+        """Length of a plain block with its header page, the longest that a stored block can be."""
         return PAGE + self.buffer_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Of memory that a block is written and read in."""
+        """Size of the memory that `write` needs, and that a stored block is read into."""
         return PAGE + max(self.buffer_bytes, self.codec.room(self.buffer_bytes) if self.codec else 0)
 
     def write(self, digest: bytes, buffer: memoryview, room: memoryview, *, coded: bool, worth: int) -> memoryview:
-        """The page into the room; what is to follow it: lies behind it in the room if it is coded, which it is if that
-        leaves at most `worth` bytes, and is the buffer otherwise."""
+        """Write the header page to `scratch` and return the payload that follows it.
+
+        The payload is encoded behind the page in `scratch` if `coded` is set and the result has at most
+        `max_coded_bytes`; otherwise it is the buffer itself.
+        """
         assert worth < self.buffer_bytes
         payload, name = buffer, b""
         if coded and self.codec is not None:
@@ -60,7 +64,10 @@ class BlockForm:
         return payload
 
     def read(self, digest: bytes, page: memoryview, body: memoryview, buffer: memoryview) -> bool:
-        """Whether this is the block, and whole; it is in the buffer then. `body` may be the buffer."""
+        """Verify and decode a stored block into the buffer; return False if it is damaged or another block.
+
+        `body` may be the buffer itself, for a plain block.
+        """
         *_, length, _ = FIELDS.unpack(page[: FIELDS.size])
         plain, codec = len(body) == self.buffer_bytes, self.codec
         if length > len(body) or (codec is None and not plain):

@@ -1,6 +1,7 @@
-"""Copier: moves blocks between a cache's tensors and buffers. In a buffer lie the keys of all layers, then the values.
+"""HostBlockCopier: copies blocks between a CPU cache's tensors and host buffers.
 
-The only part of the tiers that knows torch. In main memory: numpy's copies are measured to be faster than torch's.
+A buffer holds the keys of all layers, then the values. This is the only module of the tiers that imports torch. It
+copies with numpy, which measured faster than torch for these copies.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Copier:
     def __init__(self, cache: KVCache) -> None:
         self._shape = cache.shape
         halves = (half.view(torch.uint8).flatten(2) for half in (cache.keys, cache.values))
-        self._halves: list[NDArray[np.uint8]] = [half.numpy() for half in halves]  # layer, block, byte
+        self._halves: list[NDArray[np.uint8]] = [half.numpy() for half in halves]  # [layer, block, byte]
 
     def save(self, copies: Iterable[Copy]) -> None:
         for copy in copies:

@@ -1,20 +1,22 @@
-"""DiskTier: blocks in files, one each, below DIR/LAYOUT/XX/HASH. A restart finds them again by their names.
+"""DiskTier: blocks on disk, one file each, at DIR/LAYOUT/XX/HASH.
 
-One file per block, not packed segments: these are faster (`bench/tiers.py` measures both), but they need compaction,
-an index that survives a crash, and a lock between processes; names and renames need none of these, and a block comes
-back many times faster than it is computed either way.
+After a restart they are found by their names.
 
-Several processes may share a directory. Guaranteed: nobody ever reads a block that is torn or another's (a file is
-complete or absent, and names, lengths and checksums are verified); a file that one process evicts is a miss for the
-others. Not guaranteed: that a block is seen at once by others (it takes until they `refresh`), and the quota, which
-each process holds for what it has seen: together they may exceed it by what they write between two looks.
+Packed segments instead of one file per block would be faster (`bench/tiers.py` measures both), but need compaction, an
+index that survives a crash, and a lock between processes. File names and renames need none of these, and either way
+loading a block is many times faster than computing it.
 
-With a codec, blocks are stored coded where that brings them back sooner (`gain.py`), always, or never; whatever lies
-there is read. The quota counts bytes, so more of them fit.
+Several processes may share a directory. Guaranteed: a reader never gets a torn or a wrong block (a file is complete or
+absent, and its name, length and checksums are verified), and a block that one process evicts is a miss for the others.
+Not guaranteed: other processes see a new block only after their next `refresh`, and each process applies the quota to
+the files it knows, so together they may exceed it by what they write between two refreshes.
 
-A full disk makes blocks leave before the quota does; where that is not enough, stores are skipped for a while and
-loads go on. A directory that was deleted is made again, unless its file system is gone (unmounted). Any other I/O error
-turns the tier off for a while. Each of these is one line in the log; requests notice nothing.
+With a codec, blocks are stored encoded always, never, or if they load faster that way (`coding_gain.py`). Existing
+blocks are read in either form. The quota counts bytes, so more encoded blocks fit.
+
+On a full disk, blocks are evicted before the quota is reached; if that does not help, stores are skipped for a while
+and loads continue. A deleted directory is created again, unless its file system was unmounted. Any other I/O error
+turns the tier off for a while. Each of these events is logged once and fails no request.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from emberline.kv.tiers.policy import policy_of
 
 log = logging.getLogger("emberline.kv")
 
-PAUSE = 30.0  # seconds without the disk after an error; then it is tried again
-STALE = 600.0  # seconds after which a file that nobody finished is nobody's
+PAUSE = 30.0  # after an error the disk is not used for this time
+STALE = 600.0  # age at which an unfinished temporary file is deleted
 TEMPORARY = ".part"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-MAX_EVICTIONS_PER_WRITE = 8  # on a full disk; what they free may be taken by other programs
+MAX_EVICTIONS_PER_WRITE = 8  # on a full disk, where other programs may take the freed space
 
 
 class DiskTier:
@@ -64,26 +66,33 @@ class DiskTier:
         coding: str = "auto",
         clock: Clock | None = None,
     ) -> None:
-        """`coding`: of what is stored from now on: auto, uw or none."""
+        """Open or create the directory and index its blocks. `coding`, of new blocks: auto, uw or none.
+
+        Raises InvalidRequest if the quota is too small for one block or the directory cannot be used.
+        """
         digest = layout_hash(layout)
         form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
         self._files = BlockFiles(form)
         self._coding, self._gain = coding, Gain(form.buffer_bytes)
         self._quota = quota
-        self.capacity = quota // form.most_bytes  # of blocks as they are
+        self.capacity = quota // form.most_bytes  # in plain blocks
         if self.capacity < 1:
-            raise InvalidRequest(f"{quota} bytes hold no block of {form.most_bytes}", param="kv_disk_size")
+            raise InvalidRequest(
+                f"kv_disk_size is {quota} bytes; one KV block of this model takes {form.most_bytes}",
+                param="kv_disk_size",
+                hint="raise --kv-disk-size",
+            )
         self._root = directory / digest.hex()
         self._clock = clock or SystemClock()
         self._policy = policy_of(policy, self.capacity)
-        self._lock = threading.Lock()  # of everything below; not held while files are read or written
-        self._sizes: dict[bytes, int] = {}  # of the files of those in the policy
-        self._used = 0  # the sum of these
-        self._seen: dict[str, int] = {}  # folders, and when each had last changed
+        self._lock = threading.Lock()  # guards everything below; not held while files are read or written
+        self._sizes: dict[bytes, int] = {}  # file length of each block in the policy
+        self._used = 0  # sum of these
+        self._seen: dict[str, int] = {}  # modification time in ns of each folder at the last scan
         self._off_until = float("-inf")
         self._off = False
-        self._full = False  # at the last write
-        self._stores_off_until = float("-inf")  # on a full disk
+        self._full = False  # whether the last write found the disk full
+        self._stores_off_until = float("-inf")  # later than now on a full disk
         self._count = 0
         self._stats = TierStats(capacity=self.capacity)
         try:
@@ -91,15 +100,16 @@ class DiskTier:
             self._device = self._root.stat().st_dev
             self._scan()
         except OSError as e:
-            hint = "give a directory that this user may write to"
-            raise InvalidRequest(f"{directory} cannot be used: {e.strerror or e}", param="kv_disk", hint=hint) from e
+            hint = "set --kv-disk to a directory that this user may write to"
+            message = f"KV disk directory {directory} cannot be used: {e.strerror or e}"
+            raise InvalidRequest(message, param="kv_disk", hint=hint) from e
 
     @property
     def direct(self) -> bool:
-        """Whether files go around the page cache."""
+        """Whether reads and writes bypass the page cache."""
         return self._files.direct
 
-    # -- as a Tier ---------------------------------------------------------------------------------------------------
+    # -- the Tier interface ------------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         with self._lock:
@@ -137,7 +147,7 @@ class DiskTier:
             return self._stats.copy()
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: no file is kept open."""
 
     # -- one block ---------------------------------------------------------------------------------------------------
 
@@ -172,8 +182,8 @@ class DiskTier:
 
     def _store(self, digest: bytes, buffer: memoryview) -> bool:
         began = time.perf_counter()
-        resting = self._resting() or self._clock.now() < self._stores_off_until
-        size = None if resting else self._write(digest, buffer)
+        paused = self._resting() or self._clock.now() < self._stores_off_until
+        size = None if paused else self._write(digest, buffer)
         if size is None:
             with self._lock:
                 self._stats.dropped_blocks += 1
@@ -187,7 +197,7 @@ class DiskTier:
         return True
 
     def _write(self, digest: bytes, buffer: memoryview) -> int | None:
-        """Return the bytes written; None: an error, or the disk is full and stays so whatever leaves."""
+        """Return the bytes written, or None after an error, or if the disk is full in spite of evictions."""
         for evicted in range(1 + MAX_EVICTIONS_PER_WRITE):
             try:
                 size = self._write_once(digest, buffer)
@@ -206,19 +216,19 @@ class DiskTier:
 
     def _write_once(self, digest: bytes, buffer: memoryview) -> int:
         path = self._path(digest)
-        self._make_folder(path.parent)  # before room is made: a deleted directory leaves nothing to evict
+        self._make_folder(path.parent)  # before evicting: a deleted directory has nothing left to evict
         spare = self._make_room(digest, self._files.form.most_bytes)
         self._count += 1
         temporary = path.with_name(f"{os.getpid()}-{threading.get_ident()}-{self._count}{TEMPORARY}")
         if spare is not None:
-            with contextlib.suppress(FileNotFoundError):  # another process was faster
-                os.utime(spare, follow_symlinks=False)  # it is not stale
+            with contextlib.suppress(FileNotFoundError):  # another process took it first
+                os.utime(spare, follow_symlinks=False)  # otherwise it could count as stale
                 spare.rename(temporary)
         coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
         return self._files.write(path, temporary, digest, buffer, coded=coded)
 
     def _evict_one(self, incoming: bytes) -> bool:
-        """Remove the block that the policy would drop for `incoming`; False: there is none."""
+        """Remove the block that the policy evicts for `incoming`; return False if there is none."""
         with self._lock:
             evicted = self._policy.evict(incoming, lambda key: True) if len(self._policy) else None
             if evicted is None:
@@ -229,7 +239,10 @@ class DiskTier:
         return True
 
     def _make_room(self, incoming: bytes, size: int) -> Path | None:
-        """The file of the last one that had to leave, which is the caller's to use again or to remove."""
+        """Evict blocks until `size` more bytes fit the quota.
+
+        Return the file of the last evicted block, which the caller overwrites or deletes, or None.
+        """
         spare: bytes | None = None
         while True:
             with self._lock:
@@ -250,7 +263,7 @@ class DiskTier:
                 self._used -= self._sizes.pop(digest)
 
     def _insert(self, digest: bytes, size: int) -> None:
-        """Under the lock. It may be there already, and may have had another length."""
+        """Add or update a block's entry. The caller holds the lock."""
         if digest not in self._policy:
             self._policy.insert(digest)
         self._used += size - self._sizes.get(digest, 0)
@@ -267,9 +280,9 @@ class DiskTier:
     # -- the directory -----------------------------------------------------------------------------------------------
 
     def _scan(self) -> None:
-        """Folders that have changed since the last time; the least recently used files come first."""
+        """Index the folders that changed since the last scan, least recently used files first."""
         listed: dict[str, dict[bytes, tuple[float, int]]] = {}
-        seen: dict[str, int] = {}  # not before all of it is taken in: one folder may fail to be read
+        seen: dict[str, int] = {}  # applied at the end: reading one folder may fail, and the scan is then repeated
         here = self._folders()
         for folder in here:
             changed = folder.stat().st_mtime_ns if folder.is_dir() else None
@@ -311,11 +324,13 @@ class DiskTier:
             folder.mkdir(exist_ok=True)
 
     def _recreate(self) -> None:
-        """Make a deleted directory again. Raises OSError if its file system is gone: what lies under the mount point
-        must not fill up instead."""
+        """Create a deleted directory again.
+
+        Raises OSError if its file system was unmounted: the one below the mount point must not fill up instead.
+        """
         nearest = next(folder for folder in self._root.parents if folder.exists())
         if nearest.stat().st_dev != self._device:
-            raise OSError(errno.ENODEV, "its file system is not mounted", str(self._root))
+            raise OSError(errno.ENODEV, "the file system of the KV disk directory is not mounted", str(self._root))
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
             gone = list(self._policy)
@@ -325,7 +340,10 @@ class DiskTier:
         log.warning("KV disk directory was deleted, created again: path=%s blocks_lost=%d", self._root, len(gone))
 
     def _list(self, folder: Path) -> dict[bytes, tuple[float, int]]:
-        """Blocks, when each was used last, and its bytes. What cannot be one is removed; strangers' files are left."""
+        """Return the time of last use and the length of each block file in the folder.
+
+        Deletes stale temporary files and files that cannot be complete blocks; leaves files of other names alone.
+        """
         blocks: dict[bytes, tuple[float, int]] = {}
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
@@ -340,7 +358,7 @@ class DiskTier:
                         Path(entry.path).unlink()
         return blocks
 
-    # -- trouble -----------------------------------------------------------------------------------------------------
+    # -- errors and recovery -----------------------------------------------------------------------------------------
 
     def _resting(self) -> bool:
         with self._lock:
@@ -352,20 +370,20 @@ class DiskTier:
             self._off_until = self._clock.now() + PAUSE
             self._stats.errors += 1
         if first:
-            log.warning("KV blocks on disk are off: %s; tried again every %.0f s", error, PAUSE)
+            log.warning("KV disk is off, retrying every %.0f s: path=%s error=%s", PAUSE, self._root, error)
 
     def _note_full(self, error: OSError) -> None:
         with self._lock:
             first, self._full = not self._full, True
             self._stats.errors += first
         if first:
-            log.warning("KV disk is full, blocks leave before the quota does: path=%s error=%s", self._root, error)
+            log.warning("KV disk is full, evicting blocks below the quota: path=%s error=%s", self._root, error)
 
     def _well(self) -> None:
         with self._lock:
-            back, self._off = self._off, False
-        if back:
-            log.warning("KV blocks on disk are on again")
+            was_off, self._off = self._off, False
+        if was_off:
+            log.warning("KV disk is on again: path=%s", self._root)
 
 
 def _digest(name: str) -> bytes | None:

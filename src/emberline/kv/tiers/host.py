@@ -1,7 +1,7 @@
-"""HostTier: blocks in main memory, in page-aligned buffers of one area that a device's driver can pin.
+"""HostTier: blocks in main memory, in page-aligned buffers of one area that a GPU driver can pin.
 
-A buffer is free, filling or kept. What is filling cannot be found; what is kept and pinned cannot be evicted. So the
-bytes of a buffer never change under someone who reads them. Any thread may call.
+A buffer is free, being filled, or kept. Lookups do not find a buffer that is being filled, and a kept buffer that is
+pinned cannot be evicted, so the bytes of a buffer never change while they are read. All methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from emberline.core.events import TierStats
 from emberline.kv.tiers.base import buffer_size
 from emberline.kv.tiers.policy import policy_of
 
-LEAST = 2  # buffers: one to fill, one to read
+LEAST = 2  # one to fill, one to read
 
 
 class HostTier:
@@ -26,13 +26,14 @@ class HostTier:
         self.capacity = memory // self.buffer_bytes
         if self.capacity < LEAST:
             raise InvalidRequest(
-                f"{memory} bytes hold {self.capacity} blocks of {self.buffer_bytes} bytes; at least {LEAST} are needed",
+                f"kv_host_memory is {memory} bytes, which hold {self.capacity} KV blocks of {self.buffer_bytes} bytes; "
+                f"at least {LEAST} are needed",
                 param="kv_host_memory",
-                hint="raise --kv-host-memory",
+                hint=f"raise --kv-host-memory to at least {LEAST * self.buffer_bytes} bytes",
             )
-        # Pages cost nothing until they are written.
+        # Pages of an mmap use no memory until they are written.
         self.area = memoryview(mmap.mmap(-1, self.capacity * self.buffer_bytes))
-        self.on_close: Callable[[], None] = lambda: None  # of whoever has pinned it
+        self.on_close: Callable[[], None] = lambda: None  # set by a GPU engine, to unpin the area
         self._free = list(range(self.capacity - 1, -1, -1))
         self._filling: dict[bytes, int] = {}
         self._kept: dict[bytes, int] = {}
@@ -41,10 +42,10 @@ class HostTier:
         self._lock = threading.Lock()
         self._stored = self._loaded = self._evicted = 0
 
-    # -- a buffer's life ---------------------------------------------------------------------------------------------
+    # -- buffers: reserve, publish, pin ------------------------------------------------------------------------------
 
     def reserve(self, digest: bytes) -> memoryview | None:
-        """A buffer to fill; None if the block is here or on its way, or if nobody may leave for it."""
+        """Return a buffer to fill, or None if the block is stored or being filled, or all buffers are in use."""
         with self._lock:
             if digest in self._kept or digest in self._filling:
                 return None
@@ -54,7 +55,7 @@ class HostTier:
             return self._buffer(slot)
 
     def publish(self, digest: bytes, *, pin: bool = False) -> None:
-        """It is full now."""
+        """Make the filled buffer available to lookups, pinned once if `pin`."""
         with self._lock:
             self._kept[digest] = self._filling.pop(digest)
             self._policy.insert(digest)
@@ -63,12 +64,12 @@ class HostTier:
                 self._pins[digest] = 1
 
     def abandon(self, digest: bytes) -> None:
-        """It could not be filled."""
+        """Free a reserved buffer that could not be filled."""
         with self._lock:
             self._free.append(self._filling.pop(digest))
 
     def pin(self, digest: bytes) -> memoryview | None:
-        """The block, to be read until it is unpinned."""
+        """Return the block's buffer and keep it from eviction until `unpin`; None if the block is not stored."""
         with self._lock:
             slot = self._kept.get(digest)
             if slot is None:
@@ -84,11 +85,11 @@ class HostTier:
                 self._pins[digest] = count
 
     def __contains__(self, digest: bytes) -> bool:
-        """Here, or on its way."""
+        """Return whether the block is stored or being filled."""
         with self._lock:
             return digest in self._kept or digest in self._filling
 
-    # -- as a Tier ---------------------------------------------------------------------------------------------------
+    # -- the Tier interface ------------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         with self._lock:
@@ -111,14 +112,14 @@ class HostTier:
     def store(self, hashes: Sequence[bytes], buffers: Sequence[memoryview]) -> int:
         count = 0
         for digest, buffer in zip(hashes, buffers, strict=True):
-            if (mine := self.reserve(digest)) is not None:
-                mine[:] = buffer
+            if (target := self.reserve(digest)) is not None:
+                target[:] = buffer
                 self.publish(digest)
                 count += 1
         return count
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Whoever is pinned stays: someone reads it."""
+        """Remove the blocks, except pinned ones, which are being read."""
         with self._lock:
             for digest in hashes:
                 if digest in self._kept and digest not in self._pins:
@@ -126,7 +127,7 @@ class HostTier:
                     self._free.append(self._kept.pop(digest))
 
     def refresh(self) -> None:
-        """Nobody else reaches it."""
+        """Do nothing: no other process shares this memory."""
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -144,7 +145,7 @@ class HostTier:
         self.on_close()
 
     def check(self) -> None:
-        """Conservation: every buffer is free, filling or kept; only kept ones are pinned."""
+        """Assert that every buffer is free, being filled or kept, and that only kept ones are pinned."""
         with self._lock:
             slots = [*self._free, *self._filling.values(), *self._kept.values()]
             assert sorted(slots) == list(range(self.capacity))

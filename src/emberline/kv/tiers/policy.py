@@ -1,8 +1,10 @@
-"""Policy: who leaves when a tier is full. Pure: it knows hashes and their order, nothing of bytes.
+"""EvictionPolicy: chooses the block to evict when a tier is full.
 
-LRU drops what was not used for longest. ARC (Megiddo and Modha, 2003) keeps what was used once (`_once`) apart from
-what was used again (`_again`), remembers whom it dropped from each, and moves the border between them towards the side
-whose dropped blocks are asked for: a scan of prompts that nobody repeats cannot wash out those that come back.
+Pure: works on hashes and their order of use.
+
+LRU evicts the least recently used block. ARC (Megiddo and Modha, 2003) keeps blocks used once (`_used_once`) apart from
+blocks used again (`_used_again`) and remembers the hashes evicted from each list. It shifts capacity to the list whose
+evicted blocks are requested again, so a scan of prompts that never repeat does not evict prompts that do.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Protocol
 
 from emberline.core.errors import InvalidRequest
 
-May = Callable[[bytes], bool]  # whether a block may leave now
+May = Callable[[bytes], bool]  # returns whether a block may be evicted now
 
 
 class Policy(Protocol):
@@ -24,17 +26,17 @@ class Policy(Protocol):
     def __iter__(self) -> Iterator[bytes]: ...
 
     def touch(self, key: bytes) -> None:
-        """It was used."""
+        """Record a use of a stored block."""
         ...
 
     def evict(self, incoming: bytes, may: May) -> bytes | None:
-        """Drops one so that another may come, or nobody if none may leave."""
+        """Remove and return the block to evict for `incoming`, or None if no block may be evicted."""
         ...
 
     def insert(self, key: bytes) -> None: ...
 
     def remove(self, key: bytes) -> None:
-        """It is gone, not by our choice."""
+        """Remove a block that was deleted without `evict`."""
         ...
 
 
@@ -70,9 +72,9 @@ class ARC:
         self._capacity = capacity
         self._once: OrderedDict[bytes, None] = OrderedDict()
         self._again: OrderedDict[bytes, None] = OrderedDict()
-        self._left_once: OrderedDict[bytes, None] = OrderedDict()  # dropped; only their names are known
+        self._left_once: OrderedDict[bytes, None] = OrderedDict()  # evicted; only their hashes are kept
         self._left_again: OrderedDict[bytes, None] = OrderedDict()
-        self._border = 0.0  # how many of `_once` are wanted
+        self._border = 0.0  # target length of `_used_once` ("p" in the paper)
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
@@ -98,10 +100,10 @@ class ARC:
             step = max(len(self._left_once) / len(self._left_again), 1.0)
             self._border = max(self._border - step, 0.0)
         over = len(self._once) > self._border or (returns and len(self._once) == self._border)
-        sides = [(self._once, self._left_once), (self._again, self._left_again)]
-        for kept, left in sides if self._once and over else reversed(sides):
-            if (key := _drop(kept, may)) is not None:
-                left[key] = None
+        lists = [(self._once, self._left_once), (self._again, self._left_again)]
+        for stored, evicted in lists if self._once and over else reversed(lists):
+            if (key := _drop(stored, may)) is not None:
+                evicted[key] = None
                 return key
         return None
 
@@ -122,7 +124,7 @@ class ARC:
 
 def policy_of(name: str, capacity: int) -> Policy:
     if name not in ("lru", "arc"):
-        raise InvalidRequest(f"the policy is {name!r}; it must be lru or arc", param="kv_policy")
+        raise InvalidRequest(f"kv_policy is {name!r}; it must be lru or arc", param="kv_policy")
     return LRU() if name == "lru" else ARC(capacity)
 
 

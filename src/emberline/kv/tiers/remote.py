@@ -1,9 +1,10 @@
-"""RemoteTier: blocks in Mooncake's Store, the memory that all workers of a cluster give together. What one of them has
-computed, any other finds by its hash; a key is the layout's hash and the block's.
+"""RemoteTier: blocks in Mooncake's Store, memory that all workers of a cluster contribute and share.
 
-Whether it has a block is not known without asking, so `guess` hopes for all that was not missing a moment ago; the
-first block that is missing ends a load. A failure turns the tier off: from then on only `refresh` asks, and turns it on
-again when it is answered, so that no request waits for a store that is gone more than once.
+A block that one worker computed can be loaded by any other. Its key is the hash of the layout and the block hash.
+
+Only a query to the store shows whether it holds a block. So `lookup_optimistic` counts every block that was not missing
+a few seconds ago, and a load ends at the first missing block. A failure turns the tier off. Then only `refresh` queries
+the store, and turns the tier on again when it answers: requests wait at most once for a store that is down.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from emberline.kv.tiers.storeclient import NO_ROOM, NOT_READY, NOT_THERE, StoreC
 
 log = logging.getLogger("emberline.kv")
 
-HOPELESS = 5.0  # seconds for which what was missing is not asked for again
-MOST_KNOWN = 1 << 16  # blocks that we remember to be there, or not to be
+HOPELESS = 5.0  # a missing block is not queried again for this time
+MOST_KNOWN = 1 << 16  # in the store, and as many that are missing
 
 
 class RemoteTier:
@@ -47,23 +48,23 @@ class RemoteTier:
         clock: Clock | None = None,
         client: StoreClient | None = None,
     ) -> None:
-        """`master`: HOST:PORT. `memory`: bytes that this worker gives to the store. `coding`: auto, uw or none."""
+        """`master`: HOST:PORT. `memory_bytes`: contributed to the store. `coding`: auto, uw or none."""
         digest = layout_hash(layout)
         self._form = BlockForm(digest, buffer_size(block_bytes), crc or crc_of(None), codec)
         self._coding, self._gain = coding, Gain(self._form.buffer_bytes)
         self._prefix = digest.hex()
         self._clock = clock or SystemClock()
         self._client = client or StoreClient(master, memory, self._form.room_bytes, place)
-        self._loading = threading.Lock()  # of the client's last value
-        self._lock = threading.Lock()  # of everything below
+        self._loading = threading.Lock()  # guards the value that the client returned last
+        self._lock = threading.Lock()  # guards everything below
         self._on = False
         self._warned = False
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._missing: OrderedDict[bytes, float] = OrderedDict()  # since when
+        self._missing: OrderedDict[bytes, float] = OrderedDict()  # time of the query that missed, by hash
         self._stats = TierStats(on=False, capacity=memory // self._form.most_bytes)
         self.refresh()
 
-    # -- as a Tier ---------------------------------------------------------------------------------------------------
+    # -- the Tier interface ------------------------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         with self._lock:
@@ -101,9 +102,9 @@ class RemoteTier:
             self._fail(error)
             return
         with self._lock:
-            self._on, back, self._warned = True, self._warned, False
-        if back:
-            log.warning("KV blocks in the cluster's store are on again")
+            self._on, was_off, self._warned = True, self._warned, False
+        if was_off:
+            log.warning("KV store is on again: key_prefix=%s", self._prefix)
 
     def stats(self) -> TierStats:
         with self._lock:
@@ -133,8 +134,8 @@ class RemoteTier:
                 self._stats.errors += value not in (NOT_THERE, NOT_READY)
             return False
         seconds, size = time.perf_counter() - began, len(value)
-        sound = size > PAGE and self._form.read(digest, value[:PAGE], value[PAGE:], buffer)
-        if not sound:
+        intact = size > PAGE and self._form.read(digest, value[:PAGE], value[PAGE:], buffer)
+        if not intact:
             self.forget([digest])
             with self._lock:
                 self._stats.damaged_blocks += 1
@@ -149,22 +150,22 @@ class RemoteTier:
         return True
 
     def _store(self, digest: bytes, buffer: memoryview) -> bool:
-        began, answer, size = time.perf_counter(), NO_ROOM, 0
+        began, result, size = time.perf_counter(), NO_ROOM, 0
         if self._on:
             try:
-                answer, size = self._client.put(self._key(digest), lambda room: self._fill(digest, buffer, room))
+                result, size = self._client.put(self._key(digest), lambda room: self._fill(digest, buffer, room))
             except StoreDown as error:
                 self._fail(error)
-        if answer == 0:
+        if result == 0:
             self._note(digest, here=True)
         with self._lock:
-            self._stats.dropped_blocks += answer == NO_ROOM
-            self._stats.errors += answer not in (0, NO_ROOM)
-            if answer == 0:
+            self._stats.dropped_blocks += result == NO_ROOM
+            self._stats.errors += result not in (0, NO_ROOM)
+            if result == 0:
                 self._stats.stored_blocks += 1
                 self._stats.stored_bytes += size
                 self._stats.store_seconds += time.perf_counter() - began
-        return answer == 0
+        return result == 0
 
     def _fill(self, digest: bytes, buffer: memoryview, room: memoryview) -> int:
         coded = self._coding == "uw" or (self._coding == "auto" and self._gain.pays())
@@ -176,7 +177,7 @@ class RemoteTier:
     def _key(self, digest: bytes) -> str:
         return f"{self._prefix}/{digest.hex()}"
 
-    # -- what we know, and trouble -----------------------------------------------------------------------------------
+    # -- known and missing blocks, failures --------------------------------------------------------------------------
 
     def _note(self, digest: bytes, *, here: bool) -> None:
         with self._lock:
@@ -186,12 +187,12 @@ class RemoteTier:
                 self._known[digest] = None
             else:
                 self._missing[digest] = self._clock.now()
-            for memory in (self._known, self._missing):
-                if len(memory) > MOST_KNOWN:
-                    memory.popitem(last=False)
+            for remembered in (self._known, self._missing):
+                if len(remembered) > MOST_KNOWN:
+                    remembered.popitem(last=False)
 
     def _fail(self, error: StoreDown) -> None:
-        """What it held may be gone when it comes back."""
+        """Turn the tier off and forget what the store held: the blocks may be gone when it answers again."""
         with self._lock:
             self._on = False
             self._known.clear()
@@ -199,4 +200,4 @@ class RemoteTier:
             self._stats.errors += 1
             first, self._warned = not self._warned, True
         if first:
-            log.warning("KV blocks in the cluster's store are off: %s; tried again from time to time", error)
+            log.warning("KV store is off, retrying periodically: reason=%s", error)

@@ -1,11 +1,13 @@
-"""TierStack: the tiers below a main cache as one. Main memory comes first, and everything else goes through it.
+"""TierStack: all tiers of a cache behind one interface.
 
-    main cache <--copies in plans--> host buffers <--a reader and a writer thread--> tiers below
+Host memory is the first tier, and every block passes through it.
 
-Stores are written behind: a full block is copied to a host buffer by the next plan, and from there to the tiers below
-by the writer, whose queue is bounded; what does not fit is dropped. Loads are the same way back: a Fetch delivers
-pinned host buffers in order, at once if host memory has them, or as the reader brings them up, where they stay for the
-next. Nothing here makes the engine's loop wait, and nothing that fails reaches it: a Fetch just ends early.
+    main cache <--copies in plans--> host buffers <--a reader and a writer thread--> lower tiers
+
+Stores are asynchronous: the next plan copies a full block to a host buffer, and the writer thread copies it from there
+to the lower tiers. The writer's queue is bounded; blocks that do not fit are dropped. For loads, a TierFetch delivers
+pinned host buffers in order: at once those in host memory, then the others as the reader thread loads them. They stay
+in host memory for the next request. The engine's loop never waits here, and a failed load only ends its fetch early.
 """
 
 from __future__ import annotations
@@ -21,23 +23,23 @@ from emberline.core.events import TierStats
 from emberline.kv.tiers.base import Tier
 from emberline.kv.tiers.host import HostTier
 
-MOST_WRITES = 256  # blocks that wait for the writer; never more than half of the buffers
-REFRESH = 5.0  # seconds between looks at what others did
-STUCK = 1.0  # seconds for one block; a reader that needs longer is given nothing more to do
+MOST_WRITES = 256  # blocks; also limited to half of the host buffers
+REFRESH = 5.0
+STUCK = 1.0  # while one block takes longer to read, lower tiers are not used for new requests
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A block in a host buffer, pinned until TierStack.loaded."""
+    """A block in a host buffer, pinned until TierStack.release_fetched."""
 
     digest: bytes
     buffer: memoryview
-    tier: str  # where it was found
+    tier: str  # name of the tier that held it
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Leading blocks of a prefix on their way up. Touched under the stack's lock only."""
+    """The leading blocks of a prefix being loaded into host buffers. Accessed only under the stack's lock."""
 
     hashes: Sequence[bytes]
     arrived: int = 0
@@ -49,13 +51,13 @@ class TierStack:
     def __init__(
         self, host: HostTier, below: Sequence[Tier] = (), *, clock: Clock | None = None, threads: bool = True
     ) -> None:
-        """Without threads, whoever calls `read_next` and `write_next` does their work: tests do."""
+        """Without `threads`, blocks move only when `read_next` or `write_next` is called, as tests do."""
         self.host = host
         self.below = list(below)
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._fetches: deque[Fetch] = deque()  # that the reader has to do with
-        self._writes: dict[bytes, memoryview] = {}  # in order, pinned
+        self._fetches: deque[Fetch] = deque()  # with blocks left for the reader
+        self._writes: dict[bytes, memoryview] = {}  # queue of the writer, in order; the buffers are pinned
         self._most_writes = min(MOST_WRITES, host.capacity // 2)
         self._dropped = {"host": 0, "below": 0}
         self._reading_since: float | None = None
@@ -69,10 +71,10 @@ class TierStack:
         for thread in self._threads:
             thread.start()
 
-    # -- loads: the engine's side -------------------------------------------------------------------------------------
+    # -- loads: called by the engine's loop ---------------------------------------------------------------------------
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
-        """How many of a chain are worth fetching, from the first on, wherever each of them lies."""
+        """Return how many leading blocks of the chain are worth fetching, whichever tiers hold them."""
         tiers: list[Tier] = [self.host, *(() if self._stuck() else self.below)]
         count = 0
         while count < len(hashes) and (more := max(tier.guess(hashes[count:]) for tier in tiers)):
@@ -95,13 +97,13 @@ class TierStack:
         return fetch
 
     def take(self, fetch: Fetch) -> tuple[list[Arrival], bool]:
-        """What has come since the last time, and whether that is all."""
+        """Return the blocks loaded since the last call, and whether the fetch has ended."""
         with self._lock:
             arrivals, fetch.ready = fetch.ready, []
             return arrivals, fetch.ended
 
     def loaded(self, digest: bytes) -> None:
-        """An arrival's buffer is no longer read."""
+        """Unpin the buffer of a fetched block."""
         self.host.unpin(digest)
         self._to_read.set()
 
@@ -114,28 +116,28 @@ class TierStack:
             self.loaded(arrival.digest)
 
     def count(self, tier: str, tokens: int) -> None:
-        """Tokens that a request has from a tier."""
+        """Count a block, with its tokens, that a request got from a tier."""
         self._hit_tokens[tier] += tokens
         self._hit_blocks[tier] += 1
 
     def wait(self, seconds: float) -> None:
-        """Until something has arrived."""
+        """Wait until a block has been loaded or a fetch has ended, or until the timeout."""
         self._news.wait(seconds)
         self._news.clear()
 
-    # -- stores: the engine's side ------------------------------------------------------------------------------------
+    # -- stores: called by the engine's loop --------------------------------------------------------------------------
 
     def reserve(self, digest: bytes) -> memoryview | None:
-        """A buffer for a block that no buffer has; None: there is nothing to do, or no room."""
+        """Return a host buffer to copy the block to, or None if host memory has the block or no free buffer."""
         buffer = self.host.reserve(digest)
         if buffer is None and digest in self.host:
-            self._write_later(digest)  # perhaps it is not below
+            self._write_later(digest)  # the lower tiers may not have it
         elif buffer is None:
             self._dropped["host"] += 1
         return buffer
 
     def saved(self, digest: bytes) -> None:
-        """A reserved buffer is full."""
+        """Publish a filled buffer and queue it for the lower tiers."""
         self.host.publish(digest)
         self._write_later(digest)
         self._to_read.set()
@@ -152,26 +154,26 @@ class TierStack:
                 self._writes[digest] = buffer
         self._to_write.set()
 
-    # -- the threads' side --------------------------------------------------------------------------------------------
+    # -- run by the threads -------------------------------------------------------------------------------------------
 
     def read_next(self) -> bool:
-        """Brings one block up. False: there is none to bring, or no buffer for it now."""
+        """Load one block into host memory. Return False if no fetch needs one, or no buffer is free."""
         with self._lock:
             if not self._fetches:
                 return False
             fetch = self._fetches[0]
             digest = fetch.hashes[fetch.arrived]
-        where, buffer = self.host.name, self.host.pin(digest)
+        tier_name, buffer = self.host.name, self.host.pin(digest)
         if buffer is None:
-            room = self.host.reserve(digest)
-            if room is None:
-                return False  # buffers come back when plans have been carried out
-            tier = self._bring(digest, room, fetch.hashes[fetch.arrived + 1 :])
-            where, buffer = (tier, room) if tier is not None else ("", None)
+            reserved = self.host.reserve(digest)
+            if reserved is None:
+                return False  # buffers are released when plans have run
+            found_in = self._bring(digest, reserved, fetch.hashes[fetch.arrived + 1 :])
+            tier_name, buffer = (found_in, reserved) if found_in is not None else ("", None)
         with self._lock:
             wanted = not fetch.ended
             if wanted and buffer is not None:
-                fetch.ready.append(Arrival(digest, buffer, where))
+                fetch.ready.append(Arrival(digest, buffer, tier_name))
                 fetch.arrived += 1
             if wanted and (buffer is None or fetch.arrived == len(fetch.hashes)):
                 fetch.ended = True
@@ -182,8 +184,11 @@ class TierStack:
         return True
 
     def _bring(self, digest: bytes, room: memoryview, rest: Sequence[bytes]) -> str | None:
-        """Return the name of the tier that had the block. A tier where it was damaged forgets the rest of the prefix,
-        which may be damaged too and would not be looked at before the next restart: all of it is written again."""
+        """Load the block from the first lower tier that has it, and return the tier's name, or None.
+
+        A tier whose copy is damaged discards the rest of the prefix too, so that it is written again: it may be damaged
+        as well, and would otherwise not be checked before the next restart.
+        """
         self._reading_since = self._clock.now()
         for tier in self.below:
             damaged = tier.stats().damaged_blocks
@@ -198,7 +203,7 @@ class TierStack:
         return None
 
     def write_next(self) -> bool:
-        """Writes one block to where it is missing. False: there is none to write."""
+        """Write one queued block to the lower tiers that lack it. Return False if the queue is empty."""
         with self._lock:
             if not self._writes:
                 return False
@@ -239,12 +244,12 @@ class TierStack:
             while not self._closed and work():
                 pass
 
-    # -- ends and figures ---------------------------------------------------------------------------------------------
+    # -- shutdown and statistics --------------------------------------------------------------------------------------
 
     def flush(self, seconds: float) -> bool:
-        """Waits until all that was to be written is, or for so long."""
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
+        """Wait until all queued blocks are written; return False after the timeout."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             with self._lock:
                 if not self._writes:
                     return True
@@ -263,11 +268,12 @@ class TierStack:
             tier.close()
 
     def stats(self) -> dict[str, TierStats]:
-        figures = {tier.name: tier.stats() for tier in (self.host, *self.below)}
-        for name, stats in figures.items():
+        """Return the statistics of each tier, by its name."""
+        stats_by_tier = {tier.name: tier.stats() for tier in (self.host, *self.below)}
+        for name, stats in stats_by_tier.items():
             stats.hit_tokens = self._hit_tokens[name]
             stats.dropped_blocks += self._dropped["host" if name == self.host.name else "below"]
-        host = figures[self.host.name]
+        host = stats_by_tier[self.host.name]
         host.loaded_blocks += self._hit_blocks[self.host.name]
         host.loaded_bytes = host.loaded_blocks * self.host.buffer_bytes
-        return figures
+        return stats_by_tier

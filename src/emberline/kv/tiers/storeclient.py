@@ -1,7 +1,7 @@
-"""StoreClient: values in Mooncake's Store, through a process of its own, with every wait bounded.
+"""StoreClient: reads and writes values in Mooncake's Store through a child process, with timeouts.
 
-Who asks waits a moment only. A call that is late goes on over there; its room is nobody's until it is answered, and if
-that takes too long, the process is ended and another one begun. What it gave to the store is lost then.
+A call that times out continues in the child process. Its buffer stays unusable until the result arrives. If that takes
+too long, the child is killed and started again; the blocks in the memory that it contributed to the store are lost.
 """
 
 from __future__ import annotations
@@ -25,71 +25,73 @@ from emberline.kv.tiers.storeprocess import EXPOSED, MESSAGE, Task
 
 log = logging.getLogger("emberline.kv")
 
-WAIT = 1.0  # seconds for one value
-SETUP = 10.0  # seconds for all that comes before the first
+WAIT = 1.0
+SETUP = 10.0
 CLOSE = 3.0
-STUCK = 60.0  # seconds until a process that owes an answer is given up: it gives up on a master after 30
-UNREACHABLE = -900  # this and all below: the master does not answer
-# Other answers, which are nobody's failure: no memory is left; the value is being written; it is not there.
+STUCK = 60.0  # Mooncake itself gives up on a master after 30 s
+UNREACHABLE = -900  # results up to this mean that the master does not answer
+# Results that are not failures: no memory is left; the value is being written; the key does not exist.
 NO_ROOM, NOT_READY, NOT_THERE = -200, -703, -704
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlace:
-    """Where our part of the store listens."""
+    """The address at which this worker's part of the store listens."""
 
     host: str | None = None  # address of this host; None: loopback, for a master on this machine
-    port: int = 0  # first of two; 0: any that are free
+    port: int = 0  # first of two consecutive ports; 0: any that are free
 
 
 class StoreDown(Exception):
-    """The master, or our own process, does not do its work."""
+    """The store's master or the child process does not answer."""
 
 
 class Line:
-    """Questions to the process, one at a time, and the memory that their values are in."""
+    """A socket to the child process, for one call at a time, with the buffer that its values pass through."""
 
     def __init__(self, sock: socket.socket, room: memoryview) -> None:
         self.room = room
-        self.lock = threading.Lock()  # of who asks
+        self.lock = threading.Lock()  # held by the caller for the length of a call
         self._socket = sock
-        self._number = 0  # of the last question
-        self._owed: float | None = None  # since when it has not been answered
+        self._number = 0  # of the last request
+        self._owed: float | None = None  # time of the last request, until its result has arrived
 
     def free(self) -> None:
-        """Raises StoreDown if an earlier call may still use the room."""
+        """Raise StoreUnavailable if an earlier call may still use the buffer."""
         if self._owed is not None:
             self.expect(0.0)
 
     def ask(self, operation: str, key: str, size: int, seconds: float) -> int:
+        """Send a request and return its result. Raises StoreUnavailable if none arrives in time."""
         self.free()
         self._number += 1
-        question = json.dumps([self._number, operation, key, size]).encode()
+        request = json.dumps([self._number, operation, key, size]).encode()
         try:
-            self._socket.send(question, socket.MSG_DONTWAIT)
+            self._socket.send(request, socket.MSG_DONTWAIT)
         except OSError as error:
-            raise StoreDown(f"its process is gone: {error}") from error
-        answer = self.expect(seconds)
-        if answer <= UNREACHABLE:
-            raise StoreDown(f"its master does not answer ({answer})")
-        return answer
+            raise StoreDown(f"the store's client process is gone: {error}") from error
+        result = self.expect(seconds)
+        if result <= UNREACHABLE:
+            raise StoreDown(f"the store's master does not answer (error {result})")
+        return result
 
     def expect(self, seconds: float) -> int:
-        """The answer to the last question; the first one comes unasked."""
+        """Return the result of the last request, or that of the setup, which the child sends by itself."""
         self._owed = self._owed or time.monotonic()
         self._socket.settimeout(max(seconds, 1e-3))
         try:
-            told = self._socket.recv(MESSAGE)
+            message = self._socket.recv(MESSAGE)
         except TimeoutError as error:
-            raise StoreDown(f"no answer within {seconds:g} s" if seconds else "an earlier answer is owed") from error
+            late = f"no answer within {seconds:g} s" if seconds else "an earlier call has not been answered yet"
+            raise StoreDown(f"the store's client process is slow: {late}") from error
         except OSError as error:
-            raise StoreDown(f"its process is gone: {error}") from error
-        if not told:
-            raise StoreDown("its process has ended")
-        number, answer = json.loads(told)
+            raise StoreDown(f"the store's client process is gone: {error}") from error
+        if not message:
+            raise StoreDown("the store's client process has ended")
+        number, result = json.loads(message)
         assert number == self._number
         self._owed = None
-        return int(answer)
+        return int(result)
 
     @property
     def stuck(self) -> bool:
@@ -97,7 +99,7 @@ class Line:
 
     def hang_up(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a result
 
 
 @dataclass(slots=True)
@@ -120,11 +122,15 @@ class Process:
 
 class StoreClient:
     def __init__(self, master: str, memory: int, value_bytes: int, place: StorePlace | None = None) -> None:
-        """`master`: HOST:PORT. `memory`: bytes that we give to the store. `value_bytes`: the most of one value."""
+        """Prepare a client; `check` starts the child process.
+
+        `master`: HOST:PORT. `memory_bytes`: memory that this worker contributes to the store. `value_bytes`: the
+        largest value.
+        """
         place = place or StorePlace()
         host, _, port = master.rpartition(":")
         if not host or not port.isdigit():
-            raise InvalidRequest(f"{master!r} is not HOST:PORT of a store's master", param="kv_store")
+            raise InvalidRequest(f"kv_store is {master!r}; it must be the master's HOST:PORT", param="kv_store")
         self._master, self._address = master, (host, int(port))
         self._host, self._port = _our_address(host, place.host), place.port
         self._memory = memory
@@ -136,14 +142,17 @@ class StoreClient:
         return self._process.running.pid if self._process is not None else None
 
     def get(self, key: str) -> memoryview | int:
-        """The value, until the next call of this; or the answer in place of one."""
+        """Return the value, valid until the next `get`, or the store's error code."""
         line = self._ready().get
         with line.lock:
             size = line.ask("get", key, 0, WAIT)
         return line.room[:size] if size > 0 else size
 
     def put(self, key: str, fill: Callable[[memoryview], int]) -> tuple[int, int]:
-        """`fill`: writes the value to where it is told, and says how long it is. The answer, and that length."""
+        """Store the value that `fill` writes into its argument, a buffer, and whose length it returns.
+
+        Return the store's result code and the length.
+        """
         line = self._ready().put
         with line.lock:
             line.free()
@@ -156,24 +165,24 @@ class StoreClient:
             line.ask("remove", key, 0, WAIT)
 
     def check(self) -> None:
-        """Raises StoreDown unless the master answers. Begins, and begins anew, if it has to."""
+        """Start or restart the child process if needed. Raises StoreUnavailable unless the master answers."""
         if self._process is not None and self._process.useless:
             self._process.end()
             self._process = None
-        patience = WAIT
+        timeout_s = WAIT
         if self._process is None:
-            self._process, patience = self._started(), SETUP
+            self._process, timeout_s = self._started(), SETUP
         process = self._process
         with process.put.lock:
-            if not process.ready and (answer := process.put.expect(patience)) != 0:
+            if not process.ready and (result := process.put.expect(timeout_s)) != 0:
                 process.end()
-                reason = f"its listeners cannot be confined to {self._host}" if answer == EXPOSED else str(answer)
-                raise StoreDown(f"its client does not start ({reason})")
+                reason = f"its listeners cannot be confined to {self._host}" if result == EXPOSED else f"error {result}"
+                raise StoreDown(f"the store's client does not start: {reason}")
             process.ready = True
             process.put.ask("check", "anything", 0, WAIT)
 
     def close(self) -> None:
-        """Takes our memory out of the store, if it answers."""
+        """Withdraw this worker's memory from the store, if the store answers, and end the child process."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -184,19 +193,19 @@ class StoreClient:
 
     def _ready(self) -> Process:
         if self._process is None or not self._process.ready:
-            raise StoreDown("it has not been reached yet")
+            raise StoreDown("the store has not answered since the start")
         return self._process
 
     def _started(self) -> Process:
-        """A client waits for a master for minutes, so we knock first."""
+        """Start the child process if the master accepts connections: Mooncake waits minutes for a missing one."""
         try:
             socket.create_connection(self._address, timeout=WAIT).close()
         except OSError as error:
-            raise StoreDown(f"nobody answers at {self._master}: {error}") from error
+            raise StoreDown(f"cannot connect to the store's master at {self._master}: {error}") from error
         try:
             return self._spawned()
-        except OSError as error:  # descriptors, memory or processes have run out, perhaps only for now
-            raise StoreDown(f"its process cannot be started: {error}") from error
+        except OSError as error:  # out of descriptors, memory or processes, perhaps only for now
+            raise StoreDown(f"the store's client process cannot be started: {error}") from error
 
     def _spawned(self) -> Process:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -212,14 +221,18 @@ class StoreClient:
             )
         finally:
             os.close(shared)
-            for _, theirs in pairs:
-                theirs.close()
+            for _, child_end in pairs:
+                child_end.close()
         get, put = (Line(pair[0], memory[i * self._room :][: self._room]) for i, pair in enumerate(pairs))
         return Process(running, get, put)
 
 
 def _our_address(master: str, stated: str | None) -> str:
-    """Return the address that our memory is offered at. Mooncake authenticates no peer, so only a setting opens it."""
+    """Return the address to listen at: the configured one, or loopback for a master on this machine.
+
+    Raises InvalidRequest for a remote master without a setting: Mooncake authenticates no peer, so listening at a
+    network address must be the operator's choice.
+    """
     if stated is None:
         if is_loopback(master):
             return LOOPBACK

@@ -1,8 +1,11 @@
-"""A process that holds a client of Mooncake's Store: some of its calls hang for minutes with the interpreter's lock
-held, and what it is linked with may crash. Started by `StoreClient`, and gone when that is.
+"""A child process with a client of Mooncake's Store, started by `StoreClient` and killed with it.
 
-Two lines, sockets that keep messages apart: `[number, operation, key, size]` comes in, `[number, answer]` goes out.
-Each has a room in shared memory, where values are. The first answer on the second line is that of the beginning.
+Some of the client's calls block for minutes while holding the GIL, and its libraries may crash, so it does not run in
+the worker.
+
+The process serves two SOCK_SEQPACKET sockets, one for gets and one for everything else. Each request is the JSON list
+`[number, operation, key, size]`, each reply `[number, result]`. Values pass through a buffer in shared memory, one per
+socket. The first message on the second socket, number 0, is the result of the setup.
 """
 
 from __future__ import annotations
@@ -23,27 +26,28 @@ import numpy as np
 from emberline.kv.confine import ListenerExposed, confined_to
 from emberline.kv.mooncake import Store, new_store, protocol
 
-LOCAL = 16 << 20  # bytes that the client wants for itself
-MESSAGE = 4096  # bytes, at most
-EXPOSED = -10001  # the answer where listeners cannot be confined; Mooncake's own are above
+LOCAL = 16 << 20  # local buffer that the Mooncake client requires
+MESSAGE = 4096
+EXPOSED = -10001  # setup result if listeners cannot be confined; below all of Mooncake's error codes
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    lines: tuple[int, int]  # descriptors, as is:
-    shared: int
-    room: int  # bytes of each of the two rooms
-    host: str  # IPv4 address that others reach us at
-    port: int  # first of the two that we listen at; 0: any
-    master: str
-    memory: int  # bytes that we give to the store
+    lines: tuple[int, int]  # descriptors of the two sockets
+    shared: int  # descriptor of the shared memory
+    room: int  # bytes of each of the two value buffers
+    host: str  # IPv4 address at which other workers reach this process
+    port: int  # first of two consecutive ports to listen at; 0: any
+    master: str  # HOST:PORT of the store's master
+    memory: int  # bytes that this process contributes to the store
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def run(task: Task, store: Store) -> None:
+    """Set the store up, report the result, and serve both sockets until the parent closes one."""
     memory = mmap.mmap(task.shared, 2 * task.room)
     begin = np.frombuffer(memory, np.uint8).ctypes.data
     get, put = (socket.socket(fileno=line) for line in task.lines)
@@ -65,18 +69,18 @@ def _serve(line: socket.socket, store: Store, room: int, size: int) -> None:
         "check": lambda key, _: store.is_exist(key),
         "close": lambda key, _: store.close(),
     }
-    while told := line.recv(MESSAGE):
-        number, operation, key, length = json.loads(told)
+    while message := line.recv(MESSAGE):
+        number, operation, key, length = json.loads(message)
         line.send(json.dumps([number, calls[operation](key, length)]).encode())
-    os._exit(0)  # nobody is left; what its destructors would do may take minutes
+    os._exit(0)  # the parent is gone; the client's destructors could run for minutes
 
 
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us decides
-    told = json.loads(sys.argv[1])
-    task = Task(**{**told, "lines": tuple(told["lines"])})
-    run(task, new_store(task.port))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends this process
+    values = json.loads(sys.argv[1])
+    config = Task(**{**values, "lines": tuple(values["lines"])})
+    run(config, new_store(config.port))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Moving blocks of keys and values from one cache into another."""
+"""KV transfer: copies blocks of keys and values from one engine's cache into another's."""

@@ -1,7 +1,7 @@
-"""What a transport is: a Transport connects to a peer, the Link it gives moves pieces and speaks about leases.
+"""The interface of transports: a Transport connects to a peer and returns a TransferLink.
 
-Every call has a deadline on the receiver's clock, and raises one of `transfer.errors`. When `fetch` has returned or
-raised, nothing of it writes to the receiver's memory any more.
+A link copies pieces and manages leases. Every call has a deadline on the receiver's clock and raises errors of
+`transfer.errors`. After `fetch` has returned or raised, nothing writes to the receiver's memory any more.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from emberline.kv.transfer.ticket import Peer, Ticket
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Pieces that the receiver wants, and where they belong."""
+    """Pieces to fetch, and the blocks of the receiver that they are written to."""
 
     ticket: Ticket
-    blocks: Ids  # the ticket's, and
-    generations: Marks  # theirs
+    blocks: Ids  # blocks of the ticket, at the sender
+    generations: Marks  # generations of these blocks when they were published
     pieces: Sequence[Piece]
-    region: Region
-    into: Ids
+    region: Region  # of the receiver
+    into: Ids  # blocks of the receiver
     progress: Progress
     deadline: float
 
     def target(self, piece: Piece) -> list[memoryview] | None:
-        """Where its bytes may go straight away. None: they are to be scattered."""
+        """Return the memory that the piece can be received into directly, or None if it must be scattered."""
         same = self.region.layout.tokens == self.ticket.peer.layout.tokens
         return self.region.in_place(piece, self.into) if same else None
 
@@ -44,10 +44,13 @@ class Fetch:
 
 class Link(Protocol):
     def state(self, ticket: Ticket, known: int, wait: float, deadline: float) -> Ticket:
-        """As it is now, or within `wait` seconds as soon as it has more blocks than `known`. Renews the lease."""
+        """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`.
+
+        Renews the lease.
+        """
 
     def fetch(self, fetch: Fetch) -> None:
-        """Lands each piece in the progress, whole and checked. Renews the lease as long as it works."""
+        """Copy the pieces, verify each and mark it in the progress. Renews the lease meanwhile."""
 
     def renew(self, ticket: Ticket, deadline: float) -> None: ...
 
@@ -57,7 +60,7 @@ class Link(Protocol):
 
 
 class Transport(Protocol):
-    kind: str  # the key of a peer's endpoints
+    kind: str  # the transport's key in a peer's endpoints
 
     def connect(self, peer: Peer, deadline: float) -> Link:
-        """Warm: what the first fetch needs is there."""
+        """Connect to the peer and prepare everything that the first fetch needs."""

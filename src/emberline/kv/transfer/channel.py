@@ -1,8 +1,9 @@
-"""Channel: messages and bare memory over a stream socket. Every wait has a deadline, and ends sooner if
-the peer stays silent.
+"""MessageChannel: sends and receives messages and raw bytes over a stream socket.
 
-A message is a head (magic, kind, transfer, length and CRC-32 of the body, CRC-32 of the head so far) and the body; what
-a DATA message announces follows it as bare bytes. Numbers are little-endian.
+Every call has a deadline, and fails sooner if the peer sends or accepts no byte for the I/O timeout.
+
+A message is a header and a body. The header holds magic, kind, transfer id, length and CRC-32 of the body, and the
+CRC-32 of the header up to there. The raw bytes of a piece follow its DATA message. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ MAGIC = b"EKV1"
 HEAD = struct.Struct("<4sB3xQII")
 CRC = struct.Struct("<I")
 MOST_BODY = 16 << 20  # bytes
-MOST_VIEWS = 1024  # that Linux takes in one call
-PATIENCE = 5.0  # seconds without a byte from, or taken by, a peer that owes us one
+MOST_VIEWS = 1024  # IOV_MAX of Linux
+PATIENCE = 5.0  # without a byte sent or received while the peer must act
 
 
 class Kind(IntEnum):
@@ -49,28 +50,28 @@ class Message(NamedTuple):
     body: bytes
 
     def read(self) -> dict[str, Any]:
-        """The body, of all kinds but DATA and SEALED."""
+        """Return the JSON body of a message of any kind but DATA and PIECE_END."""
         try:
-            told = json.loads(self.body)
+            body = json.loads(self.body)
         except ValueError:
-            told = None
-        if not isinstance(told, dict):
-            raise Corrupted("a message that is not a JSON object")
-        return told
+            body = None
+        if not isinstance(body, dict):
+            raise Corrupted("the body of a KV transfer message is not a JSON object")
+        return body
 
     def error(self) -> TransferError:
-        told = self.read()
-        return rebuilt(str(told.get("code")), str(told.get("message")), told.get("hint"))
+        body = self.read()
+        return rebuilt(str(body.get("code")), str(body.get("message")), body.get("hint"))
 
 
 class Channel:
     def __init__(self, sock: socket.socket, patience: float = PATIENCE) -> None:
-        sock.settimeout(None)  # the system's own timeouts below: with them a call can wait for all it asked for
+        sock.settimeout(None)  # blocking, with SO_RCVTIMEO and SO_SNDTIMEO: only then MSG_WAITALL waits for all bytes
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket = sock
-        self.broken = False  # by any failure: what follows on it could be anything
+        self.broken = False  # set by any failure, after which the stream's position is unknown
         self.staging = Staging()
         self._patience = patience
         self._timeouts = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}
@@ -81,31 +82,31 @@ class Channel:
     def send(self, kind: Kind, transfer: int, body: bytes, deadline: float, payload: Sequence[memoryview] = ()) -> None:
         head = HEAD.pack(MAGIC, kind, transfer, len(body), zlib.crc32(body))
         views = [memoryview(head + CRC.pack(zlib.crc32(head)) + body), *payload]
-        at = 0
-        while at < len(views):
-            sent = self._try(socket.SO_SNDTIMEO, deadline, views[at : at + MOST_VIEWS])
-            at = _past(views, at, sent)
+        index = 0
+        while index < len(views):
+            sent = self._try(socket.SO_SNDTIMEO, deadline, views[index : index + MOST_VIEWS])
+            index = _past(views, index, sent)
 
     def receive(self, deadline: float) -> Message:
         head, crc = bytearray(HEAD.size), bytearray(CRC.size)
         self.receive_into([memoryview(head), memoryview(crc)], deadline)
-        magic, kind, transfer, length, sum_of_body = HEAD.unpack(head)
+        magic, kind, transfer, length, body_crc = HEAD.unpack(head)
         if magic != MAGIC or length > MOST_BODY or CRC.pack(zlib.crc32(head)) != crc:
-            raise self._spoiled("what arrived is not a message of this protocol, or was damaged")
+            raise self._spoiled("the received bytes are not a message of the KV transfer protocol, or are damaged")
         body = bytearray(length)
         self.receive_into([memoryview(body)], deadline)
-        if zlib.crc32(body) != sum_of_body:
-            raise self._spoiled("a message arrived with a wrong checksum")
+        if zlib.crc32(body) != body_crc:
+            raise self._spoiled("a KV transfer message arrived with a wrong checksum")
         return Message(kind, transfer, bytes(body))
 
     def receive_into(self, views: list[memoryview], deadline: float) -> None:
-        at = 0
-        while at < len(views):
-            got = self._try(socket.SO_RCVTIMEO, deadline, views[at : at + MOST_VIEWS])
-            at = _past(views, at, got)
+        index = 0
+        while index < len(views):
+            received = self._try(socket.SO_RCVTIMEO, deadline, views[index : index + MOST_VIEWS])
+            index = _past(views, index, received)
 
     def rest(self, seconds: float) -> None:
-        """Until a message begins to arrive."""
+        """Wait until a message begins to arrive. Raises PeerLost if the peer closes or the timeout passes."""
         try:
             self._arm(socket.SO_RCVTIMEO, seconds)
             if self.socket.recv(1, socket.MSG_PEEK):
@@ -113,10 +114,10 @@ class Channel:
         except OSError:
             pass
         self.broken = True
-        raise PeerLost("the peer left, or had nothing to say for too long")
+        raise PeerLost("the peer closed the connection or left it idle for too long")
 
     def is_quiet(self) -> bool:
-        """Open, and nothing unasked for has arrived."""
+        """Return whether the connection is open and no unread bytes have arrived."""
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -126,7 +127,7 @@ class Channel:
         return False
 
     def stop(self) -> None:
-        """From any thread: whoever waits here finds the connection ended."""
+        """Shut the connection down from any thread, so that a waiting call fails."""
         self.broken = True
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -136,17 +137,17 @@ class Channel:
         self.socket.close()
 
     def _try(self, option: int, deadline: float, views: list[memoryview]) -> int:
-        """One call, which moved something or raises."""
-        left = deadline - time.monotonic()
+        """Send or receive once and return the number of bytes, at least 1. Raises PeerLost or TransferTimeout."""
+        remaining = deadline - time.monotonic()
         try:
-            if left > 0:
-                self._arm(option, min(left, self._patience))
+            if remaining > 0:
+                self._arm(option, min(remaining, self._patience))
                 if option == socket.SO_SNDTIMEO:
                     return self.socket.sendmsg(views)
-                if got := self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]:
-                    return got
+                if received := self.socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]:
+                    return received
                 self.broken = True
-                raise PeerLost("the peer ended the connection")
+                raise PeerLost("the peer closed the connection")
         except BlockingIOError:
             pass
         except OSError as error:
@@ -154,8 +155,8 @@ class Channel:
             raise PeerLost(f"the connection to the peer failed: {error}") from error
         self.broken = True
         if deadline <= time.monotonic():
-            raise TransferTimeout("the peer was not done in time")
-        raise PeerLost(f"the peer was silent for {self._patience:g} s")
+            raise TransferTimeout("the deadline passed before the peer had answered")
+        raise PeerLost(f"the peer sent or accepted no byte for {self._patience:g} s")
 
     def _arm(self, option: int, seconds: float) -> None:
         if self._timeouts[option] != seconds:
@@ -169,7 +170,7 @@ class Channel:
 
 
 def _past(views: list[memoryview], at: int, count: int) -> int:
-    """Where to go on after `count` bytes; the view that was cut is shortened."""
+    """Return the index of the view to continue with after `count` bytes; a view used in part is shortened."""
     while at < len(views) and count >= len(views[at]):
         count -= len(views[at])
         at += 1

@@ -1,4 +1,4 @@
-"""Dock: what a cache needs to exchange blocks with others: a sender with its servers, and a receiver."""
+"""TransferEndpoint: the transfer side of a cache: a sender with its servers, and a receiver."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ from emberline.kv.transfer.tcp import TcpTransport, serve_tcp
 
 log = logging.getLogger("emberline.transfer")
 
-LEASES_PORT, ENGINE_PORT, STORE_PORT = 1, 2, 4  # of Mooncake, from the TCP transport's on; the latter have two each
-_engines: dict[str, Mooncake] = {}  # of this process, by address: models share one, since its ports are set once only
-DEVICE_STREAMS = 4  # connections of one pull: a device's pieces take more steps one after the other, on both sides
+# Ports of Mooncake, counted from the TCP transport's; its engine and its store listen at two consecutive ports each.
+LEASES_PORT, ENGINE_PORT, STORE_PORT = 1, 2, 4
+# The engines of this process, by address. All models share one, because Mooncake reads its ports only once.
+_engines: dict[str, Mooncake] = {}
+DEVICE_STREAMS = 4  # more than for a CPU: each piece also passes through staging buffers on both sides
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How blocks are to travel."""
+    """How blocks are transferred."""
 
     crc: Crc = zlib.crc32
-    codec: Codec | None = None  # between hosts, where it measures faster
-    always: bool = False  # or wherever it can be used
-    mooncake: str | None = None  # IPv4 address of this host for its Transfer Engine; None: not used
-    seal: bool = False  # with a checksum from when they are published
+    codec: Codec | None = None  # used between hosts if it measures faster
+    always: bool = False  # whether to use the codec without measuring
+    mooncake: str | None = None  # IPv4 address of this host for Mooncake's Transfer Engine; None: not used
+    seal: bool = False  # whether tickets carry a checksum of each block
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """How processes of the same host reach a cache."""
+    """How processes on the same host access a cache."""
 
     transport: Transport
     serve: Callable[[Sender], Server]
 
     @staticmethod
     def by_memory(segment: Segment) -> Near:
-        """They map it."""
+        """Let processes on this host map the segment."""
         return Near(ShmTransport(segment.region.layout), lambda sender: serve_shm(sender, segment))
 
 
@@ -63,7 +65,7 @@ class Dock:
 
     @staticmethod
     def opened(config: TransferConfig, region: Region, near: Near | None = None, ways: Ways | None = None) -> Dock:
-        """Others connect to it."""
+        """Start the servers of a region and the receiver. Stops the servers again if one cannot start."""
         ways = ways or Ways()
         sender, layout = Sender(region, config.name, crc=ways.crc, seal=ways.seal), region.layout
         codecs = [ways.codec] if ways.codec else []
@@ -77,14 +79,14 @@ class Dock:
                 transports.append(MooncakeTransport(layout, engine, Habits(streams=1, crc=ways.crc)))
             servers.append(serve_tcp(sender, config.host, config.port, codecs=codecs, advertise=config.advertise))
             transports.append(TcpTransport(layout, habits))
-        except BaseException:  # half a dock is none
+        except BaseException:
             for server in servers:
                 server.stop()
             raise
         return Dock(sender, Receiver(region, transports, crc=ways.crc), servers, config)
 
     def close(self) -> None:
-        """Nobody gets or sends anything any more."""
+        """End all leases, connections and servers."""
         self.sender.stop()
         self.receiver.close()
         for server in self.servers:
@@ -92,13 +94,13 @@ class Dock:
 
 
 def port_at(base: int, offset: int) -> int:
-    """Return the port of one listener, given `--kv-port`; 0, any that is free, stays 0."""
+    """Return the port of a listener, counted from `--kv-port`; 0 (any free port) stays 0."""
     return base + offset if base else 0
 
 
 def _mooncake(host: str, config: TransferConfig, region: Region) -> Mooncake | None:
-    """Return the engine, or None if it cannot be used here: blocks then travel by the other transports."""
-    reason: str | None = "they are in a GPU's memory"
+    """Return Mooncake's engine, or None if it cannot be used: the other transports then carry the blocks."""
+    reason: str | None = "the KV cache is in GPU memory"
     if isinstance(region, HostRegion):
         reason = None if host in _engines else probe(host, protocol())
     if reason is None:
@@ -110,7 +112,7 @@ def _mooncake(host: str, config: TransferConfig, region: Region) -> Mooncake | N
         else:
             _warn_of_exposure(host, config)
             return _engines[host]
-    log.warning("blocks do not travel by Mooncake: %s", reason)
+    log.warning("Mooncake is not used for KV transfer: reason=%s", reason)
     return None
 
 

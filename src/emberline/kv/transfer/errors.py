@@ -1,16 +1,16 @@
-"""What can go wrong with a transfer. Whichever it is, computing the blocks anew is always right.
+"""The errors of KV transfers. After any of them, the engine can compute the blocks instead.
 
-TransferError           status  code                 what happened
-├── PeerUnreachable     503     peer_unreachable     nobody answers at any of its endpoints
-│   └── Elsewhere                                    nobody on this host
-├── PeerLost            502     peer_lost            the connection ended while an answer was due
-├── PeerChanged         409     peer_changed         another incarnation answers there
-├── Incompatible        409     incompatible         the two caches do not pair
-├── TicketOver          410     ticket_over          acknowledged, released, expired, closed, or never issued
-├── BlockReused         410     block_reused         a block has other content by now
-├── Corrupted           502     corrupted            a checksum or a frame is wrong
-├── BadTransfer         400     bad_transfer         what was asked for makes no sense
-├── TransferCancelled   499     transfer_cancelled
+TransferError           status  code                 meaning
+├── PeerUnreachable     503     peer_unreachable     none of the peer's endpoints accepts a connection
+│   └── PeerOnOtherHost                              the endpoint can only be reached from the peer's own host
+├── PeerLost            502     peer_lost            the connection ended or stalled during a call
+├── PeerChanged         409     peer_changed         the peer was restarted: its incarnation differs
+├── IncompatibleCaches  409     incompatible         the layouts of the two caches differ
+├── TicketEnded         410     ticket_over          acknowledged, released, expired, closed, or never issued
+├── BlockReused         410     block_reused         a published block has new content
+├── TransferCorrupted   502     corrupted            a checksum or a message is wrong
+├── BadTransfer         400     bad_transfer         an invalid request
+├── TransferCancelled   499     transfer_cancelled   the receiver cancelled the pull
 └── TransferTimeout     504     transfer_timeout     the deadline passed
 """
 
@@ -30,7 +30,7 @@ class PeerUnreachable(TransferError):
 
 
 class Elsewhere(PeerUnreachable):
-    """It can only be reached from its own host, and that is another."""
+    """The endpoint can only be reached from the peer's host, which is not this one."""
 
 
 class PeerLost(TransferError):
@@ -77,6 +77,6 @@ class TransferTimeout(TransferError):
 
 
 def rebuilt(code: str, message: str, hint: str | None) -> TransferError:
-    """An error as the peer told it."""
+    """Return the exception for an error that the peer reported."""
     kinds = {kind.code: kind for kind in TransferError.__subclasses__()}
     return kinds.get(code, TransferError)(message, hint=hint)

@@ -1,4 +1,4 @@
-"""Layout: how keys and values lie in a cache. Two caches pair if only the size of their blocks differs."""
+"""KVLayout: how a cache stores keys and values, and the check that two caches can exchange blocks."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from emberline.kv.transfer.errors import Incompatible
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """In memory, each part is [layers, blocks, heads, tokens, width]. A cache whose tokens hold all heads side by side
-    has one head, as wide as all of them. One whose keys are `turned` has them as [layers, blocks, heads, numbers,
-    tokens, bytes of a number]."""
+    """The layout of one cache. Two caches can exchange blocks if they differ in `tokens` only.
 
-    model: str  # what the numbers mean, as in the root of block hashes
+    In memory, each part is [layers, blocks, heads, tokens, width]. A cache that stores all heads of a token together
+    counts as having one head, as wide as all of them. Transposed keys (`turned`) are stored as
+    [layers, blocks, heads, elements, tokens, bytes of an element].
+    """
+
+    model: str  # fingerprint of the model, as in the root of block hashes
     layers: int
     parts: int  # keys and values: 2
     heads: int
-    tokens: int  # in a block
+    tokens: int  # tokens per block
     width: int  # bytes of one head of one token
     dtype: str
     order: str = sys.byteorder
-    turned: int = 0  # bytes of a number of the first part, if that is turned
+    turned: int = 0  # bytes of an element of the keys if they are transposed, otherwise 0
 
     @property
     def plane_bytes(self) -> int:
-        """One part of one layer of a block: what lies in one place."""
+        """Bytes of one part of one layer of a block; they are contiguous."""
         return self.heads * self.tokens * self.width
 
     @property
@@ -40,37 +43,41 @@ class Layout:
         return self.layers * self.layer_bytes
 
     def strips(self, part: int) -> tuple[int, int]:
-        """A plane is so many strips of tokens, in which each token has so many bytes."""
+        """Return the number of strips of consecutive tokens in a plane, and the bytes of a token in a strip."""
         width = self.turned if part == 0 and self.turned else self.width
         return self.heads * self.width // width, width
 
     @property
     def digest(self) -> str:
-        """Equal digests pair, if one block size divides the other."""
+        """Hash of all fields but `tokens`.
+
+        Caches of equal digests are compatible if one block size divides the other.
+        """
         parts = [f"{name}={value}" for name, value in asdict(self).items() if name != "tokens"]
         return blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def check_pair(self, other: Layout) -> None:
+        """Raise IncompatibleCaches if blocks cannot be transferred between caches of these layouts."""
         if bool(self.turned) != bool(other.turned):
-            ours, theirs = ("across" if layout.turned else "along" for layout in (self, other))
+            ours, theirs = ("transposed" if layout.turned else "not transposed" for layout in (self, other))
             raise Incompatible(
-                f"keys lie {ours} the tokens here, {theirs} them there",
-                hint="a GPU's cache pairs with a GPU's, and a CPU's with a CPU's",
+                f"the KV caches store keys differently: {ours} here, {theirs} at the peer",
+                hint="transfer between two GPU workers, or between two CPU workers",
             )
         names = [field.name for field in fields(self) if field.name not in ("tokens", "model")]
-        for name in (*names, "model"):  # which follows from some of the others, and tells nobody anything
+        for name in (*names, "model"):  # the model last: its fingerprint says less than the field that changed it
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                raise Incompatible(f"the caches differ in {name}: {ours!r} here, {theirs!r} there")
+                raise Incompatible(f"the KV caches differ in {name}: {ours!r} here, {theirs!r} at the peer")
         small, large = sorted((self.tokens, other.tokens))
         if large % small:
             raise Incompatible(
-                f"blocks of {self.tokens} tokens here, of {other.tokens} there",
+                f"the KV block sizes do not match: {self.tokens} tokens here, {other.tokens} at the peer",
                 hint="choose block sizes of which one divides the other",
             )
 
     def blocks_for(self, count: int, other: Layout) -> int:
-        """How many of our blocks hold `count` of the other's."""
+        """Return how many blocks of this layout hold `count` blocks of the other."""
         return -(-count * other.tokens // self.tokens)
 
     @staticmethod
@@ -83,5 +90,5 @@ class Layout:
         except TypeError:
             valid = False
         if not valid or not all(type(text) is str for text in (layout.model, layout.dtype, layout.order)):
-            raise Incompatible("the peer's layout is malformed", hint="run the same release on both sides")
+            raise Incompatible("the peer's KV layout is malformed", hint="run the same Emberline release on both sides")
         return layout

@@ -1,7 +1,9 @@
-"""Leases: what a sender keeps pinned for others, until when, and how each lease ended. Any thread may call.
+"""LeaseTable: the leases under which a sender keeps blocks pinned for receivers.
 
-A lease ends once: acknowledged, released, closed or expired. Its blocks are then handed to whoever calls `collect`, the
-owner of the cache, also once. Nobody waits for readers: one that is late finds the lease over and drops what it read.
+All methods are thread-safe.
+
+A lease ends once: acknowledged, released, closed or expired. `collect` then returns its blocks once to the owner of the
+cache. The owner does not wait for readers: a reader that is late finds the lease ended and discards what it read.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from emberline.core.clock import Clock
 from emberline.kv.transfer.errors import TicketOver
 from emberline.kv.transfer.region import Ids, Marks
 
-REMEMBERED = 4096  # ended leases of which we still know how
-GLANCE = 0.25  # seconds: how often a waiting thread looks whether its lease has expired
+REMEMBERED = 4096  # ended leases whose reason is kept for error messages and repeated calls
+GLANCE = 0.25  # of a thread that waits for more blocks
 
 
 class How(StrEnum):
-    ACKNOWLEDGED = "acknowledged"  # the receiver has it all
-    RELEASED = "released"  # the receiver does not want it
-    CLOSED = "closed"  # by the sender
+    ACKNOWLEDGED = "acknowledged"  # the receiver has all blocks
+    RELEASED = "released"  # the receiver no longer needs the blocks
+    CLOSED = "closed"  # the sender ended the lease
     EXPIRED = "expired"
 
 
@@ -38,7 +40,7 @@ class Lease:
     seconds: float
     began: float
     until: float
-    limit: float  # no renewal goes beyond
+    limit: float  # latest time that a renewal can extend the lease to
     subject: str = ""
     note: str = ""
 
@@ -68,7 +70,7 @@ class Leases:
     ) -> Lease:
         with self._changed:
             lease = self._find(id)
-            assert not lease.complete, "a ticket that was said to be complete grows"
+            assert not lease.complete, "a complete lease cannot be extended"
             lease.blocks = np.concatenate((lease.blocks, blocks))
             lease.generations = np.concatenate((lease.generations, generations))
             lease.checksums += checksums
@@ -78,7 +80,7 @@ class Leases:
             return replace(lease)
 
     def find(self, id: str) -> Lease:
-        """A copy, as of all that return one: those here change."""
+        """Return a copy of the lease, as all methods do. Raises TicketEnded if it has ended."""
         with self._changed:
             return replace(self._find(id))
 
@@ -87,18 +89,18 @@ class Leases:
             self._renew(self._find(id))
 
     def wait(self, id: str, known: int, seconds: float) -> Lease:
-        """Until it has more blocks than `known`, or is complete, or the time is up."""
-        until = self._clock.now() + seconds
+        """Wait until the lease has more than `known_blocks` blocks or is complete, or until the timeout."""
+        deadline = self._clock.now() + seconds
         with self._changed:
             while True:
-                lease, left = self._find(id), until - self._clock.now()
-                if lease.complete or len(lease.blocks) > known or left <= 0:
+                lease, remaining = self._find(id), deadline - self._clock.now()
+                if lease.complete or len(lease.blocks) > known or remaining <= 0:
                     self._renew(lease)
                     return replace(lease)
-                self._changed.wait(min(left, GLANCE))
+                self._changed.wait(min(remaining, GLANCE))
 
     def end(self, id: str, how: How) -> None:
-        """Ending it twice the same way is once: the first answer may have been lost."""
+        """End the lease. Repeating a call is no error: the first reply may have been lost."""
         with self._changed:
             if self._over.get(id) is not how:
                 self._end(self._find(id), how)
@@ -109,7 +111,7 @@ class Leases:
                 self._end(lease, how)
 
     def collect(self) -> list[Ended]:
-        """Leases that ended since the last call, the expired ones too: their blocks are the caller's again."""
+        """Return the leases that ended since the last call, also by expiry; the caller may reuse their blocks."""
         with self._changed:
             for lease in list(self._live.values()):
                 self._expire(lease)
@@ -117,7 +119,7 @@ class Leases:
             return ended
 
     def ages(self) -> list[tuple[float, int]]:
-        """Of each live lease: seconds since it began, and how many blocks it pins."""
+        """Return the age in seconds and the number of pinned blocks of each lease."""
         now = self._clock.now()
         with self._changed:
             return [(now - lease.began, len(lease.blocks)) for lease in self._live.values()]
@@ -129,11 +131,15 @@ class Leases:
         lease = self._live.get(id)
         if lease is None or self._expire(lease):
             how = self._over.get(id)
-            raise TicketOver(f"the lease of this ticket is {how}" if how else "no such ticket is known here")
+            raise TicketOver(f"the lease of the KV ticket was {how}" if how else "the sender has no such KV ticket")
         return lease
 
     def _expire(self, lease: Lease) -> bool:
-        """One that is still growing does not before its limit: whoever fills its blocks will complete or close it."""
+        """End the lease if its time has passed, and return whether it did.
+
+        A lease that is not complete lasts until its limit, because the engine that fills its blocks will complete or
+        close it.
+        """
         if self._clock.now() < (lease.until if lease.complete else lease.limit):
             return False
         self._end(lease, How.EXPIRED)

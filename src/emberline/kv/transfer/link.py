@@ -1,4 +1,7 @@
-"""StreamLink: a sender reached over stream sockets. Connections are kept open, and opened by the first pairing."""
+"""StreamLink: the link to a sender over stream sockets.
+
+It opens its connections at once and keeps them open.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +28,23 @@ from emberline.kv.transfer.piece import Piece
 from emberline.kv.transfer.server import DATA, MOST_PULL, generation_mark
 from emberline.kv.transfer.ticket import Peer, Ticket
 
-Dial = Callable[[float], socket.socket]  # within so many seconds
+Dial = Callable[[float], socket.socket]  # connects within a timeout in seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Habits:
-    """How a receiver speaks over streams."""
+    """How a receiver transfers pieces over stream sockets."""
 
-    streams: int = 2  # connections that pieces of one pull travel over
-    checked: bool = True  # bytes have a checksum on the wire
-    codecs: Sequence[Codec] = ()  # used, if the sender has one of them too, where it measures faster
-    always: bool = False  # or wherever it can be
+    streams: int = 2  # connections used by one pull
+    checked: bool = True  # whether pieces carry a checksum on the wire
+    codecs: Sequence[Codec] = ()  # used if the sender supports one too and it measures faster
+    always: bool = False  # whether to use a common codec without measuring
     patience: float = PATIENCE
     crc: Crc = zlib.crc32
 
 
 class Crew:
-    """The connections of one fetch: when one fails, all stop."""
+    """The connections of one fetch: when one fails, all are stopped."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None
@@ -52,7 +55,7 @@ class Crew:
     def on(self, channel: Channel) -> Iterator[None]:
         with self._lock:
             if self.failure is not None:
-                raise PeerLost("another connection of the same pull failed")
+                raise PeerLost("another connection of the same KV transfer failed")
             self._channels.add(channel)
         try:
             yield
@@ -70,10 +73,10 @@ class Crew:
 class StreamLink:
     def __init__(self, peer: Peer, layout: Layout, dial: Dial, habits: Habits, deadline: float) -> None:
         self._peer = peer
-        self._layout = layout  # ours
+        self._layout = layout  # of the receiver
         self._dial = dial
         self._habits = habits
-        self._codec: Codec | None = None  # that both have
+        self._codec: Codec | None = None  # chosen by the sender in the handshake
         self._pace = Pace()
         self._lock = threading.Lock()
         self._closed = False
@@ -88,11 +91,11 @@ class StreamLink:
             raise
 
     def _prepare(self, deadline: float) -> None:
-        """What else a first fetch needs."""
+        """Prepare what the first fetch needs besides connections; for subclasses."""
 
     def state(self, ticket: Ticket, known: int, wait: float, deadline: float) -> Ticket:
-        told = self._ask(Kind.STATE, {"id": ticket.id, "known": known, "wait": wait}, deadline)
-        return Ticket.parsed(told)
+        reply = self._ask(Kind.STATE, {"id": ticket.id, "known": known, "wait": wait}, deadline)
+        return Ticket.parsed(reply)
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
         self._ask(Kind.RENEW, {"id": ticket.id}, deadline)
@@ -111,75 +114,82 @@ class StreamLink:
             channel.stop()
 
     def fetch(self, fetch: Fetch) -> None:
-        """Over several connections at once, of which the caller's thread serves one."""
+        """Fetch the pieces over several connections at once; the calling thread serves one of them."""
         count = min(self._habits.streams, len(fetch.pieces))
         if not count:
             return
         size = sum(piece.size(self._peer.layout) for piece in fetch.pieces)
         codec = self._codec if self._habits.always or self._pace.coded(size) else None
-        crew, began = Crew(), time.monotonic()
+        group, began = Crew(), time.monotonic()
 
-        def work(share: Sequence[Piece]) -> None:
+        def fetch_share(share: Sequence[Piece]) -> None:
             try:
-                with self._channel(fetch.deadline) as it, crew.on(it), fetch.progress.stopping(it.stop):
-                    self._stream(it, fetch, share, codec)
+                with (
+                    self._channel(fetch.deadline) as channel,
+                    group.on(channel),
+                    fetch.progress.stopping(channel.stop),
+                ):
+                    self._stream(channel, fetch, share, codec)
             except BaseException as error:
-                crew.fail(error)
+                group.fail(error)
 
-        ours, *others = [fetch.pieces[i::count] for i in range(count)]
-        threads = [threading.Thread(target=work, args=(share,), name="kv-pull", daemon=True) for share in others]
-        left = [share for share, thread in zip(others, threads, strict=True) if not _started(thread)]
-        for share in (ours, *left):
-            work(share)
+        own, *others = [fetch.pieces[i::count] for i in range(count)]
+        threads = [threading.Thread(target=fetch_share, args=(share,), name="kv-pull", daemon=True) for share in others]
+        unstarted = [share for share, thread in zip(others, threads, strict=True) if not _started(thread)]
+        for share in (own, *unstarted):
+            fetch_share(share)
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
         fetch.progress.check()
-        if crew.failure is not None:
-            raise crew.failure
+        if group.failure is not None:
+            raise group.failure
         if self._codec is not None:
             self._pace.note(codec is not None, size, time.monotonic() - began)
 
     def _stream(self, channel: Channel, fetch: Fetch, pieces: Sequence[Piece], codec: Codec | None) -> None:
         transfer, deadline = secrets.randbits(64), fetch.deadline
-        asked = {
+        request = {
             "id": fetch.ticket.id,
             "pieces": [dataclasses.astuple(piece) for piece in pieces],
             "seconds": min(deadline - time.monotonic(), MOST_PULL),
             "checked": self._habits.checked,
             "coded": codec is not None,
         }
-        channel.tell(Kind.PULL, transfer, asked, deadline)
+        channel.tell(Kind.PULL, transfer, request, deadline)
         for piece in pieces:
             self._land(channel, transfer, fetch, piece, codec)
             fetch.landed(piece)
 
     def _land(self, channel: Channel, transfer: int, fetch: Fetch, piece: Piece, codec: Codec | None) -> None:
-        head = _expected(channel.receive(fetch.deadline), Kind.DATA, transfer, channel)
-        *found, mark, length = DATA.unpack(head.body)
+        header = _expected(channel.receive(fetch.deadline), Kind.DATA, transfer, channel)
+        *bounds, generations_sum, length = DATA.unpack(header.body)
         size = piece.size(self._peer.layout)
-        right = length == size if codec is None else length <= codec.room(size)
-        if Piece(*found) != piece or not right:
-            raise _broken(channel, "a piece arrived that was not the one due")
-        if mark != generation_mark(fetch.generations[piece.first : piece.last]):
-            raise _broken(channel, "a piece of another generation arrived")
-        straight = fetch.target(piece) if codec is None else None
-        memory = memoryview(b"") if straight else channel.staging.room(length + (size if codec else 0))
-        views = straight or [memory[:length]]
+        valid = length == size if codec is None else length <= codec.room(size)
+        if Piece(*bounds) != piece or not valid:
+            raise _broken(channel, f"the peer sent another piece than the requested {piece}")
+        if generations_sum != generation_mark(fetch.generations[piece.first : piece.last]):
+            raise _broken(channel, f"{piece} arrived with another generation than the ticket's")
+        direct = fetch.target(piece) if codec is None else None
+        memory = memoryview(b"") if direct else channel.staging.room(length + (size if codec else 0))
+        views = direct or [memory[:length]]
         channel.receive_into(list(views), fetch.deadline)
-        seal = _expected(channel.receive(fetch.deadline), Kind.SEALED, transfer, channel)
+        end = _expected(channel.receive(fetch.deadline), Kind.SEALED, transfer, channel)
         if codec is not None:
             views = [memory[length:]]
-            right = codec.decode(memory[:length], views[0])
+            valid = codec.decode(memory[:length], views[0])
         elif self._habits.checked:
-            right = struct.pack("<I", chained(self._habits.crc, views)) == seal.body
-        if not right:
+            valid = struct.pack("<I", chained(self._habits.crc, views)) == end.body
+        if not valid:
             raise _broken(channel, f"{piece} arrived with a wrong checksum")
-        if straight is None:
+        if direct is None:
             fetch.scatter(piece, views[0])
 
     def _ask(self, kind: Kind, body: dict[str, Any], deadline: float) -> dict[str, Any]:
-        """Repeated once: requests do no harm twice, and a connection may have died unused."""
+        """Send a request and return the reply; retry once, since an idle connection may have died.
+
+        All requests are idempotent.
+        """
         try:
             return self._asked(kind, body, deadline)
         except PeerLost:
@@ -198,7 +208,7 @@ class StreamLink:
 
     @contextmanager
     def _channel(self, deadline: float) -> Iterator[Channel]:
-        """An idle connection that still stands, or a new one."""
+        """Lend an idle connection that is still open, or a new one."""
         channel = self._take() or self._opened(deadline)
         try:
             yield channel
@@ -225,10 +235,10 @@ class StreamLink:
 
     def _opened(self, deadline: float) -> Channel:
         try:
-            left = deadline - time.monotonic()
-            channel = Channel(self._dial(max(0.001, min(left, self._habits.patience))), self._habits.patience)
+            remaining = deadline - time.monotonic()
+            channel = Channel(self._dial(max(0.001, min(remaining, self._habits.patience))), self._habits.patience)
         except OSError as error:
-            raise PeerUnreachable(f"{self._peer.name} does not answer: {error}") from error
+            raise PeerUnreachable(f"cannot connect to KV peer {self._peer.name}: {error}") from error
         with self._lock:
             self._all.add(channel)
         try:
@@ -242,23 +252,26 @@ class StreamLink:
     def _greet(self, channel: Channel, deadline: float) -> None:
         transfer = secrets.randbits(64)
         codecs = {codec.name: codec for codec in self._habits.codecs}
-        told = {
+        hello = {
             "incarnation": self._peer.incarnation,
             "layout": dataclasses.asdict(self._layout),
             "codecs": list(codecs),
         }
-        channel.tell(Kind.HELLO, transfer, told, deadline)
-        answer = _expected(channel.receive(deadline), Kind.WELCOME, transfer, channel).read()
-        if Layout.parsed(answer.get("layout")) != self._peer.layout:
-            raise _broken(channel, "the peer has another layout than its description says")
-        chosen = answer.get("codec")
+        channel.tell(Kind.HELLO, transfer, hello, deadline)
+        welcome = _expected(channel.receive(deadline), Kind.WELCOME, transfer, channel).read()
+        if Layout.parsed(welcome.get("layout")) != self._peer.layout:
+            raise _broken(channel, "the peer's cache layout differs from its description")
+        chosen = welcome.get("codec")
         if chosen is not None and chosen not in codecs:
-            raise _broken(channel, "the peer chose a codec that was not offered")
+            raise _broken(channel, f"the peer chose the codec {chosen!r}, which was not offered")
         self._codec = codecs[chosen] if chosen is not None else None
 
 
 def _started(thread: threading.Thread) -> bool:
-    """False: the system allows no more threads. Those that there are must be waited for even so: they write."""
+    """Start the thread; return False if the system allows no more.
+
+    The caller must still wait for the threads that did start: they write to the cache.
+    """
     try:
         thread.start()
     except RuntimeError:
@@ -268,11 +281,11 @@ def _started(thread: threading.Thread) -> bool:
 
 def _expected(message: Message, kind: Kind, transfer: int, channel: Channel) -> Message:
     if message.transfer != transfer:
-        raise _broken(channel, "an answer to another question arrived")
+        raise _broken(channel, "a reply to another request arrived")
     if message.kind == Kind.ERROR:
         raise message.error()
     if message.kind != kind:
-        raise _broken(channel, f"a message of kind {message.kind} arrived where {kind.name} was due")
+        raise _broken(channel, f"a message of kind {message.kind} arrived instead of {kind.name} ({kind.value})")
     return message
 
 

@@ -1,4 +1,7 @@
-"""Within one process: pieces are copied from memory to memory. Also the fake that tests of everything above use."""
+"""The transport within one process, which copies pieces from memory to memory.
+
+Tests use it as a fake network.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class LocalLink:
         for piece in fetch.pieces:
             fetch.progress.check()
             if self._clock.now() >= fetch.deadline:
-                raise TransferTimeout("the deadline passed between two pieces")
+                raise TransferTimeout("the deadline passed before all pieces of the KV transfer were copied")
             with self._sender.reading(fetch.ticket.id, piece) as lease:
                 move(piece, self._sender.region, lease.blocks, fetch.region, fetch.into, staging)
             fetch.landed(piece)
@@ -45,19 +48,19 @@ class LocalTransport:
     kind = "local"
 
     def __init__(self, senders: Iterable[Sender], clock: Clock | None = None) -> None:
-        """`senders`: those of this process, which `offer` themselves."""
+        """`senders`: senders of this process for which `advertise_local` was called."""
         self._senders = {sender.endpoints["local"]: sender for sender in senders}
         self._clock = clock or SystemClock()
 
     def connect(self, peer: Peer, deadline: float) -> LocalLink:
         sender = self._senders.get(peer.endpoints["local"])
         if sender is None:
-            raise PeerUnreachable(f"no sender {peer.endpoints['local']!r} in this process")
+            raise PeerUnreachable(f"this process has no KV sender {peer.endpoints['local']!r}")
         if sender.peer.incarnation != peer.incarnation:
-            raise PeerChanged(f"{peer.name} was started anew")
+            raise PeerChanged(f"KV peer {peer.name} was restarted")
         return LocalLink(sender, self._clock)
 
 
 def offer(sender: Sender, address: str) -> None:
-    """Within this process, under this name."""
+    """Add a name to the sender's endpoints by which a LocalTransport of this process finds it."""
     sender.endpoints["local"] = address

@@ -1,13 +1,14 @@
-"""Mooncake's Transfer Engine: the receiver reads the sender's registered memory, by RDMA where there is some, else by
-its TCP. Leases travel over our own connection, and so does what makes a read count: after the last byte, the sender
-vouches that lease and generations still stood.
+"""The Mooncake transport: the receiver reads the sender's registered memory by RDMA or TCP.
 
-The engine cannot be told to stop, and gives up on a silent peer only after half a minute. So it never writes to a
-cache: each read has a room of its own, and who waits no longer leaves the room to the engine.
+Messages about leases use a connection of our own. A read counts only after the sender has confirmed over it, after the
+last byte, that the lease is valid and the generations are unchanged.
+
+A read of the engine cannot be cancelled, and gives up on a silent peer only after 30 s. So the engine never writes to a
+cache: each read has its own buffer, and a caller that stops waiting leaves the buffer to the engine.
 
 The engine authenticates no peer: a process that reaches its ports may read and overwrite the registered memory, which
-is the whole cache. Its listeners are therefore confined to one address, and blocks carry a checksum from when they are
-published, so that a receiver notices a write of somebody else (see docs/cluster.md).
+is the whole cache. Its listeners are therefore confined to one address, and tickets carry checksums of the blocks, so
+that a receiver notices a foreign write (see docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -46,22 +47,22 @@ from emberline.kv.transfer.ticket import Peer
 
 log = logging.getLogger("emberline.transfer")
 
-AHEAD = 2  # rooms that may be full at once for one fetch
-ROOM = 4 << 20  # bytes of a room, unless a piece needs more
+AHEAD = 2  # buffers that one fetch may fill before the caller takes them
+ROOM = 4 << 20
 MOST_ROOMS = 32
-QUARANTINE = 60.0  # seconds that a room of a failed read is left alone: twice as long as the engine waits for anybody
-Place = tuple[int, int]  # an address and a length
+QUARANTINE = 60.0  # the buffer of a failed read is not reused for this time: twice the engine's own timeout
+Place = tuple[int, int]  # address and length
 
 
 class Rooms:
-    """Registered memory that pieces arrive in. A room is idle, with a read, or left to the engine."""
+    """A pool of registered buffers that pieces are read into. A buffer is idle, in use, or in quarantine."""
 
     def __init__(self, register: Callable[[memoryview], None], most: int = MOST_ROOMS) -> None:
         self._register = register
         self._most = most
         self._lock = threading.Lock()
         self._idle: list[memoryview] = []
-        self._ill: list[tuple[float, memoryview]] = []  # since when
+        self._ill: list[tuple[float, memoryview]] = []  # time of the failed read, buffer
         self._count = 0
 
     def take(self, size: int) -> memoryview:
@@ -73,12 +74,12 @@ class Rooms:
             if found is not None:
                 return self._idle.pop(found)
             if self._count >= self._most:
-                raise PeerUnreachable("too many reads of this engine were given up lately")
+                raise PeerUnreachable(f"all {self._most} buffers for Mooncake are in use or held by failed reads")
             self._count += 1
         try:
             room = memoryview(mmap.mmap(-1, -(-max(size, ROOM) // mmap.PAGESIZE) * mmap.PAGESIZE))
             self._register(room)
-        except (OSError, PeerUnreachable):  # no memory now, or none that may be locked: there is no such room
+        except (OSError, PeerUnreachable):  # out of memory, or of memory that may be locked
             with self._lock:
                 self._count -= 1
             raise
@@ -93,11 +94,14 @@ class Rooms:
 
 
 class Mooncake:
-    """The engine of this process: one for all senders and receivers in it."""
+    """Mooncake's Transfer Engine in this process, shared by all its senders and receivers."""
 
     def __init__(self, host: str = LOOPBACK, protocol: str = "tcp", port: int = 0) -> None:
-        """Raises PeerUnreachable if it cannot be had. `probe` first: a broken wheel may take the process along.
-        `host`: the IPv4 address that its listeners are confined to. `port`: the first of its two; 0: any."""
+        """Start the engine. Call `probe` before: an unsuitable Mooncake wheel may crash the process.
+
+        `host`: IPv4 address that its listeners are confined to. `port`: first of its two ports; 0: any free ones.
+        Raises PeerUnreachable if the engine does not start.
+        """
         try:
             self._engine = new_engine(port)
             with confined_to(host):
@@ -105,36 +109,37 @@ class Mooncake:
         except (MooncakeMissing, ListenerExposed) as error:
             raise PeerUnreachable(error.message, hint=error.hint) from error
         if started != 0:
-            where = f"{host}:{port} and {port + 1}" if port else host
-            raise PeerUnreachable(f"Mooncake does not start with {protocol} at {where}", hint="run emberline doctor")
+            address = f"{host}:{port} and {port + 1}" if port else host
+            raise PeerUnreachable(f"Mooncake does not start with {protocol} at {address}", hint="run emberline doctor")
         self.host = host
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self.rooms = Rooms(self.register)
-        self._kept: dict[int, memoryview] = {}  # by address, as long as the engine may reach it
+        self._kept: dict[int, memoryview] = {}  # by address; keeps the memory alive while the engine may access it
 
     def register(self, view: memoryview) -> None:
         if self._engine.register_memory(_address(view), len(view)) != 0:
             raise PeerUnreachable(
-                f"Mooncake cannot register {len(view)} bytes", hint="raise the limit of locked memory"
+                f"Mooncake cannot register {len(view)} bytes of memory",
+                hint="raise the limit of locked memory (ulimit -l)",
             )
         self._kept[_address(view)] = view
 
     def forget(self, view: memoryview) -> None:
-        """Nobody can read it any more."""
+        """Withdraw the memory from the engine, so that peers can no longer access it."""
         if self._engine.unregister_memory(_address(view)) == 0:
             del self._kept[_address(view)]
 
     def read(self, session: str, room: memoryview, places: Sequence[Place]) -> bool:
-        """Bytes at these addresses and of these lengths, one after the other into the room. May take half a minute."""
-        at, targets = _address(room), []
+        """Read these ranges of the peer's memory into the buffer, one after the other. May take 30 s."""
+        position, targets = _address(room), []
         for _, length in places:
-            targets.append(at)
-            at += length
+            targets.append(position)
+            position += length
         addresses, lengths = [address for address, _ in places], [length for _, length in places]
         try:
             return self._engine.batch_transfer_sync_read(session, targets, addresses, lengths) == 0
         except Exception:
-            log.exception("Mooncake failed to read")
+            log.exception("Mooncake read failed: peer=%s", session)
             return False
 
 
@@ -153,12 +158,12 @@ class MooncakeServer(Server):
 
     def _attach(self, channel: Channel, transfer: int) -> None:
         region = self._region
-        told = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
-        channel.tell(Kind.OKAY, transfer, told, time.monotonic() + self._patience)
+        body = {"session": self._engine.session, "bases": [*map(_address, region.parts)], "blocks": region.blocks}
+        channel.tell(Kind.OKAY, transfer, body, time.monotonic() + self._patience)
 
 
 def serve_mooncake(sender: Sender, engine: Mooncake, port: int = 0, *, patience: float = PATIENCE) -> MooncakeServer:
-    """Serve leases at the engine's address. The endpoint names it, and a receiver learns there where the memory is."""
+    """Serve leases at the engine's host. A receiver asks at this endpoint for the addresses of the memory."""
     listener = listening(engine.host, port)
     sender.endpoints["mooncake"] = f"{engine.host}:{listener.getsockname()[1]}"
     return MooncakeServer(sender, engine, listener, patience)
@@ -173,24 +178,24 @@ class MooncakeLink(StreamLink):
 
     def _prepare(self, deadline: float) -> None:
         with self._channel(deadline) as channel:
-            told = self._told(channel, Kind.ATTACH, {}, deadline)
+            reply = self._told(channel, Kind.ATTACH, {}, deadline)
         try:
-            self._session, self._blocks = str(told["session"]), int(told["blocks"])
-            self._bases = [int(base) for base in told["bases"]]
+            self._session, self._blocks = str(reply["session"]), int(reply["blocks"])
+            self._bases = [int(base) for base in reply["bases"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise BadTransfer(f"the sender does not say where its memory is: {error!r}") from error
+            raise BadTransfer(f"the sender's description of its memory is malformed: {error!r}") from error
         if len(self._bases) != self._peer.layout.parts or self._blocks < 1:
-            raise BadTransfer("the sender's memory is not as its layout says")
+            raise BadTransfer("the sender's description of its memory does not match its KV layout")
 
     def fetch(self, fetch: Fetch) -> None:
         layout = self._peer.layout
-        jobs = [(piece.size(layout), self._places(piece, fetch.blocks)) for piece in fetch.pieces]
-        reader = Reader(self._engine, self._session, jobs)
+        reads = [(piece.size(layout), self._places(piece, fetch.blocks)) for piece in fetch.pieces]
+        reader = Reader(self._engine, self._session, reads)
         try:
             with fetch.progress.stopping(reader.wake):
                 for piece in fetch.pieces:
-                    with self._taken(reader, fetch) as room:
-                        data = room[: piece.size(layout)]
+                    with self._taken(reader, fetch) as buffer:
+                        data = buffer[: piece.size(layout)]
                         self._vouched(fetch, piece, data)
                         fetch.scatter(piece, data)
                     fetch.landed(piece)
@@ -200,42 +205,44 @@ class MooncakeLink(StreamLink):
     @contextmanager
     def _taken(self, reader: Reader, fetch: Fetch) -> Iterator[memoryview]:
         try:
-            room = reader.take(min(fetch.deadline - time.monotonic(), self._habits.patience))
+            buffer = reader.take(min(fetch.deadline - time.monotonic(), self._habits.patience))
         except Empty:
             fetch.progress.check()
             if fetch.deadline <= time.monotonic():
-                raise TransferTimeout("the sender's memory could not be read in time") from None
-            raise PeerLost(f"{self._peer.name} was silent for {self._habits.patience:g} s") from None
-        if room is None:
-            raise PeerLost(f"{self._peer.name} does not let its memory be read")
+                raise TransferTimeout("the deadline passed before the sender's memory was read") from None
+            raise PeerLost(f"KV peer {self._peer.name} sent nothing for {self._habits.patience:g} s") from None
+        if buffer is None:
+            raise PeerLost(f"Mooncake cannot read the memory of KV peer {self._peer.name}")
         try:
-            yield room
+            yield buffer
         finally:
-            reader.give(room)
+            reader.give(buffer)
 
     def _vouched(self, fetch: Fetch, piece: Piece, data: memoryview) -> None:
-        """The sender's word, given after the read, that these were the bytes it had published."""
-        asked = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._habits.checked}
-        told = self._ask(Kind.VOUCH, asked, fetch.deadline)
-        if told.get("mark") != generation_mark(fetch.generations[piece.first : piece.last]):
-            raise Corrupted("a piece of another generation arrived")
-        if self._habits.checked and told.get("crc") != self._habits.crc(data, 0):
+        """Have the sender confirm, after the read, that the blocks still have the published content."""
+        request = {"id": fetch.ticket.id, "piece": astuple(piece), "checked": self._habits.checked}
+        reply = self._ask(Kind.VOUCH, request, fetch.deadline)
+        if reply.get("mark") != generation_mark(fetch.generations[piece.first : piece.last]):
+            raise Corrupted(f"{piece} arrived with another generation than the ticket's")
+        if self._habits.checked and reply.get("crc") != self._habits.crc(data, 0):
             raise Corrupted(f"{piece} arrived with a wrong checksum")
 
     def _places(self, piece: Piece, blocks: Ids) -> list[Place]:
-        """Addresses and lengths over there, in the order of the wire."""
+        """Return the ranges of the sender's memory that make up the piece, in wire order."""
         ids, size = blocks[piece.first : piece.last], self._peer.layout.plane_bytes
         if ids.min() < 0 or ids.max() >= self._blocks:
-            raise BadTransfer("the ticket names blocks that the sender does not have")
-        found, each = runs(ids), size * self._blocks
+            raise BadTransfer(f"the KV ticket names blocks outside the sender's {self._blocks}")
+        ranges, layer_bytes = runs(ids), size * self._blocks
         layers = range(piece.top, piece.bottom)
-        starts = (base + layer * each for layer in layers for base in self._bases)
-        return [(start + size * a, size * (b - a)) for start in starts for a, b in found]
+        starts = (base + layer * layer_bytes for layer in layers for base in self._bases)
+        return [(start + size * a, size * (b - a)) for start in starts for a, b in ranges]
 
 
 class Reader:
-    """Reads one piece after the other, one ahead of who takes them, in a thread that may outlive the wait for it. Then
-    it gives the rooms back by itself."""
+    """A thread that reads the pieces of a fetch in order, up to MAX_READ_AHEAD before they are taken.
+
+    The thread may run longer than the caller waits; it then releases its buffers itself.
+    """
 
     def __init__(self, engine: Mooncake, session: str, jobs: Sequence[tuple[int, list[Place]]]) -> None:
         self._engine, self._session = engine, session
@@ -247,12 +254,15 @@ class Reader:
         threading.Thread(target=self._work, args=(jobs,), name="mooncake-read", daemon=True).start()
 
     def take(self, seconds: float) -> memoryview | None:
-        """The next piece; None: it cannot be read. Empty: not within that time, or woken."""
-        found = self._found.get(timeout=max(0.0, seconds))
+        """Return the buffer with the next piece, or None if the read failed.
+
+        Raises queue.Empty after the timeout, or if interrupted.
+        """
+        buffer = self._found.get(timeout=max(0.0, seconds))
         if not self._woken:
-            return found
-        if found is not None:
-            self.give(found)
+            return buffer
+        if buffer is not None:
+            self.give(buffer)
         raise Empty
 
     def give(self, room: memoryview) -> None:
@@ -269,30 +279,30 @@ class Reader:
         self._may.release()
         with suppress(Empty):
             while True:
-                if (room := self._found.get_nowait()) is not None:
-                    self._engine.rooms.give(room, well=True)
+                if (buffer := self._found.get_nowait()) is not None:
+                    self._engine.rooms.give(buffer, well=True)
 
     def _work(self, jobs: Sequence[tuple[int, list[Place]]]) -> None:
         for size, places in jobs:
             self._may.acquire()
-            if self._left or (room := self._read(size, places)) is None:
+            if self._left or (buffer := self._read(size, places)) is None:
                 break
             with self._lock:
                 if not self._left:
-                    self._found.put(room)
+                    self._found.put(buffer)
                     continue
-            self._engine.rooms.give(room, well=True)
+            self._engine.rooms.give(buffer, well=True)
         self._found.put(None)
 
     def _read(self, size: int, places: list[Place]) -> memoryview | None:
         try:
-            room = self._engine.rooms.take(size)
+            buffer = self._engine.rooms.take(size)
         except PeerUnreachable as error:
-            log.warning("%s", error)
+            log.warning("Mooncake read not started: reason=%s", error)
             return None
-        if self._engine.read(self._session, room, places):
-            return room
-        self._engine.rooms.give(room, well=False)
+        if self._engine.read(self._session, buffer, places):
+            return buffer
+        self._engine.rooms.give(buffer, well=False)
         return None
 
 

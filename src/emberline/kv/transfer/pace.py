@@ -1,19 +1,22 @@
-"""Pace: whether a link is faster with a codec, by what it moved. Pure: seconds are handed in."""
+"""LinkCodecChooser: decides from measured transfers whether a link is faster with a codec.
+
+Pure: reads no clock.
+"""
 
 from __future__ import annotations
 
-LEAST = 1 << 20  # bytes of a transfer that says something about speed
-AGAIN = 64  # transfers after which the slower way is tried once more: links and loads change
-FRESH = 0.3  # weight of the newest transfer
+LEAST = 1 << 20  # smaller transfers are too short to measure
+AGAIN = 64  # the slower way is then tried once more, because links and load change
+FRESH = 0.3  # of the moving averages
 
 
 class Pace:
     def __init__(self) -> None:
-        self._rates: dict[bool, float] = {}  # bytes a second of what was wanted, coded or not
-        self._since = 0  # transfers since both were tried
+        self._rates: dict[bool, float] = {}  # average bytes/s before encoding; keys: with codec, without
+        self._since = 0  # transfers since the slower way was last tried
 
     def coded(self, size: int) -> bool:
-        """How the next `size` bytes had better travel. Each way is tried first of all, plain before coded."""
+        """Return whether to encode the next `num_bytes`. Both ways are tried first, plain before encoded."""
         if len(self._rates) < 2:
             return size >= LEAST and False in self._rates
         faster = self._rates[True] > self._rates[False]

@@ -1,4 +1,4 @@
-"""Piece: a rectangle of layers and blocks, which travels and lands as one."""
+"""TransferPiece: the unit of a transfer, a range of layers of a range of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emberline.kv.transfer.layout import Layout
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """Layers [top, bottom) of the blocks that a ticket lists at [first, last)."""
+    """Layers [first_layer, end_layer) of the ticket's blocks [first_block, end_block)."""
 
     top: int
     bottom: int
@@ -25,11 +25,11 @@ class Piece:
 
 
 def cut(layers: range, blocks: range, layout: Layout, most: int) -> Iterator[Piece]:
-    """Layer by layer, each of at most about `most` bytes: several layers if they are small, parts of one if large."""
+    """Yield pieces of about `max_bytes` at most: several small layers, or parts of a large layer."""
     if not layers or not blocks:
         return
-    high = max(1, most // (layout.layer_bytes * len(blocks)))
-    wide = max(1, most // layout.layer_bytes)
-    for top in range(layers.start, layers.stop, high):
-        for first in range(blocks.start, blocks.stop, wide):
-            yield Piece(top, min(top + high, layers.stop), first, min(first + wide, blocks.stop))
+    layer_step = max(1, most // (layout.layer_bytes * len(blocks)))
+    block_step = max(1, most // layout.layer_bytes)
+    for layer in range(layers.start, layers.stop, layer_step):
+        for block in range(blocks.start, blocks.stop, block_step):
+            yield Piece(layer, min(layer + layer_step, layers.stop), block, min(block + block_step, blocks.stop))

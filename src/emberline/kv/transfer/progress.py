@@ -1,4 +1,7 @@
-"""Progress: one pull, watched and cancelled from any thread. Given to `pull` again, it goes on where it stopped."""
+"""PullProgress: the state of one pull, which any thread may read and cancel.
+
+A pull that failed continues where it stopped when `pull` is called again with the same progress.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from emberline.kv.transfer.ticket import Ticket
 
 class Progress:
     def __init__(self) -> None:
-        self.ticket: Ticket | None = None  # its newest state
-        self.blocks = 0  # of the ticket, that were planned for so far
-        self.bytes = 0  # landed
-        self.moving = 0.0  # seconds in which they did
-        self.hidden = 0.0  # of these, while the peer had more to compute: nobody waited for them
-        self.proven = 0  # blocks of the ticket, from the first on, that have landed and are known to be right
-        self.verified = 0  # blocks whose checksum was compared with what is here
-        self.complete = False  # all of it landed, and the lease was still alive then
+        self.ticket: Ticket | None = None  # newest state of the ticket
+        self.blocks = 0  # blocks of the ticket that were divided into pieces
+        self.bytes = 0
+        self.moving = 0.0  # seconds spent copying
+        self.hidden = 0.0  # of these, seconds while the peer still computed: they delayed no request
+        self.proven = 0  # leading blocks that arrived while the lease was valid
+        self.verified = 0  # blocks whose checksum was compared after they arrived
+        self.complete = False  # whether all blocks arrived while the lease was valid
         self._purpose: tuple[object, ...] = ()
         self._missing: dict[Piece, None] = {}
         self._lock = threading.Lock()
@@ -30,30 +33,33 @@ class Progress:
 
     @property
     def missing(self) -> list[Piece]:
-        """Planned and not landed, in order."""
+        """The pieces that have not arrived, in order."""
         with self._lock:
             return list(self._missing)
 
     def cancel(self) -> None:
-        """The pull raises TransferCancelled soon; not before that are its blocks free to be used otherwise."""
+        """Make the pull raise TransferCancelled soon. Its blocks must not be reused before it has raised."""
         with self._lock:
             self._cancelled = True
-            for stop in self._stops:  # under the lock: who has left may use the same connection for something else
+            for stop in self._stops:  # under the lock: a fetch that ended may reuse its connection for another call
                 stop()
 
     def check(self) -> None:
         if self._cancelled:
-            raise TransferCancelled("the transfer was cancelled")
+            raise TransferCancelled("the KV transfer was cancelled")
 
     # -- for the receiver and its transports -----------------------------------------------------------------------
 
     @contextmanager
     def running(self, ticket: Ticket, into: Sequence[int], layers: range, first: int) -> Iterator[Ticket]:
-        """The newest state of the ticket. A second pull of the same meanwhile, or of something else, is refused."""
+        """Yield the newest state of the ticket for the duration of a pull.
+
+        Raises BadTransfer if a pull with this progress is running, or an earlier one had other arguments.
+        """
         with self._lock:
             purpose = (ticket.id, tuple(into), layers, first)
             if self._running or self._purpose not in ((), purpose):
-                raise BadTransfer("this progress belongs to another pull", hint="one Progress for each pull")
+                raise BadTransfer("this progress belongs to another pull", hint="use one PullProgress for each pull")
             self._running, self._purpose = True, purpose
             self.ticket = self.ticket or ticket
         try:
@@ -75,7 +81,7 @@ class Progress:
 
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
-        """`stop` makes the calling thread's wait end, and is called by `cancel`; it does not block."""
+        """Let `cancel` call `stop`, which must end the calling thread's wait without blocking."""
         with self._lock:
             self._stops.append(stop)
         try:

@@ -1,7 +1,8 @@
 """Receiver: pulls published blocks into its own region, over the first transport that reaches the sender.
 
-It only ever reads from the sender, and it alone writes to its memory: once `pull` has returned or raised, nothing more
-arrives. What arrived counts only if the lease was alive after the last byte: until then, no block can have been reused.
+The receiver reads from the sender and is the only writer of its own memory: after `pull` has returned or raised, no
+more bytes arrive. Arrived blocks count only if the lease was still valid after their last byte, because the sender
+cannot have reused the blocks before that.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from emberline.kv.transfer.ticket import Peer, Ticket
 
 log = logging.getLogger("emberline.transfer")
 
-PIECE = 4 << 20  # bytes: what a piece costs besides its copying is then small, and it stays in the last cache
-WAIT = 1.0  # seconds that a growing ticket is waited for at a time
+PIECE = 4 << 20  # large enough that fixed costs are small, small enough for the last-level CPU cache
+WAIT = 1.0  # longest wait for more blocks of a growing ticket in one call
 
 
 class Receiver:
@@ -49,19 +50,19 @@ class Receiver:
         crc: Crc = zlib.crc32,
         piece_bytes: int = PIECE,
     ) -> None:
-        """`transports`: the best first."""
+        """`transports`: in order of preference."""
         self.region = region
         self._transports = transports
         self._clock = clock or SystemClock()
         self._crc = crc
         self._piece_bytes = piece_bytes
-        self.reached: Counter[str] = Counter()  # peers, by the transport that led there
-        self.passed_over: Counter[str] = Counter()  # the same, by those that should have and did not
-        self._links: dict[str, Link] = {}  # by incarnation: one that ended is never spoken to again
+        self.reached: Counter[str] = Counter()  # peers connected, by transport
+        self.passed_over: Counter[str] = Counter()  # peers that a preferred transport failed to reach, by transport
+        self._links: dict[str, Link] = {}  # by the peer's incarnation, so that a restarted peer gets a new link
         self._lock = threading.Lock()
 
     def pair(self, peer: Peer, deadline: float) -> None:
-        """Connects before there is anything to pull, or says why these two do not pair."""
+        """Connect to a peer before the first pull. Raises TransferError if the two caches cannot be connected."""
         self._link(peer, deadline)
 
     def pull(
@@ -75,13 +76,16 @@ class Receiver:
         follow: bool = True,
         first: int = 0,
     ) -> Progress:
-        """Until all blocks of the ticket are in `into`, also those yet to be published if `follow`. Pulling twice does
-        no harm; after an error the same progress goes on. The lease lasts until `acknowledge` or `release`. `first`:
-        of the ticket's blocks, from which on they are wanted; where those before it would go, nothing is written."""
+        """Copy the ticket's blocks into `target_blocks`; with `follow`, also those published later.
+
+        `target_blocks` holds all blocks of the ticket, but those before its block `first_block` are not written.
+        Repeating a pull is harmless, and after an error the same progress continues. The lease lasts until
+        `acknowledge` or `release`.
+        """
         progress = progress or Progress()
         wanted = range(self.region.layout.layers)[slice(layers.start, layers.stop) if layers else slice(None)]
         if not wanted or (layers is not None and layers != wanted):
-            raise BadTransfer(f"{layers} are not layers of this cache")
+            raise BadTransfer(f"the cache has {self.region.layout.layers} layers; a pull asks for {layers}")
         with progress.running(ticket, into, wanted, first) as newest:
             if not progress.complete:
                 with self._reached(ticket.peer, deadline) as link:
@@ -89,7 +93,7 @@ class Receiver:
         return progress
 
     def renew(self, ticket: Ticket, deadline: float) -> None:
-        """The heartbeat, from when a request arrives until its blocks do."""
+        """Renew the lease, so that the sender keeps the blocks."""
         with self._reached(ticket.peer, deadline) as link:
             link.renew(ticket, deadline)
 
@@ -98,12 +102,12 @@ class Receiver:
             link.end(ticket, How.ACKNOWLEDGED, deadline)
 
     def release(self, ticket: Ticket, deadline: float) -> None:
-        """Not wanted any more, whatever has been pulled of it."""
+        """End the lease of a ticket that is no longer needed, whether or not it was pulled."""
         with self._reached(ticket.peer, deadline) as link:
             link.end(ticket, How.RELEASED, deadline)
 
     def forget(self, peer: Peer) -> None:
-        """Hangs up; a pull that is under way ends with PeerLost."""
+        """Close the connections to a peer; a running pull raises PeerLost."""
         with self._lock:
             link = self._links.pop(peer.incarnation, None)
         if link is not None:
@@ -126,32 +130,33 @@ class Receiver:
         follow: bool,
         first: int,
     ) -> None:
-        theirs, ids = ticket.peer.layout, np.asarray(into, np.int64)
+        peer_layout, ids = ticket.peer.layout, np.asarray(into, np.int64)
         while True:
             progress.check()
             self._check_room(ticket, into)
             new = range(max(progress.blocks, first), len(ticket.blocks))
-            progress.plan(ticket, cut(layers, new, theirs, self._piece_bytes))
-            blocks, marks = np.asarray(ticket.blocks, np.int64), np.asarray(ticket.generations, np.uint64)
+            progress.plan(ticket, cut(layers, new, peer_layout, self._piece_bytes))
+            blocks, generations = np.asarray(ticket.blocks, np.int64), np.asarray(ticket.generations, np.uint64)
             began = self._clock.now()
-            link.fetch(Fetch(ticket, blocks, marks, progress.missing, self.region, ids, progress, deadline))
+            link.fetch(Fetch(ticket, blocks, generations, progress.missing, self.region, ids, progress, deadline))
             assert not progress.missing
             took = self._clock.now() - began
             progress.moving += took
             if ticket.complete:
                 break
-            left = deadline - self._clock.now()
-            if left <= 0:
-                raise TransferTimeout(f"{len(ticket.blocks)} blocks arrived in time, and more were to come")
-            wait, known = min(left, WAIT, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
+            remaining = deadline - self._clock.now()
+            if remaining <= 0:
+                arrived = len(ticket.blocks)
+                raise TransferTimeout(f"the deadline passed after {arrived} KV blocks; the peer had not published all")
+            wait, known = min(remaining, WAIT, ticket.lease / 3) if follow else 0.0, len(ticket.blocks)
             ticket = ticket.grown(link.state(ticket, known, wait, deadline))
-            progress.hidden += took if len(ticket.blocks) > known else 0.0  # the last blocks hide behind nothing
+            progress.hidden += took if len(ticket.blocks) > known else 0.0  # the last copy overlaps with no prefill
             if not ticket.checksums:
-                progress.proven = known  # for the lease was alive after they landed
+                progress.proven = known  # the lease was valid after they arrived
             if not follow and len(ticket.blocks) == known and not ticket.complete:
                 break
         link.renew(ticket, deadline)
-        if ticket.checksums and len(layers) == theirs.layers:
+        if ticket.checksums and len(layers) == peer_layout.layers:
             progress.verified += self._verify(ticket, ids, first)
         progress.proven = len(ticket.blocks)
         progress.complete = ticket.complete
@@ -159,24 +164,27 @@ class Receiver:
     def _check_room(self, ticket: Ticket, into: Sequence[int]) -> None:
         needed = self.region.layout.blocks_for(len(ticket.blocks), ticket.peer.layout)
         if needed > len(into):
-            raise BadTransfer(f"the ticket fills {needed} blocks, and {len(into)} are there to take them")
+            raise BadTransfer(f"the KV ticket fills {needed} blocks; only {len(into)} are allocated for it")
         if len(set(into)) != len(into) or not all(0 <= block < self.region.blocks for block in into):
-            raise BadTransfer("the blocks to fill are not distinct blocks of this cache")
+            raise BadTransfer("the target blocks of a pull are not distinct blocks of this cache")
 
     def _verify(self, ticket: Ticket, into: Ids, first: int) -> int:
-        """How many blocks are as they were when they were published; one that is not raises."""
-        theirs = ticket.peer.layout
-        room = memoryview(bytearray(theirs.block_bytes))
-        for i, told in enumerate(ticket.checksums[first:], first):
-            whole = Piece(0, theirs.layers, i, i + 1)
-            self.region.gather(whole, into, theirs, room)
-            if self._crc(room, 0) != told:
-                raise Corrupted(f"block {i} of the ticket arrived with another checksum than it left with")
+        """Compare each arrived block with its published checksum; return their number.
+
+        Raises TransferCorrupted for a block that differs.
+        """
+        peer_layout = ticket.peer.layout
+        buffer = memoryview(bytearray(peer_layout.block_bytes))
+        for i, published in enumerate(ticket.checksums[first:], first):
+            whole = Piece(0, peer_layout.layers, i, i + 1)
+            self.region.gather(whole, into, peer_layout, buffer)
+            if self._crc(buffer, 0) != published:
+                raise Corrupted(f"block {i} of the KV ticket arrived with another checksum than the published one")
         return len(ticket.checksums[first:])
 
     @contextmanager
     def _reached(self, peer: Peer, deadline: float) -> Iterator[Link]:
-        """One that is gone is forgotten, for a link may hold on to memory of the other process."""
+        """Yield the link to a peer. Close it if the peer is gone: a link may map memory of the peer's process."""
         try:
             yield self._link(peer, deadline)
         except (PeerUnreachable, PeerChanged):
@@ -192,31 +200,32 @@ class Receiver:
         link = self._connected(peer, deadline)
         with self._lock:
             kept = self._links.setdefault(peer.incarnation, link)
-        if kept is not link:  # another thread was faster
+        if kept is not link:  # another thread connected first
             link.close()
         return kept
 
     def _connected(self, peer: Peer, deadline: float) -> Link:
-        why: dict[str, TransferError] = {}
+        errors: dict[str, TransferError] = {}
         for transport in self._transports:
             if transport.kind in peer.endpoints:
                 try:
                     link = transport.connect(peer, deadline)
                 except TransferError as error:
-                    why[transport.kind] = error
+                    errors[transport.kind] = error
                 else:
-                    self._pass_over(peer, why)
+                    self._pass_over(peer, errors)
                     self.reached[transport.kind] += 1
                     return link
-        for told in why.values():
-            if not isinstance(told, PeerUnreachable):  # somebody answers, and says what is wrong
-                raise told
-        reasons = "; ".join(error.message for error in why.values()) or "no transport in common"
-        raise PeerUnreachable(f"{peer.name} cannot be reached: {reasons}")
+        for failure in errors.values():
+            if not isinstance(failure, PeerUnreachable):  # the peer answered with the actual reason
+                raise failure
+        reasons = "; ".join(failure.message for failure in errors.values()) or "no transport in common"
+        raise PeerUnreachable(f"KV peer {peer.name} cannot be reached: {reasons}")
 
     def _pass_over(self, peer: Peer, why: Mapping[str, TransferError]) -> None:
-        """Better ways than the one that was taken."""
+        """Count and log the preferred transports that failed before one connected."""
         for kind, error in why.items():
             if not isinstance(error, Elsewhere):
-                log.warning("%s is not reached by %s: %s", peer.name, kind, error.message)
+                facts = peer.name, kind, error.message
+                log.warning("KV transport failed, using the next: peer=%s transport=%s reason=%s", *facts)
                 self.passed_over[kind] += 1

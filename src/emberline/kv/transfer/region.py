@@ -1,11 +1,10 @@
-"""Region: the blocks of a cache as transfers see them, wherever they lie, and the generation of each.
+"""Region: the blocks of a cache, in host or GPU memory, as transfers access them, with generations.
 
-The owner of the cache calls `renew` when a block is to hold something new, before it writes. A reader that saw the same
-generation before and after it read has read one content.
+The owner of the cache calls `bump_generation` before it writes new content to a block. A reader that sees the same
+generation before and after its copy has copied one content.
 
-Pieces are read and written in the order of the wire: by layer, part, block as the sender has it. In main memory, where
-blocks lie side by side or are large, that is done in place; small ones strewn about pass through a staging buffer,
-which costs less.
+On the wire, a piece is ordered by layer, part (keys, values) and block, in the sender's layout. In host memory, large
+or adjacent blocks are sent and received in place; small scattered blocks use a staging buffer, which is faster.
 """
 
 from __future__ import annotations
@@ -20,54 +19,57 @@ from numpy.typing import NDArray
 from emberline.kv.transfer.layout import Layout
 from emberline.kv.transfer.piece import Piece
 
-Ids = NDArray[np.int64]  # of blocks
-Marks = NDArray[np.uint64]  # generations
-Buffer = bytes | bytearray | memoryview  # or anything else that memoryview takes
-LONG = 32 << 10  # bytes in one place that are worth a call of their own
+Ids = NDArray[np.int64]
+Marks = NDArray[np.uint64]
+Buffer = bytes | bytearray | memoryview  # or another object that memoryview accepts
+LONG = 32 << 10  # average contiguous bytes from which a piece is sent in place
 
 
 class Region(ABC):
     def __init__(self, layout: Layout, blocks: int, generations: Marks | None = None) -> None:
-        """`generations`: where they are kept, if others read them too."""
+        """`generations`: an array in shared memory, if other processes read it."""
         self.layout = layout
         self.blocks = blocks
         self.generations = np.zeros(blocks, np.uint64) if generations is None else generations
         assert len(self.generations) == blocks
 
     def renew(self, block: int) -> None:
+        """Record that the block is about to get new content."""
         self.generations[block] += 1
 
     def current(self, blocks: Ids) -> Marks:
-        """Their generations now."""
         return self.generations[blocks]
 
     def holds(self, blocks: Ids, generations: Marks) -> bool:
-        """Whether no block has been renewed since."""
+        """Return whether each block still has the given generation."""
         return self.generations[blocks].tobytes() == generations.tobytes()
 
     @abstractmethod
     def fence(self) -> None:
-        """For the owner: what is scattered from now on comes after all that it has begun to do with its cache."""
+        """Make later calls of `scatter` wait for all work on the cache that the owner has started."""
 
     def in_place(self, piece: Piece, blocks: Ids) -> list[memoryview] | None:
-        """A piece of `blocks` where it lies; None: it had better be gathered and scattered."""
+        """Return the memory of a piece of `blocks`, or None if it should be gathered and scattered."""
         return None
 
     @abstractmethod
     def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
-        """A piece, as a sender of layout `wire` would send what these blocks hold."""
+        """Copy a piece of these blocks to `out` in the order that a sender of layout `wire` uses."""
 
     @abstractmethod
     def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
-        """The way back. All of it is there when this returns."""
+        """Copy a piece received from a sender of layout `wire` into these blocks; complete on return."""
 
     def places(self, piece: Piece, blocks: Ids, wire: Layout, part: int) -> tuple[int, Ids]:
-        """A plane as a row of elements of so many bytes, and which of them the piece is made of, in order."""
+        """Return the bytes of an element and the indices, in wire order, of the plane's elements in the piece.
+
+        A plane, one part of one layer, is treated as an array of such elements.
+        """
         ours, theirs = self.layout.tokens, wire.tokens
         if ours == theirs:
             return self.layout.plane_bytes, blocks[piece.first : piece.last]
         count, width = self.layout.strips(part)
-        grain = min(ours, theirs)  # tokens of one strip that lie side by side in both
+        grain = min(ours, theirs)  # tokens of a strip that are adjacent in both layouts
         first = np.arange(piece.first * theirs, piece.last * theirs, grain).reshape(-1, 1, theirs // grain)
         block, token = np.divmod(first, ours)
         strip = np.arange(count).reshape(1, -1, 1)
@@ -76,10 +78,10 @@ class Region(ABC):
 
 
 class HostRegion(Region):
-    """In main memory."""
+    """A region in host memory."""
 
     def __init__(self, layout: Layout, parts: Sequence[Buffer], generations: Marks | None = None) -> None:
-        """`parts`: layers x blocks x plane bytes each."""
+        """`parts`: memory of keys and values, each layers x blocks x plane bytes."""
         assert len(parts) == layout.parts
         flat = [memoryview(part).cast("B") for part in parts]
         each = len(flat[0]) // layout.layers
@@ -89,20 +91,21 @@ class HostRegion(Region):
         self._planes = [[part[each * i : each * (i + 1)] for part in flat] for i in range(layout.layers)]
 
     def fence(self) -> None:
-        """A step is over before the next is planned."""
+        """Do nothing: on a CPU, a step has ended before the next one is planned."""
 
     def views(self, piece: Piece, blocks: Ids) -> list[memoryview]:
-        """A piece of `blocks` where it lies."""
+        """Return the memory of a piece of `blocks`, in wire order."""
         return self._views(piece, runs(blocks[piece.first : piece.last]))
 
     def in_place(self, piece: Piece, blocks: Ids) -> list[memoryview] | None:
-        found = runs(blocks[piece.first : piece.last])
-        strewn = self.layout.plane_bytes * (piece.last - piece.first) < LONG * len(found)
-        return None if strewn else self._views(piece, found)
+        ranges = runs(blocks[piece.first : piece.last])
+        scattered = self.layout.plane_bytes * (piece.last - piece.first) < LONG * len(ranges)
+        return None if scattered else self._views(piece, ranges)
 
     def gather(self, piece: Piece, blocks: Ids, wire: Layout, out: memoryview) -> None:
         for plane, row, size, index in self._rows(piece, blocks, wire, out):
-            np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")  # clip: unbuffered; none is outside
+            # mode="clip" avoids a buffered copy; no index is out of range.
+            np.take(np.frombuffer(plane, f"V{size}"), index, out=row, mode="clip")
 
     def scatter(self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview) -> None:
         for plane, row, size, index in self._rows(piece, blocks, wire, data):
@@ -111,8 +114,7 @@ class HostRegion(Region):
     def _rows(
         self, piece: Piece, blocks: Ids, wire: Layout, data: memoryview
     ) -> Iterator[tuple[memoryview, NDArray[np.void], int, Ids]]:
-        """Each plane with its part of the data. Both are made of elements of so many bytes; which of the plane's, says
-        the index."""
+        """Yield each plane, its part of the data, the bytes of an element, and the plane's element indices."""
         places = [self.places(piece, blocks, wire, part) for part in range(self.layout.parts)]
         length = len(data) // ((piece.bottom - piece.top) * self.layout.parts)
         for i, plane in enumerate(self._of(piece)):
@@ -129,7 +131,7 @@ class HostRegion(Region):
 
 
 class Staging:
-    """Memory that is used again and again by one thread at a time: fresh pages would cost as much as a copy."""
+    """A buffer reused by one thread at a time: touching fresh pages would cost as much as the copy."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray())
@@ -141,26 +143,26 @@ class Staging:
 
 
 def move(piece: Piece, source: Region, blocks: Ids, target: Region, into: Ids, staging: Staging) -> None:
-    """From cache to cache, with other threads running meanwhile."""
+    """Copy a piece from one region to another; numpy releases the GIL meanwhile."""
     wire = source.layout
-    here = target.in_place(piece, into) if wire.tokens == target.layout.tokens else None
-    there = source.in_place(piece, blocks) if here else None
-    if here and there:
-        _copy(there, here)
+    target_views = target.in_place(piece, into) if wire.tokens == target.layout.tokens else None
+    source_views = source.in_place(piece, blocks) if target_views else None
+    if target_views and source_views:
+        _copy(source_views, target_views)
     else:
-        room = staging.room(piece.size(wire))
-        source.gather(piece, blocks, wire, room)
-        target.scatter(piece, into, wire, room)
+        buffer = staging.room(piece.size(wire))
+        source.gather(piece, blocks, wire, buffer)
+        target.scatter(piece, into, wire, buffer)
 
 
 def runs(blocks: Ids) -> list[tuple[int, int]]:
-    """Neighbours in memory, as half-open ranges."""
+    """Return the runs of consecutive block numbers as half-open ranges."""
     cuts = ((blocks[1:] - blocks[:-1] != 1).nonzero()[0] + 1).tolist()
     return [(int(blocks[a]), int(blocks[b - 1]) + 1) for a, b in pairwise([0, *cuts, len(blocks)])]
 
 
 def _copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> None:
-    """The same bytes, which the two sides may have cut differently."""
+    """Copy the concatenated source views to the target views, which may be split differently."""
     sources, targets = iter(source), iter(target)
     have = want = memoryview(b"")
     while True:

@@ -1,6 +1,6 @@
-"""Sender: publishes blocks of its region under leases, and lets transports read them while the lease lasts.
+"""Sender: publishes blocks of its region under leases and lets transports read them meanwhile.
 
-What it promises: bytes that were read under `reading` are those that were published, or an error says otherwise.
+Bytes that were read within `read_under_lease` are the published ones; otherwise it raises.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from emberline.kv.transfer.ticket import Peer, Ticket
 
 @dataclass(slots=True)
 class Traffic:
-    """Counted since the start; any thread adds to it."""
+    """Counters since the start, updated by any thread."""
 
     bytes: int = 0
     pieces: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # by code
+    failures: Counter[str] = field(default_factory=Counter)  # by error code
     ended: Counter[How] = field(default_factory=Counter)
 
 
@@ -45,10 +45,10 @@ class Sender:
         crc: Crc = zlib.crc32,
         seal: bool = False,
     ) -> None:
-        """`seal`: tickets carry a checksum of each block, which receivers compare with what arrived in their memory."""
+        """`publish_checksums`: tickets carry a checksum per block, which receivers compare afterwards."""
         self.region = region
         self.crc = crc
-        self.endpoints: dict[str, str] = {}  # each server adds its own
+        self.endpoints: dict[str, str] = {}  # address by transport; each server adds its own
         self.traffic = Traffic()
         self._name = name
         self._incarnation = secrets.token_hex(16)
@@ -72,26 +72,32 @@ class Sender:
         deadline: float = inf,
         subject: str = "",
     ) -> Ticket:
-        """The owner holds the blocks until `collect` names the ticket, and writes to none of them. `deadline`: on our
-        clock, beyond which no renewal goes."""
+        """Publish blocks under a lease and return the ticket for a receiver.
+
+        The caller must keep the blocks unchanged until `collect` returns the lease. No renewal extends the lease beyond
+        `deadline`, a time on this process's clock.
+        """
         assert lease > 0
-        now, found = self._clock.now(), self._described(blocks)
-        until = min(now + lease, deadline)
-        started = Lease(secrets.token_hex(16), *found, complete, lease, now, until, deadline, subject)
-        self._leases.begin(started)
-        return self._ticket(started)
+        now, described = self._clock.now(), self._described(blocks)
+        expires_at = min(now + lease, deadline)
+        new_lease = Lease(secrets.token_hex(16), *described, complete, lease, now, expires_at, deadline, subject)
+        self._leases.begin(new_lease)
+        return self._ticket(new_lease)
 
     def extend(self, ticket: Ticket, blocks: Sequence[int], *, complete: bool = False, note: str = "") -> Ticket:
-        """More blocks, as they are computed; with the last, a note. TicketOver: nobody wants them any more."""
+        """Add blocks to a ticket as they are computed, and a note with the last ones.
+
+        Raises TicketEnded if the lease has ended.
+        """
         assert complete or not note
         return self._ticket(self._leases.extend(ticket.id, *self._described(blocks), complete, note))
 
     def close(self, ticket: Ticket) -> None:
-        """Ends the lease from this side; TicketOver if it has ended already."""
+        """End the lease from the sender's side. Raises TicketEnded if it has ended already."""
         self._leases.end(ticket.id, How.CLOSED)
 
     def collect(self) -> list[Ended]:
-        """Which leases ended since the last call. Each is named once; its blocks are the owner's again."""
+        """Return the leases that ended since the last call, each once; the caller may reuse their blocks."""
         ended = self._leases.collect()
         self.traffic.ended.update(lease.how for lease in ended)
         return ended
@@ -100,29 +106,31 @@ class Sender:
         self._leases.end_all(How.CLOSED)
 
     def pinned(self) -> list[tuple[float, int]]:
-        """Of each live lease: its age in seconds, and how many blocks it pins."""
+        """Return the age in seconds and the number of pinned blocks of each lease."""
         return self._leases.ages()
 
     # -- for transports --------------------------------------------------------------------------------------------
 
     def state(self, id: str, known: int = 0, wait: float = 0.0) -> Ticket:
-        """The ticket as it is now, or as soon as it has more blocks than `known`."""
+        """Return the ticket as soon as it has more than `known_blocks` blocks, or after `wait_s`."""
         return self._ticket(self._leases.wait(id, known, wait))
 
     def renew(self, id: str) -> None:
         self._leases.renew(id)
 
     def end(self, id: str, how: How) -> None:
-        """As the receiver says. To release what is over already is no mistake: its receiver could not know."""
+        """End the lease for a receiver. Releasing an ended lease is no error: the receiver could not know."""
         if how not in (How.ACKNOWLEDGED, How.RELEASED):
-            raise BadTransfer(f"no receiver can say that a lease is {how}")
+            raise BadTransfer(f"a receiver cannot end a lease as {how}; it must be acknowledged or released")
         with suppress(TicketOver) if how is How.RELEASED else nullcontext():
             self._leases.end(id, how)
 
     @contextmanager
     def reading(self, id: str, piece: Piece) -> Iterator[Lease]:
-        """While its blocks are read. Leaving raises if they may have been written to meanwhile; else the lease is
-        renewed, since somebody evidently reads."""
+        """Yield the lease while the caller reads a piece of its blocks, then renew it.
+
+        Raises BlockReused or TicketEnded at the end if the blocks may have changed meanwhile.
+        """
         yield self._readable(id, piece)
         self._readable(id, piece)
         self._leases.renew(id)
@@ -137,26 +145,26 @@ class Sender:
     def _readable(self, id: str, piece: Piece) -> Lease:
         lease = self._leases.find(id)
         if not piece.fits(self.region.layout.layers, len(lease.blocks)):
-            raise BadTransfer(f"{piece} of a ticket with {len(lease.blocks)} blocks")
+            raise BadTransfer(f"{piece} does not fit a KV ticket with {len(lease.blocks)} blocks")
         part = slice(piece.first, piece.last)
         if not self.region.holds(lease.blocks[part], lease.generations[part]):
-            raise BlockReused("a published block has been given other content under its lease")
+            raise BlockReused("a published KV block was overwritten during its lease")
         return lease
 
     def _described(self, blocks: Sequence[int]) -> tuple[Ids, Marks, tuple[int, ...]]:
-        """Blocks, their generations, and checksums if they are sealed."""
+        """Return the blocks, their generations, and their checksums if tickets carry them."""
         assert all(0 <= block < self.region.blocks for block in blocks)
         ids = np.asarray(blocks, np.int64)
-        sums = tuple(self._sum(ids, i) for i in range(len(blocks) if self._seal else 0))
-        return ids, self.region.current(ids), sums
+        checksums = tuple(self._sum(ids, i) for i in range(len(blocks) if self._seal else 0))
+        return ids, self.region.current(ids), checksums
 
     def _sum(self, blocks: Ids, at: int) -> int:
         layout = self.region.layout
-        room = memoryview(bytearray(layout.block_bytes))
-        self.region.gather(Piece(0, layout.layers, at, at + 1), blocks, layout, room)
-        return self.crc(room, 0)
+        buffer = memoryview(bytearray(layout.block_bytes))
+        self.region.gather(Piece(0, layout.layers, at, at + 1), blocks, layout, buffer)
+        return self.crc(buffer, 0)
 
     def _ticket(self, lease: Lease) -> Ticket:
         blocks, generations = tuple(lease.blocks.tolist()), tuple(lease.generations.tolist())
-        about = lease.checksums, lease.subject, lease.note
-        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.seconds, *about)
+        optional = lease.checksums, lease.subject, lease.note
+        return Ticket(self.peer, lease.id, blocks, generations, lease.complete, lease.seconds, *optional)

@@ -1,4 +1,4 @@
-"""Server: answers receivers for one sender, over any stream socket. Each connection has a thread."""
+"""TransferServer: serves a sender's blocks to receivers over stream sockets, a thread per connection."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from emberline.kv.transfer.sender import Sender
 
 log = logging.getLogger("emberline.transfer")
 
-DATA = struct.Struct("<IIIIIQ")  # the piece, the CRC-32 of its generations, the bytes that follow
-IDLE = 600.0  # seconds that a connection may stay unused
-MOST_PULL = 3600.0  # seconds for one request
-MOST_WAIT = 10.0  # seconds that a peer may wait for a ticket to grow
+DATA = struct.Struct("<IIIIIQ")  # the piece's bounds, the CRC-32 of its generations, the number of bytes that follow
+IDLE = 600.0
+MOST_PULL = 3600.0
+MOST_WAIT = 10.0  # longest wait of one request for more blocks of a ticket
 MOST_CONNECTIONS = 256
 
 
@@ -57,17 +57,17 @@ class Server:
             return len(self._open)
 
     def stop(self) -> None:
-        """Hangs up on everybody. No thread is left behind."""
+        """Close the listener and all connections, and wait for their threads."""
         self._stopping = True
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the one that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._door.join()
         self._listener.close()
         with self._lock:
-            visits = list(self._open.items())
-        for channel, _ in visits:
+            connections = list(self._open.items())
+        for channel, _ in connections:
             channel.stop()
-        for _, thread in visits:
+        for _, thread in connections:
             thread.join()
 
     def _accept(self) -> None:
@@ -77,8 +77,8 @@ class Server:
                 self._admit(sock)
             except (OSError, RuntimeError) as error:
                 if not self._stopping:
-                    log.error("cannot take a connection: %s", error)
-                    time.sleep(0.1)  # out of descriptors or threads, most likely; those who hang up free some
+                    log.error("Cannot accept a KV transfer connection: error=%s", error)
+                    time.sleep(0.1)  # probably out of descriptors or threads; closing connections free some
 
     def _admit(self, sock: socket.socket) -> None:
         if self.num_open >= MOST_CONNECTIONS:
@@ -102,11 +102,11 @@ class Server:
             while not self._stopping:
                 self._answer(channel, self._next(channel), codec)
         except TransferError as error:
-            if not isinstance(error, PeerLost):  # it left, which is its right
+            if not isinstance(error, PeerLost):  # a receiver may disconnect at any time
                 self._sender.failed(error.code)
-                log.warning("a transfer connection ended: %s", error)
+                log.warning("KV transfer connection closed after an error: code=%s reason=%s", error.code, error)
         except Exception:
-            log.exception("a transfer connection failed")
+            log.exception("KV transfer connection failed unexpectedly")
         finally:
             with self._lock:
                 del self._open[channel]
@@ -117,40 +117,40 @@ class Server:
         return channel.receive(time.monotonic() + self._patience)
 
     def _greet(self, channel: Channel) -> Codec | None:
-        soon = time.monotonic() + self._patience
-        hello = channel.receive(soon)
+        deadline = time.monotonic() + self._patience
+        hello = channel.receive(deadline)
         try:
-            told, ours = hello.read(), self._sender.peer
+            body, own = hello.read(), self._sender.peer
             if hello.kind != Kind.HELLO:
-                raise BadTransfer("a connection begins with a greeting")
-            if not compare_digest(str(told.get("incarnation")).encode(), ours.incarnation.encode()):
-                raise PeerChanged(f"{ours.name} was started anew", hint="ask the router for its new incarnation")
-            ours.layout.check_pair(Layout.parsed(told.get("layout")))
-            codec = next((self._codecs[name] for name in told.get("codecs", ()) if name in self._codecs), None)
+                raise BadTransfer(f"the first message of a connection has kind {hello.kind}; it must be HELLO")
+            if not compare_digest(str(body.get("incarnation")).encode(), own.incarnation.encode()):
+                raise PeerChanged(f"KV peer {own.name} was restarted", hint="get its new incarnation from the router")
+            own.layout.check_pair(Layout.parsed(body.get("layout")))
+            codec = next((self._codecs[name] for name in body.get("codecs", ()) if name in self._codecs), None)
         except TransferError as error:
             self._refuse(channel, hello.transfer, error)
             raise
-        answer = {"layout": dataclasses.asdict(ours.layout), "codec": codec.name if codec else None}
-        channel.tell(Kind.WELCOME, hello.transfer, answer, soon)
+        welcome = {"layout": dataclasses.asdict(own.layout), "codec": codec.name if codec else None}
+        channel.tell(Kind.WELCOME, hello.transfer, welcome, deadline)
         return codec
 
     def _answer(self, channel: Channel, asked: Message, codec: Codec | None) -> None:
-        """An error that is not the connection's own is told, and the connection goes on."""
+        """Answer one request. An error that leaves the connection usable is sent to the peer."""
         try:
-            told = asked.read()
+            body = asked.read()
             if asked.kind == Kind.PULL:
-                self._pull(channel, asked.transfer, told, codec)
+                self._pull(channel, asked.transfer, body, codec)
             elif asked.kind == Kind.ATTACH:
                 self._attach(channel, asked.transfer)
             else:
-                answer = self._said(asked.kind, told, channel.staging)
-                channel.tell(Kind.OKAY, asked.transfer, answer, time.monotonic() + self._patience)
+                reply = self._said(asked.kind, body, channel.staging)
+                channel.tell(Kind.OKAY, asked.transfer, reply, time.monotonic() + self._patience)
         except (TransferError, KeyError, TypeError, ValueError) as error:
             if channel.broken:
                 raise
-            known = error if isinstance(error, TransferError) else BadTransfer(f"a malformed request: {error!r}")
-            self._sender.failed(known.code)
-            self._refuse(channel, asked.transfer, known)
+            reported = error if isinstance(error, TransferError) else BadTransfer(f"malformed request: {error!r}")
+            self._sender.failed(reported.code)
+            self._refuse(channel, asked.transfer, reported)
 
     def _said(self, kind: int, told: dict[str, Any], staging: Staging) -> dict[str, Any]:
         if kind == Kind.STATE:
@@ -163,12 +163,14 @@ class Server:
         elif kind == Kind.VOUCH:
             return self._vouch(told["id"], Piece(*map(int, told["piece"])), staging if told["checked"] else None)
         else:
-            raise BadTransfer(f"nobody here knows requests of kind {kind}")
+            raise BadTransfer(f"unknown kind of KV transfer request: {kind}")
         return {}
 
     def _vouch(self, id: str, piece: Piece, staging: Staging | None) -> dict[str, Any]:
-        """For a piece that the receiver has read by itself, before it asked: it was as published until now. `staging`:
-        if its checksum is wanted."""
+        """Confirm that a piece that the receiver read from this memory by itself was unchanged until now.
+
+        The reply has the CRC of its generations and, if `staging` is given, the CRC of its bytes.
+        """
         with self._sender.reading(id, piece) as lease:
             views = self._payload(piece, lease, staging, None) if staging is not None else []
             return {
@@ -177,14 +179,14 @@ class Server:
             }
 
     def _pull(self, channel: Channel, transfer: int, told: dict[str, Any], codec: Codec | None) -> None:
-        """Each piece as DATA, its bytes straight from the cache, and SEALED once they are known to be whole."""
+        """Send each piece: a DATA message, its bytes, and PIECE_END if the blocks did not change meanwhile."""
         deadline, codec = time.monotonic() + min(float(told["seconds"]), MOST_PULL), codec if told["coded"] else None
         for piece in (Piece(*map(int, part)) for part in told["pieces"]):
             with self._sender.reading(told["id"], piece) as lease:
                 payload = self._payload(piece, lease, channel.staging, codec)
-                mark = generation_mark(lease.generations[piece.first : piece.last])
-                head = DATA.pack(*dataclasses.astuple(piece), mark, sum(map(len, payload)))
-                channel.send(Kind.DATA, transfer, head, deadline, payload)
+                generations_sum = generation_mark(lease.generations[piece.first : piece.last])
+                header = DATA.pack(*dataclasses.astuple(piece), generations_sum, sum(map(len, payload)))
+                channel.send(Kind.DATA, transfer, header, deadline, payload)
                 crc = chained(self._sender.crc, payload) if told["checked"] and codec is None else 0
             channel.send(Kind.SEALED, transfer, struct.pack("<I", crc), deadline)
 
@@ -199,8 +201,8 @@ class Server:
         return [plain if codec is None else coded[: codec.encode(plain, coded)]]
 
     def _attach(self, channel: Channel, transfer: int) -> None:
-        raise BadTransfer("this transport has no memory to share")
+        raise BadTransfer("this KV transport does not share memory")
 
     def _refuse(self, channel: Channel, transfer: int, error: TransferError) -> None:
-        told = {"code": error.code, "message": error.message, "hint": error.hint}
-        channel.tell(Kind.ERROR, transfer, told, time.monotonic() + self._patience)
+        body = {"code": error.code, "message": error.message, "hint": error.hint}
+        channel.tell(Kind.ERROR, transfer, body, time.monotonic() + self._patience)

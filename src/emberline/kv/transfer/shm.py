@@ -1,7 +1,8 @@
-"""On one host: the receiver maps the sender's cache, read only, and copies from it. Leases travel over a Unix socket.
+"""The shared-memory transport: a receiver on the same host maps the sender's cache and copies from it.
 
-The memory is a file without a name, passed from process to process: when the last one dies, it is gone. The generations
-lie in it too, so that a copy can be checked where it is made; what proves it is the lease that lived until after it.
+Messages about leases use a Unix socket. The memory is a file without a name, whose descriptor is passed between the
+processes, so it is freed when the last of them ends. It also holds the generations, so that the receiver notices a
+reused block right after its copy; the copy counts once the lease was valid after it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from emberline.kv.transfer.ticket import Peer
 
 
 class Segment:
-    """Memory for a region that other processes can map: its generations, then its parts."""
+    """Memory of a region that other processes can map: first the generations, then the parts."""
 
     def __init__(self, layout: Layout, blocks: int) -> None:
         self.size = sum(_spans(layout, blocks))
@@ -40,18 +41,19 @@ class Segment:
         self.region = _region(layout, blocks, self.memory)
 
     def reader(self) -> int:
-        """A descriptor that cannot write."""
+        """Return a new read-only descriptor of the memory."""
         if self._read_only is not None:
             return os.dup(self._read_only)
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _memory_file(size: int) -> tuple[int, int | None]:
-    """A file of this size without a name, and a descriptor that can only read it where /proc cannot make one."""
+    """Return a descriptor of an unnamed file of this size, and on macOS, without /proc, a read-only one."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("emberline-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # no mapping of it can fault
+        # A receiver's access to its mapping would fault if the file shrank.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         return fd, None
     fd, path = tempfile.mkstemp(prefix="emberline-kv-")  # macOS: without seals
     try:
@@ -77,7 +79,7 @@ class ShmServer(Server):
 
 
 def serve_shm(sender: Sender, segment: Segment, *, patience: float = PATIENCE) -> ShmServer:
-    """`sender` publishes from the segment's region."""
+    """Serve `sender`, which publishes from the segment's region, at a new Unix socket."""
     assert sender.region is segment.region
     listener, sender.endpoints["shm"] = unix.listening()
     return ShmServer(sender, segment, listener, patience)
@@ -93,7 +95,7 @@ class ShmLink(StreamLink):
             fetch.progress.check()
             now = time.monotonic()
             if now >= fetch.deadline:
-                raise TransferTimeout("the deadline passed between two pieces")
+                raise TransferTimeout("the deadline passed before all pieces of the KV transfer were copied")
             if now - renewed > ticket.lease / 3:
                 self.renew(ticket, fetch.deadline)
                 renewed = now
@@ -102,10 +104,10 @@ class ShmLink(StreamLink):
             fetch.landed(piece)
 
     def _check(self, fetch: Fetch, piece: Piece) -> None:
-        """After the copy is enough: generations only grow, so what is right now was right before."""
+        """Raise BlockReused if a block changed. Checking after the copy suffices: generations only increase."""
         part = slice(piece.first, piece.last)
         if not self._source.holds(fetch.blocks[part], fetch.generations[part]):
-            raise BlockReused("a published block has been given other content")
+            raise BlockReused("a published KV block was reused before it was copied")
 
     def _mapped(self, deadline: float) -> HostRegion:
         with self._channel(deadline) as channel:
@@ -113,23 +115,23 @@ class ShmLink(StreamLink):
         try:
             size = sum(_spans(self._peer.layout, blocks))
             if blocks < 1 or size != os.fstat(fd).st_size:
-                raise BadTransfer("the sender's memory is not as large as its blocks")
+                raise BadTransfer(f"the sender's shared memory does not have the size of {blocks} blocks")
             memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except OSError as error:
-            raise PeerUnreachable(f"the sender's memory cannot be mapped: {error}") from error
+            raise PeerUnreachable(f"the sender's shared memory cannot be mapped: {error}") from error
         finally:
             os.close(fd)
         return _region(self._peer.layout, blocks, memory)
 
     def _attached(self, channel: Channel, deadline: float) -> tuple[int, int]:
-        """How many blocks there are, and the descriptor of their memory."""
-        told = self._told(channel, Kind.ATTACH, {}, deadline)
+        """Return the number of blocks and the descriptor of their memory."""
+        reply = self._told(channel, Kind.ATTACH, {}, deadline)
         try:
             _, fds, _, _ = socket.recv_fds(channel.socket, 1, 1)
-            return int(told["blocks"]), fds[0]
+            return int(reply["blocks"]), fds[0]
         except (OSError, IndexError, KeyError, TypeError, ValueError) as error:
             channel.broken = True
-            raise PeerLost(f"the sender did not hand over its memory: {error!r}") from error
+            raise PeerLost(f"the sender did not pass the descriptor of its memory: {error!r}") from error
 
 
 class ShmTransport:
@@ -144,7 +146,7 @@ class ShmTransport:
 
 
 def _spans(layout: Layout, blocks: int) -> list[int]:
-    """Bytes of the generations and of each part, in whole pages."""
+    """Return the bytes of the generations and of each part, rounded up to whole pages."""
     sizes = [8 * blocks] + [layout.layers * blocks * layout.plane_bytes] * layout.parts
     return [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
 
@@ -156,7 +158,7 @@ def _region(layout: Layout, blocks: int, memory: mmap.mmap) -> HostRegion:
 
 
 def _cuts(view: memoryview, sizes: list[int]) -> Iterator[memoryview]:
-    at = 0
+    start = 0
     for size in sizes:
-        yield view[at : at + size]
-        at += size
+        yield view[start : start + size]
+        start += size

@@ -1,5 +1,7 @@
-"""Over TCP: bytes go from the sender's cache to the socket and from the socket into the receiver's cache, copied by
-nobody but the system. Several connections share a pull."""
+"""The TCP transport. Pieces go from cache to socket to cache without another copy in user space.
+
+Several connections share one pull.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def serve_tcp(
     patience: float = PATIENCE,
     advertise: str | None = None,
 ) -> Server:
-    """Binds, and adds the address to the sender's endpoints; `advertise`: the host that others know us by."""
+    """Listen, and add the address to the sender's endpoints; `advertise`: the host that peers connect to."""
     listener = listening(host, port)
     sender.endpoints["tcp"] = f"{advertise or host}:{listener.getsockname()[1]}"
     return Server(sender, listener, codecs=codecs, patience=patience)
@@ -35,7 +37,7 @@ class TcpTransport:
     kind = "tcp"
 
     def __init__(self, layout: Layout, habits: Habits | None = None) -> None:
-        """`layout`: of the receiver's region."""
+        """`layout`: that of the receiver's region."""
         self._layout = layout
         self._habits = habits or Habits()
 
@@ -49,7 +51,8 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 def dialling(address: str) -> Dial:
+    """Return a function that connects to HOST:PORT. Raises PeerUnreachable if the address is malformed."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise PeerUnreachable(f"{address!r} is not HOST:PORT")
+        raise PeerUnreachable(f"the peer's KV transfer endpoint is {address!r}; it must be HOST:PORT")
     return lambda seconds: socket.create_connection((host, int(port)), timeout=seconds)

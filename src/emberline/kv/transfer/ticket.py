@@ -1,6 +1,6 @@
-"""Peer and Ticket: what a sender says of itself and of published blocks. Small, and the same in JSON.
+"""Peer and Ticket: describe a sender and its published blocks to receivers, as JSON.
 
-The id of a ticket is its key: whoever has it may read the blocks and end the lease; nobody can guess it.
+The id of a ticket is random and secret: a process that has it may read the blocks and end the lease.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from emberline.tokens.blockhash import block_hash, root_hash
 
 
 def subject_of(layout: Layout, salt: str, prompt: Sequence[int]) -> str:
-    """Names a prompt of a tenant for a model, as a ticket does. The same for all block sizes."""
+    """Return the hash of model, tenant salt and prompt that a ticket carries.
+
+    It does not depend on block size.
+    """
     return block_hash(root_hash(layout.model, salt), prompt).hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
     name: str
-    incarnation: str  # new with every start: what an earlier one said is void
+    incarnation: str  # random, new with every start: tickets of an earlier incarnation are invalid
     layout: Layout
-    endpoints: Mapping[str, str]  # transport: address
+    endpoints: Mapping[str, str]  # address by transport
 
     @staticmethod
     def parsed(told: Any) -> Peer:
@@ -32,26 +35,26 @@ class Peer:
             layout = Layout.parsed(told["layout"])
             return Peer(str(told["name"]), str(told["incarnation"]), layout, dict(told["endpoints"]))
         except (TypeError, KeyError, ValueError) as error:
-            raise BadTransfer(f"a peer that cannot be read: {error!r}") from error
+            raise BadTransfer(f"the description of the KV peer is malformed: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     peer: Peer
     id: str
-    blocks: tuple[int, ...]  # of the sender
-    generations: tuple[int, ...]
+    blocks: tuple[int, ...]  # of the sender's cache
+    generations: tuple[int, ...]  # of the blocks, when they were published
     complete: bool  # False: more blocks will follow
-    lease: float  # seconds until it expires unless renewed
-    checksums: tuple[int, ...] = ()  # CRC-32 of each block, if the sender seals them
-    subject: str = ""  # what the blocks are of: whoever wants something else is not to take them
-    note: str = ""  # what the sender has to say when it is complete
+    lease: float  # seconds until the lease expires unless renewed
+    checksums: tuple[int, ...] = ()  # CRC-32 of each block, if the sender publishes them
+    subject: str = ""  # hash of the prompt that the blocks belong to; receivers compare it with their request
+    note: str = ""  # JSON note about the finished prefill, on a complete ticket
 
     def grown(self, more: Ticket) -> Ticket:
-        """With the blocks that a later state of it adds."""
+        """Return the newer state of this ticket, after checking that it only adds blocks."""
         count = len(self.blocks)
         if more.blocks[:count] != self.blocks or more.generations[:count] != self.generations:
-            raise BadTransfer("a ticket changed blocks it had listed before")
+            raise BadTransfer("an update of a KV ticket changes blocks that it had listed before")
         return replace(more, peer=self.peer)
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,8 +75,8 @@ class Ticket:
                 str(told["note"]),
             )
         except (TypeError, KeyError, ValueError) as error:
-            raise BadTransfer(f"a ticket that cannot be read: {error!r}") from error
+            raise BadTransfer(f"a KV ticket is malformed: {error!r}") from error
         count = len(ticket.blocks)
         if len(ticket.generations) != count or len(ticket.checksums) not in (0, count) or not ticket.lease > 0:
-            raise BadTransfer("a ticket that contradicts itself")
+            raise BadTransfer("a KV ticket is inconsistent: its lists differ in length, or its lease is not positive")
         return ticket

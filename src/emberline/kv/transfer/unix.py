@@ -1,5 +1,8 @@
-"""Unix sockets: processes of one host meet under a name and know whose they are. On Linux the name has no file; where
-there are no such names (macOS), it is a socket file in the temporary folder, which only its owner may use."""
+"""Unix sockets between processes of one host, with a check that both belong to the same user.
+
+Linux uses an abstract name without a file. macOS has no such names, so a socket file in the temporary folder is used,
+which only its owner may open.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from emberline.kv.transfer.link import Dial
 
 CREDENTIALS = struct.Struct("3i")  # process, user, group: Linux's SO_PEERCRED
 LOCAL_PEERCRED = (0, 1)  # macOS: level and option
-XUCRED = struct.Struct("2I")  # version, user, and groups that do not matter here
+XUCRED = struct.Struct("2I")  # start of macOS's xucred: version, user
 HAS_ABSTRACT_NAMES = sys.platform == "linux"
 
 
 def listening() -> tuple[socket.socket, str]:
-    """With a new name, of this host's network."""
+    """Return a listening socket with a new random name, and the name."""
     address = f"emberline-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if HAS_ABSTRACT_NAMES:
@@ -45,16 +48,16 @@ def dialling(address: str) -> Dial:
             sock.connect(address if address.startswith("/") else "\0" + address)
         except OSError as error:
             sock.close()
-            raise Elsewhere(f"nobody on this host is called {address}: {error}") from error
+            raise Elsewhere(f"no process on this host listens at Unix socket {address}: {error}") from error
         return sock
 
     return dial
 
 
 def check_user(channel: Channel) -> None:
-    """Who is let at the memory of a cache."""
+    """Raise BadTransfer unless the peer process, which will map the cache, belongs to the same user."""
     if _peer_user(channel.socket) != os.getuid():
-        raise BadTransfer("only processes of the same user may map the cache")
+        raise BadTransfer("the KV cache can only be mapped by processes of the same user")
 
 
 def _peer_user(connection: socket.socket) -> int:
