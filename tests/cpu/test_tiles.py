@@ -44,7 +44,8 @@ def test_widened_rows_lie_one_after_the_other() -> None:
     cutter = float8_cutter(9)
     context, counts = np.array([99, 0, 30, 0]), np.array([1, 16, 3, 1])
     assert cutter._widened is not None
-    made = cutter._place_widened(cutter._widened, context, cutter._count_fast_tokens(context, counts, 1), torch.from_numpy)
+    fast = cutter._count_fast_tokens(context, counts, 1)
+    made = cutter._place_widened(cutter._widened, context, fast, torch.from_numpy)
     assert made.count.tolist() == [5] and made.bases.tolist() == [0, 0, 1, 4]
     assert made.pieces[:5].tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 0]] and len(made.pieces) == 9
     tables = made.laid().tables
@@ -55,7 +56,8 @@ def test_what_has_no_room_goes_to_the_slower_kernel_and_nothing_else_does() -> N
     cutter = float8_cutter(4)
     context, counts = np.array([500, 0, 30, 0]), np.array([1, 16, 3, 1])
     assert cutter._count_fast_tokens(context, counts, 1).tolist() == [0, 16, 3, 0]
-    assert cutter._count_fast_tokens(context, counts * np.array([1, 0, 1, 1]), 1).tolist() == [0, 0, 3, 1], "padding takes none"
+    padded = counts * np.array([1, 0, 1, 1])
+    assert cutter._count_fast_tokens(context, padded, 1).tolist() == [0, 0, 3, 1], "padding takes none"
     assert cutter.fits([16, 33]) and not cutter.fits([16, 33, 1])
     cutter._widened = None
     assert cutter._count_fast_tokens(context, counts, 1).tolist() == [0, 16, 3, 1] and cutter.fits([10**6])

@@ -114,7 +114,9 @@ class Cutter:
 
         If not, some rows go to the slower Triton kernel, and the plan has other tensors.
         """
-        return self._widened is None or int(self._count_blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._widened.steps)
+        if self._widened is None:
+            return True
+        return int(self._count_blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._widened.steps)
 
     def cut(
         self,
