@@ -92,7 +92,7 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
 
 def test_a_refusal_is_an_error(asked: Any) -> None:
     asked(0)
-    with pytest.raises(CublasError, match="proposes nothing"):
+    with pytest.raises(CublasError, match="proposes no algorithm"):
         Matmul(PROBLEM)
     library = asked(1)
     library.status = 15
