@@ -133,4 +133,4 @@ def test_a_model_uses_its_weights_in_the_order_it_tells(
     assert used[-1] is model.head.weight and len(used) == 4 * c.layers + 1
     told, last = [ahead.following(weight) for weight in used], 4 * (c.layers - 1)
     assert told[:last] == used[1 : last + 1] and told[last:] == [None] * 5
-    assert ahead._most == max(weight.n * weight.k for weight in used[:-1])
+    assert ahead._max_elements == max(weight.n * weight.k for weight in used[:-1])

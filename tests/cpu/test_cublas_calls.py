@@ -52,11 +52,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(cublas, "_handle", ctypes.c_void_p)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(cublas, "choices", {})
-        cublas._matmul.cache_clear()
+        cublas._cached_matmul.cache_clear()
         return library
 
     yield stand_in
-    cublas._matmul.cache_clear()
+    cublas._cached_matmul.cache_clear()
 
 
 def tensors() -> tuple[torch.Tensor, ...]:
@@ -92,7 +92,7 @@ def test_what_was_measured_is_what_runs(asked: Any) -> None:
 
 def test_a_refusal_is_an_error(asked: Any) -> None:
     asked(0)
-    with pytest.raises(CublasError, match="proposes nothing"):
+    with pytest.raises(CublasError, match="proposes no algorithm"):
         Matmul(PROBLEM)
     library = asked(1)
     library.status = 15

@@ -259,4 +259,4 @@ def test_rows_too_far_apart_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> No
     told.clear()
     ipc.copy_rows(100, 1 << 31, 900, 70, 20, 2)
     assert told == [(100, 900, 20, 1), (100 + (1 << 31), 970, 20, 1)]
-    assert ctypes.sizeof(ipc._Rows) == 2 * 56 + 16
+    assert ctypes.sizeof(ipc._Memcpy2D) == 2 * 56 + 16

@@ -34,8 +34,8 @@ def float8_cutter(room: int) -> Cutter:
     """As on a GPU, with room for so many blocks of 16 keys; nothing of it is launched."""
     cutter = Cutter((4, 2, 8), torch.zeros(1, 1, 2, 16, 8), torch.bfloat16, 4)
     none = torch.zeros(0)
-    cutter._room = Widened(none, none, none, none, none, torch.arange(room, dtype=torch.int32))
-    cutter._prefills = cutter._decodes = True
+    cutter._widened = Widened(none, none, none, none, none, torch.arange(room, dtype=torch.int32))
+    cutter._has_prefill_kernel = cutter._has_decode_kernel = True
     return cutter
 
 
@@ -43,8 +43,9 @@ def test_widened_rows_lie_one_after_the_other() -> None:
     """Of float8 keys, those that chunks see: each row's blocks in order, none of single tokens'."""
     cutter = float8_cutter(9)
     context, counts = np.array([99, 0, 30, 0]), np.array([1, 16, 3, 1])
-    assert cutter._room is not None
-    made = cutter._widened(cutter._room, context, cutter._quick(context, counts, 1), torch.from_numpy)
+    assert cutter._widened is not None
+    fast = cutter._count_fast_tokens(context, counts, 1)
+    made = cutter._place_widened(cutter._widened, context, fast, torch.from_numpy)
     assert made.count.tolist() == [5] and made.bases.tolist() == [0, 0, 1, 4]
     assert made.pieces[:5].tolist() == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 0]] and len(made.pieces) == 9
     tables = made.laid().tables
@@ -54,14 +55,15 @@ def test_widened_rows_lie_one_after_the_other() -> None:
 def test_what_has_no_room_goes_to_the_slower_kernel_and_nothing_else_does() -> None:
     cutter = float8_cutter(4)
     context, counts = np.array([500, 0, 30, 0]), np.array([1, 16, 3, 1])
-    assert cutter._quick(context, counts, 1).tolist() == [0, 16, 3, 0]
-    assert cutter._quick(context, counts * np.array([1, 0, 1, 1]), 1).tolist() == [0, 0, 3, 1], "padding takes none"
+    assert cutter._count_fast_tokens(context, counts, 1).tolist() == [0, 16, 3, 0]
+    padded = counts * np.array([1, 0, 1, 1])
+    assert cutter._count_fast_tokens(context, padded, 1).tolist() == [0, 0, 3, 1], "padding takes none"
     assert cutter.fits([16, 33]) and not cutter.fits([16, 33, 1])
-    cutter._room = None
-    assert cutter._quick(context, counts, 1).tolist() == [0, 16, 3, 1] and cutter.fits([10**6])
+    cutter._widened = None
+    assert cutter._count_fast_tokens(context, counts, 1).tolist() == [0, 16, 3, 1] and cutter.fits([10**6])
 
 
 def test_what_sleep_makes_zero_is_wanted_by_nobody() -> None:
     """A runner's buffers are zero when it wakes: the numbers of a row's blocks must not be among them."""
     cutter = float8_cutter(4)
-    assert cutter._room is not None and all(buffer is not cutter._room.steps for buffer in cutter.buffers())
+    assert cutter._widened is not None and all(buffer is not cutter._widened.steps for buffer in cutter.buffers())

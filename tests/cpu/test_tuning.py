@@ -34,8 +34,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[set[Proble
         asked.append(set(problems))
         return dict.fromkeys(problems, 3)
 
-    monkeypatch.setattr(tuning, "_measured", measure)
-    monkeypatch.setattr(tuning, "_kept_at", lambda: tmp_path / "kept" / "products.json")
+    monkeypatch.setattr(tuning, "_measure", measure)
+    monkeypatch.setattr(tuning, "_cache_file", lambda: tmp_path / "kept" / "products.json")
     monkeypatch.setattr(cublas, "available", lambda: True)
     monkeypatch.setattr(cublas, "choices", {})
     return asked
@@ -99,11 +99,11 @@ def test_what_fails_is_left_out(error: Exception, monkeypatch: pytest.MonkeyPatc
             raise error
         return 1
 
-    monkeypatch.setattr(tuning, "_fastest", fastest)
+    monkeypatch.setattr(tuning, "_find_fastest", fastest)
     monkeypatch.setattr(tuning, "_random", lambda *sizes: torch.zeros(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert tuning._measured([DOWN, other]) == {other: 1}
+    assert tuning._measure([DOWN, other]) == {other: 1}
 
 
 def test_without_cublas_nothing_is_measured(measured: list[set[Problem]], monkeypatch: pytest.MonkeyPatch) -> None:

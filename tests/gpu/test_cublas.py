@@ -74,7 +74,7 @@ def test_what_was_measured_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.
         (m, n, kind) for m in (384, 1024) for n, kind in ((384, Kind.STORE), (512, Kind.GATED), (256, Kind.ADD))
     }
     assert cublas.choices == found
-    monkeypatch.setattr(tuning, "_measured", lambda problems: pytest.fail("it is known"))
+    monkeypatch.setattr(tuning, "_measure", lambda problems: pytest.fail("it is known"))
     monkeypatch.setattr(cublas, "choices", {})
     tuning.tune([store, gated, add], 256, [384])
     assert cublas.choices == found

@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the arithmetic of the house. Import `emberline.kernels.ops` and nothing deeper."""
+"""Arithmetic on tensors for models and samplers. Callers import `emberline.kernels.ops` and nothing deeper."""

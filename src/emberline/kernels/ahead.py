@@ -1,7 +1,7 @@
-"""Ahead: packed weights as plain rows for products that read those, the next ones made while a product runs.
+"""WeightUnpacker: unpacks uw12 weights into plain rows for cuBLAS, the next matrix while the current product runs.
 
-Two places take turns. Rows are written on a lane of their own, when the product that read that place before has ended;
-a product waits for its own rows alone:
+Two buffers alternate. A stream of its own writes the rows as soon as the product that read the buffer before has ended;
+a product waits only for its own rows:
 
     computing   product 0 (A)     product 1 (B)     product 2 (A)
     unpacking   1 into B          2 into A          3 into B
@@ -24,7 +24,7 @@ Unpack = Callable[[PackedWeight, Tensor], object]
 
 
 class Lane(Protocol):
-    """Work in order, beside that of other lanes: `engine/gpu/device.py` has them."""
+    """A CUDA stream as the unpacker uses it; `engine/gpu/device.py` implements it."""
 
     def working(self) -> AbstractContextManager[object]: ...
     def mark(self) -> Any: ...
@@ -32,19 +32,22 @@ class Lane(Protocol):
 
 
 @dataclass(slots=True)
-class _Place:
+class _Buffer:
     memory: Tensor
-    read: Any = None  # the mark after which it may be written; None: not since the step began
-    holds: PackedWeight | None = None  # what was begun here
-    written: Any = None  # the mark after which that is whole
+    read: Any = None  # event after which the buffer may be overwritten; None: not read in this step
+    holds: PackedWeight | None = None  # weight whose unpacking was started into this buffer
+    written: Any = None  # event after which that weight is complete
 
     def rows(self, weight: PackedWeight) -> Tensor:
         return self.memory[: weight.n * weight.k].view(weight.n, weight.k)
 
 
 class Ahead:
-    """Of one computing lane. Within a step marks say what comes first; from step to step that lane's order does, so
-    that a step may be captured."""
+    """Unpacks the weights of one computing stream.
+
+    Within a step, events order unpacking and products. From step to step the computing stream's own order does, so that
+    a step can be captured into a CUDA graph.
+    """
 
     def __init__(
         self,
@@ -54,49 +57,56 @@ class Ahead:
         unpacking: Lane,
         unpack: Unpack | None = None,
     ) -> None:
-        """`order`: weights as they are used, one right after the other; the first `alike` by the same rows of x. A
-        place has room for the largest; it is allocated when it is first needed."""
-        self._next = dict(pairwise(order[:alike]))
-        self._most = max(weight.n * weight.k for weight in order)
+        """Prepare for `weights`, in the order of their use; the first `shared_rows_count` of them multiply the same x.
+
+        A buffer holds the largest of them. Buffers are allocated on first use.
+        """
+        self._next_weights = dict(pairwise(order[:alike]))
+        self._max_elements = max(weight.n * weight.k for weight in order)
         self._computing, self._unpacking, self._unpack = computing, unpacking, unpack or _unpack
-        self._places: list[_Place] = []
+        self._places: list[_Buffer] = []
 
     def anew(self) -> Ahead:
-        """At the beginning of a step, captured or not: nothing has been begun."""
-        for place in self._places:
-            place.read = place.holds = place.written = None
+        """Reset the buffers at the beginning of a step, captured or not, and return self."""
+        for buffer in self._places:
+            buffer.read = buffer.holds = buffer.written = None
         return self
 
     def forget(self) -> None:
-        """Gives the memory back, between steps."""
+        """Free the buffers; only between steps."""
         self._places.clear()
 
     def following(self, weight: PackedWeight) -> PackedWeight | None:
-        return self._next.get(weight)
+        return self._next_weights.get(weight)
 
     @contextmanager
     def rows(self, weight: PackedWeight, then: PackedWeight | None = None) -> Iterator[Tensor]:
-        """bf16 [n, k], for a product that is launched inside. `then`: what is asked for next, and begun now."""
-        place = next((place for place in self._places if place.holds is weight), None) or self._begin(weight)
-        self._computing.after(place.written)
-        yield place.rows(weight)
-        place.holds, place.read = None, self._computing.mark()
-        if then is not None:
-            self._begin(then)
+        """Give `weight` as bf16 [n, k] for one product that is launched inside the block.
 
-    def _begin(self, weight: PackedWeight) -> _Place:
+        Unpacking of `next_weight` starts at once, beside that product.
+        """
+        filled = next((buffer for buffer in self._places if buffer.holds is weight), None)
+        buffer = filled or self._start_unpacking(weight)
+        self._computing.after(buffer.written)
+        yield buffer.rows(weight)
+        buffer.holds, buffer.read = None, self._computing.mark()
+        if then is not None:
+            self._start_unpacking(then)
+
+    def _start_unpacking(self, weight: PackedWeight) -> _Buffer:
         if not self._places:
             device = weight.data.device
-            self._places = [_Place(torch.empty(self._most, dtype=torch.bfloat16, device=device)) for _ in range(2)]
+            memories = (torch.empty(self._max_elements, dtype=torch.bfloat16, device=device) for _ in range(2))
+            self._places = [_Buffer(memory) for memory in memories]
         self._places.reverse()
-        place, other = self._places
-        if place.read is None:  # the first of a step: all before it have read what they wanted
-            place.read = other.read = self._computing.mark()
+        buffer, other = self._places
+        if buffer.read is None:  # first use in this step: the computing stream is past all earlier reads
+            buffer.read = other.read = self._computing.mark()
         with self._unpacking.working():
-            self._unpacking.after(place.read)
-            self._unpack(weight, place.rows(weight))
-            place.holds, place.written = weight, self._unpacking.mark()
-        return place
+            self._unpacking.after(buffer.read)
+            self._unpack(weight, buffer.rows(weight))
+            buffer.holds, buffer.written = weight, self._unpacking.mark()
+        return buffer
 
 
 def _unpack(weight: PackedWeight, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Backend: what computes on a CPU: the native library, or torch and why."""
+"""Backend: the library that computes on a CPU, either the native one or torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Backend:
     library: ctypes.CDLL | None
     isa: str
-    reason: str = ""  # why there is no library
+    reason: str = ""  # why there is no native library; empty if there is one
 
     def __str__(self) -> str:
         return f"native ({self.isa})" if self.library else f"torch ({self.reason})"

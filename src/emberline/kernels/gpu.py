@@ -1,10 +1,11 @@
-"""The ops on a GPU: which kernel serves which shape. Signatures and meaning are those of `ops`.
+"""The ops on a GPU: for each shape, the choice of a kernel. Signatures and meaning are those of `ops`.
 
-While reading the weights is most of the time, our own products run, with what follows them built in: `skinny` up to 32
-rows, `wide` where it is faster, up to 256; beyond, cuBLAS. Both read weights in 12 bits as they are, and give the same
-bits for them; cuBLAS gets them unpacked, a matrix ahead where the caller has an `Ahead`. Of weights kept both ways each
-product reads those with which it is faster. Every kernel of ours may start before the one before it in the stream has
-ended.
+Up to 256 rows, where reading the weights takes most of the time, our own matrix products run with their epilogue fused
+in: `skinny` up to 32 rows, `wide` from there on where it is faster. Larger batches use cuBLAS. Both of our products
+read uw12 (12-bit) weights directly and return the same bits as for plain weights. For cuBLAS, uw12 weights are unpacked
+first, one matrix ahead if the caller passes a `WeightUnpacker`. Where a weight is kept in both forms, each product
+reads the form with which it is faster. All our kernels use programmatic dependent launch: they may start before the
+preceding kernel in the stream has ended.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ edit = sampling.edit
 log_probs = sampling.log_probs
 penalise = sampling.penalise
 
-UNPACKED = 8192 * 4096  # weights of a head that are unpacked at a time, at most
-# Weights kept both ways are read in 12 bits up to so many rows, in matrices of more weights than these.
+UNPACKED = 8192 * 4096  # elements of an LM head that are unpacked at a time, at most
+# Pairs (n * k, m): a matrix of more than n * k elements that is kept in both forms is read as uw12 up to m rows of x.
 MOST_PACKED = ((4096 * 16384, 128), (4096 * 4096, 64), (0, 32))
-MANY_ROWS = 1024  # from which on our own large product mostly beats cuBLAS and one more kernel for silu(gate) * up
+MANY_ROWS = 1024  # rows of x from which our GEMM mostly beats cuBLAS followed by a kernel for silu(gate) * up
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -52,7 +53,7 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 
 
 def settle(empty: PackedWeight, values: Tensor) -> int:
-    """Its values have come: they are kept in 12 bits where that gains. The bytes that takes."""
+    """Store the values in `empty`, as uw12 if that is smaller, and return the bytes they take on the device."""
     if values.dtype is torch.bfloat16 and (packed := uw12.pack(values)):
         empty.data, empty.handle, empty.layout = packed.planes, packed, Layout.UW12
         return packed.nbytes
@@ -63,7 +64,7 @@ def settle(empty: PackedWeight, values: Tensor) -> int:
 
 def keep_packed(weight: PackedWeight) -> int:
     if weight.packed is not None or weight.dtype is not torch.bfloat16 or weight.handle is None:
-        return 0  # a tied head is met twice
+        return 0  # a tied LM head is the embedding too, so it is visited twice
     if (packed := uw12.pack(weight.data)) is None:
         return 0
     weight.packed = packed
@@ -82,15 +83,15 @@ def linear(
     full: bool = False,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    x = _normed(x, norm, eps)
+    x = _apply_norm(x, norm, eps)
     m = len(x)
-    if product := _product(x, w):
-        kind = torch.float32 if full else x.dtype
-        y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=kind) if out is None else out
+    if product := _own_product(x, w):
+        dtype = torch.float32 if full else x.dtype
+        y = add_to if add_to is not None else x.new_empty(m, w.n, dtype=dtype) if out is None else out
         return product(out=y, bias=bias, residual=add_to)
     if full:
-        return _full(x, w, bias, out)
-    with _rows(x, w, ahead) as rows_:
+        return _float32_product(x, w, bias, out)
+    with _plain_rows(x, w, ahead) as rows_:
         if add_to is not None:
             _add_product(x, rows_, add_to)
             return add_to if bias is None else add_to.add_(bias)
@@ -107,16 +108,16 @@ def gate_up_silu(
     out: Tensor | None = None,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    x = _normed(x, norm, eps)
+    x = _apply_norm(x, norm, eps)
     width = w.n // 2
     y = x.new_empty(len(x), width) if out is None else out
-    if width % GATED_ROWS == 0 and (product := _product(x, w)):
+    if width % GATED_ROWS == 0 and (product := _own_product(x, w)):
         return product(out=y, gated=True)
     group = GATED_ROWS if width % GATED_ROWS == 0 else width
-    with _rows(x, w, ahead) as rows_:
-        if w.handle is not None and group == GATED_ROWS and _gated_by_ours(len(x), w):
+    with _plain_rows(x, w, ahead) as rows_:
+        if w.handle is not None and group == GATED_ROWS and _uses_gemm(len(x), w):
             plain = w.handle if isinstance(w.handle, skinny.Weight) else skinny.Weight(rows_)
-            early = plain is w.handle  # weights just unpacked may not be read early
+            early = plain is w.handle  # weights unpacked by the preceding kernel must not be read before it ends
             return gemm.linear(x, plain, out=y, gated=True, pdl=early)
         both = _matmul(x, rows_, Kind.GATED)
     return activation.silu_mul(both, y, group, pdl=True)
@@ -167,13 +168,13 @@ def paged_attention(
 ) -> Tensor:
     heads = q_heads, kv_heads, head_dim
     out = qkv.new_empty(len(qkv), q_heads * head_dim)
-    at, beside = k_cache.data_ptr(), False
-    if tiles.chunks is not None and len(tiles.chunks):  # first: singles fill what it leaves of the device
-        beside = tiles.chunk_sms is not None
+    address, beside_prefill = k_cache.data_ptr(), False
+    if tiles.chunks is not None and len(tiles.chunks):  # prefill first: decode then uses the SMs that are left
+        beside_prefill = tiles.chunk_sms is not None
         keys, values, tables = k_cache, v_cache, block_tables
-        if (wide_ := tiles.widened) is not None and wide_.tables is not None:
-            keys, values, tables = wide_.keys, wide_.values, wide_.tables
-            widen.widen(k_cache, v_cache, keys, values, block_tables, wide_.pieces, wide_.count, pdl=True)
+        if (widened := tiles.widened) is not None and widened.tables is not None:
+            keys, values, tables = widened.keys, widened.values, widened.tables
+            widen.widen(k_cache, v_cache, keys, values, block_tables, widened.pieces, widened.count, pdl=True)
         if keys.data_ptr() not in tiles.maps.prefill:
             tiles.maps.prefill[keys.data_ptr()] = prefill.PagedCache(keys, values)
         prefill.prefill_attention(
@@ -182,12 +183,12 @@ def paged_attention(
         )  # fmt: skip
     if tiles.work is not None:
         assert tiles.scratch is not None
-        one = tiles.singles
-        if at not in tiles.maps.decode:
-            tiles.maps.decode[at] = decode.LayerCache(k_cache, v_cache)
+        rows_ = tiles.singles
+        if address not in tiles.maps.decode:
+            tiles.maps.decode[address] = decode.LayerCache(k_cache, v_cache)
         decode.decode_attention(
-            qkv[:one], tiles.maps.decode[at], block_tables[:one], context[:one], tiles.work, scale, *heads,
-            window=window, out=out[:one], scratch=tiles.scratch, beside=beside,
+            qkv[:rows_], tiles.maps.decode[address], block_tables[:rows_], context[:rows_], tiles.work, scale, *heads,
+            window=window, out=out[:rows_], scratch=tiles.scratch, beside=beside_prefill,
         )  # fmt: skip
     if tiles.general is not None:
         attention.paged_attention(
@@ -204,27 +205,30 @@ def draw(
     return sampling.sample(logits, temperature, top_k, top_p, min_p, seed, position, ids)
 
 
-def newest_tokens(tokens: Tensor, owners: Tensor, newest: Tensor) -> Tensor:
-    return rows.gather_tokens(tokens, owners, newest, torch.empty_like(tokens), pdl=True)
+def newest_tokens(tokens: Tensor, token_rows: Tensor, newest: Tensor) -> Tensor:
+    return rows.gather_tokens(tokens, token_rows, newest, torch.empty_like(tokens), pdl=True)
 
 
-def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _apply_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else norm.rms_norm(x, weight, eps, pdl=True)
 
 
-def _product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
-    """Our own, where there is one and it is faster than cuBLAS."""
+def _own_product(x: Tensor, w: PackedWeight) -> Callable[..., Tensor] | None:
+    """Return our own product for this shape, or None if there is none or cuBLAS is faster."""
     m = len(x)
     if w.handle is None or x.dtype is not torch.bfloat16:
         return None
-    handle: Any = w.packed if w.packed is not None and m <= _most_packed(w) else w.handle
+    handle: Any = w.packed if w.packed is not None and m <= _max_packed_rows(w) else w.handle
     if wide.supports(m, w.n, w.k, packed=isinstance(handle, uw12.Packed)):
         return partial(wide.linear, x, handle)
     return partial(skinny.linear, x, handle) if skinny.supports(m, w.n, w.k) else None
 
 
-def _gated_by_ours(m: int, w: PackedWeight) -> bool:
-    """By our large product, with silu(gate) * up built in. Where nothing was measured, from MANY_ROWS on."""
+def _uses_gemm(m: int, w: PackedWeight) -> bool:
+    """Return whether our GEMM, with silu(gate) * up fused in, computes this shape.
+
+    Where nothing was measured, it does from MIN_GEMM_ROWS on.
+    """
     choice = cublas.choices.get(Problem(m, w.n, w.k, Kind.GATED))
     return gemm.supports(m, w.n, w.k) and (m >= MANY_ROWS if choice is None else choice == OURS)
 
@@ -242,19 +246,19 @@ def _add_product(x: Tensor, rows_: Tensor, to: Tensor) -> None:
         to.addmm_(x, rows_.t())
 
 
-def _most_packed(w: PackedWeight) -> int:
-    """Rows of x: with more, plain weights are faster."""
+def _max_packed_rows(w: PackedWeight) -> int:
+    """Return the number of rows of x up to which the uw12 copy is faster than the plain weights."""
     return next(rows for weights, rows in MOST_PACKED if w.n * w.k > weights)
 
 
-def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Products of bf16 with their sums as they are, in float32."""
+def _float32_product(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return the product of bf16 inputs with its float32 sums unrounded."""
     y = x.new_empty(len(x), w.n, dtype=torch.float32) if out is None else out
     if isinstance(w.handle, uw12.Packed):
         step = max(64, UNPACKED // w.k // 64 * 64)
         for at in range(0, w.n, step):
             part = w.handle.rows(at, min(at + step, w.n))
-            torch.mm(x, _unpacked(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
+            torch.mm(x, _unpack(part).t(), out_dtype=torch.float32, out=y[:, at : at + part.n])
     elif x.dtype is torch.float32:
         torch.mm(x, w.data.t(), out=y)
     else:
@@ -262,17 +266,17 @@ def _full(x: Tensor, w: PackedWeight, bias: Tensor | None, out: Tensor | None) -
     return y if bias is None else y.add_(bias)
 
 
-def _rows(x: Tensor, w: PackedWeight, ahead: Ahead | None) -> AbstractContextManager[Tensor]:
-    """As they were, for the product that is launched inside and no other."""
+def _plain_rows(x: Tensor, w: PackedWeight, ahead: Ahead | None) -> AbstractContextManager[Tensor]:
+    """Give the weight as plain rows, valid for the one product that is launched inside the block."""
     if not isinstance(w.handle, uw12.Packed):
         return nullcontext(w.data)
     if ahead is None:
-        return nullcontext(_unpacked(w.handle))
-    then = ahead.following(w)
-    wanted = then is not None and then.layout is Layout.UW12 and _product(x, then) is None
-    return ahead.rows(w, then if wanted else None)
+        return nullcontext(_unpack(w.handle))
+    following = ahead.following(w)
+    unpack_next = following is not None and following.layout is Layout.UW12 and _own_product(x, following) is None
+    return ahead.rows(w, following if unpack_next else None)
 
 
-def _unpacked(packed: uw12.Packed) -> Tensor:
+def _unpack(packed: uw12.Packed) -> Tensor:
     out = torch.empty(packed.n, packed.k, dtype=torch.bfloat16, device=packed.planes.device)
     return uw12.unpack(packed, out)

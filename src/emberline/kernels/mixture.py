@@ -1,6 +1,6 @@
-"""Mixture: a feed-forward network of experts, of which each row goes through the few that its router prefers.
+"""Mixture: a mixture-of-experts feed-forward network in which each row uses the few experts its router scores highest.
 
-As everywhere, a row's result depends on nothing but the row; and an expert that nobody prefers is not read.
+A row's result depends on that row only. The weights of experts that no row selects are not read.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Mixture:
     eps: float
     router: PackedWeight
     experts: tuple[Expert, ...]
-    chosen: int  # experts of a row
-    renormalised: bool  # whether their shares sum up to 1, or are what the router gave them among all
+    chosen: int  # experts that each row uses
+    renormalised: bool  # whether the weights of these experts are scaled to sum to 1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Adds to x in place."""
+        """Add the network's output to x in place and return x."""
         if self.router.layout < 0:
             return reference(self, x)
         library = ops.describe().library
@@ -53,7 +53,7 @@ class Mixture:
 
 
 def reference(mixture: Mixture, x: Tensor) -> Tensor:
-    """In plain torch. Probabilities are of all experts; among equals the first is preferred."""
+    """Compute the mixture in plain torch: softmax over all experts, then the top ones, the first among equals."""
     normed = ref.rms_norm(x, mixture.norm, mixture.eps)
     probabilities = ref.linear(normed, mixture.router).softmax(-1)
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -61,8 +61,8 @@ def reference(mixture: Mixture, x: Tensor) -> Tensor:
     if mixture.renormalised:
         shares = shares / shares.sum(-1, keepdim=True)
     for number, expert in enumerate(mixture.experts):
-        rows, places = (chosen == number).nonzero(as_tuple=True)
+        rows, ranks = (chosen == number).nonzero(as_tuple=True)
         if len(rows):
             y = ref.linear(ref.gate_up_silu(normed[rows], expert.gate_up), expert.down)
-            x[rows] += shares[rows, places, None] * y
+            x[rows] += shares[rows, ranks, None] * y
     return x

@@ -1,9 +1,11 @@
-"""The ops others call. Tensors on a GPU go to `gpu`; others to native kernels where they could be built, and to plain
-torch otherwise. `ref` says what each one means. (`gpu` is imported where it is used: it needs triton, which a machine
-without a GPU may lack.)
+"""The ops that models and samplers call.
 
-One library and one pool of threads serve the process, as torch's own do: the one thing here that is ambient. `start`
-chooses them; the first op does so by default. A forked child has no pool threads: start workers by spawn.
+Tensors on a GPU go to `gpu`. Others go to the native kernels if these could be built, and to plain torch otherwise.
+`ref` defines the meaning of each op. (`gpu` is imported inside functions: it needs triton, which a machine without a
+GPU may lack.)
+
+As in torch, the native library and its thread pool are global to the process. `start_backend` sets them up; otherwise
+the first op does so with defaults. A forked child has no pool threads, so worker processes must be started by spawn.
 """
 
 from __future__ import annotations
@@ -36,16 +38,19 @@ STORE, ADD, GATED = 0, 1, 2
 
 
 _backend: Backend | None = None
-_marks = 0  # of `mark_progress`
+_marks = 0  # calls of `mark_progress`
 
 
 def start(*, threads: int = 0, cache: Path | None = None, native: bool = True) -> Backend:
-    """Builds or finds the native library; 0 threads means every core this process may use."""
+    """Build or find the native library, set the number of threads and return the backend.
+
+    0 threads means every core that this process may use.
+    """
     global _backend
     try:
         library = load(build(cache or kernel_dir())) if native else None
         isa = library.ember_isa().decode() if library else ""
-        _backend = Backend(library, isa, "" if library else "asked for")
+        _backend = Backend(library, isa, "" if library else "native kernels disabled")
     except (BuildError, OSError) as error:
         _backend = Backend(None, "", str(error))
     set_threads(threads or core_count())
@@ -53,11 +58,12 @@ def start(*, threads: int = 0, cache: Path | None = None, native: bool = True) -
 
 
 def describe() -> Backend:
+    """Return the backend of this process, started with defaults if `start_backend` was not called."""
     return _backend or start()
 
 
 def set_threads(threads: int) -> None:
-    """Cores an op may use, the caller's included. Results do not depend on it."""
+    """Set how many cores an op may use, the caller's included. Results do not depend on it."""
     library = describe().library
     if library is not None:
         library.ember_set_threads(threads)
@@ -66,22 +72,23 @@ def set_threads(threads: int) -> None:
 
 
 def mark_progress() -> None:
-    """Records that a part of a forward pass was computed, where no native kernel records it."""
+    """Record that part of a forward pass was computed, for ops that no native kernel counts."""
     global _marks
     _marks += 1
 
 
 def progress() -> int:
-    """A count that grows while this process computes: with every piece of work of the native kernels."""
+    """Return a count that grows while this process computes, so that a watchdog can tell work from a hang."""
     native = _backend.library.ember_progress() if _backend is not None and _backend.library is not None else 0
     return int(native) + _marks
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
-    """The handle `linear` and, with gated=True, `gate_up_silu` take. bf16 stays bf16; float16 widens to float32.
+    """Return the weight [n, k] in the layout that `linear` or, with gated=True, `gate_up_silu` reads.
 
-    Where the processor has AMX, the inputs of a bf16 weight are rounded to bf16 too. On a GPU rows stay as they are;
-    those of a gated weight come interleaved by `tiles.GATED_ROWS` where their number allows.
+    On a CPU bf16 stays bf16, and float16 becomes float32. With AMX, the inputs of a bf16 weight are rounded to bf16
+    too. On a GPU rows stay as they are. The gate and up rows of a gated weight must be interleaved in groups of
+    `attention_plan.GATE_GROUP_ROWS` there, if their number is a multiple of it.
     """
     if weight.is_cuda:
         from emberline.kernels import gpu
@@ -102,19 +109,19 @@ def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
 
 
 def empty_weight(n: int, k: int, dtype: torch.dtype, device: torch.device, *, gated: bool = False) -> PackedWeight:
-    """On a GPU, whose values are yet to come: then `settle` it."""
+    """Return a GPU weight without values; `fill_weight` sets them later."""
     return PackedWeight(torch.empty(0, dtype=dtype, device=device), n, k, dtype, Layout.ROWS, gated)
 
 
 def settle(empty: PackedWeight, values: Tensor) -> int:
-    """Its values have come: they are kept in 12 bits where that gains, to the bit. The bytes that takes."""
+    """Store the values in `empty`, losslessly as uw12 if that is smaller, and return the bytes they take."""
     from emberline.kernels import gpu
 
     return gpu.settle(empty, values)
 
 
 def keep_packed(weight: PackedWeight) -> int:
-    """On a GPU, keeps it in 12 bits too, where that gains, for steps of few rows. The bytes that takes."""
+    """Add a uw12 copy to a GPU weight, for steps of few rows, if it is smaller; return the bytes of the copy."""
     from emberline.kernels import gpu
 
     return gpu.keep_packed(weight)
@@ -132,7 +139,10 @@ def linear(
     full: bool = False,
     ahead: Ahead | None = None,
 ) -> Tensor:
-    """`full`: in float32 whatever x is. `ahead`: where a GPU unpacks weights, and what it knows of those to come."""
+    """Return norm(x) @ w^T + bias, as `ref.linear` defines it.
+
+    `float32_output`: the result is float32 whatever the dtype of x. `unpacker`: unpacks uw12 weights for cuBLAS.
+    """
     if x.is_cuda:
         from emberline.kernels import gpu
 
@@ -175,7 +185,7 @@ def gate_up_silu(
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
-    """Rows of `table`; a tied head's packed weight serves as well as the plain table."""
+    """Return the rows `ids` of `table`, which may be the packed weight of a tied LM head."""
     if ids.is_cuda:
         from emberline.kernels import gpu
 
@@ -230,8 +240,8 @@ def rope_and_cache(
     assert positions.dtype == torch.int32 and slots.dtype == torch.int64 and qkv.is_contiguous()
     library.ember_rope(
         qkv.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1], _ptr(q_norm), _ptr(k_norm), eps,
-        k_cache.data_ptr(), v_cache.data_ptr(), _wide(k_cache), k_cache.stride(0), v_cache.stride(0), slots.data_ptr(),
-        len(positions), q_heads, kv_heads, head_dim, v_cache.shape[2],
+        k_cache.data_ptr(), v_cache.data_ptr(), _is_f32(k_cache), k_cache.stride(0), v_cache.stride(0),
+        slots.data_ptr(), len(positions), q_heads, kv_heads, head_dim, v_cache.shape[2],
     )  # fmt: skip
 
 
@@ -250,7 +260,7 @@ def paged_attention(
     window: int = 0,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """`tiles`: how a GPU cuts it up; nobody else asks."""
+    """Return causal attention as `ref.paged_attention` defines it. `plan`: required on a GPU, ignored elsewhere."""
     if qkv.is_cuda:
         from emberline.kernels import gpu
 
@@ -268,7 +278,7 @@ def paged_attention(
     assert block_tables.dtype == query_start.dtype == context.dtype == torch.int32 and qkv.is_contiguous()
     y = torch.empty(len(qkv), q_heads * head_dim)
     library.ember_attention(
-        qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _wide(k_cache), k_cache.stride(0), v_cache.stride(0),
+        qkv.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), _is_f32(k_cache), k_cache.stride(0), v_cache.stride(0),
         block_tables.data_ptr(), block_tables.stride(0), query_start.data_ptr(), context.data_ptr(), len(context),
         scale, window, q_heads, kv_heads, head_dim, v_cache.shape[2], y.data_ptr(),
     )  # fmt: skip
@@ -287,7 +297,7 @@ def dense_layers(
     context: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """The stack's layers without the way through Python between their ops. Overwrites x."""
+    """Run all layers of the stack in one native call, without returning to Python between ops. Overwrites x."""
     first, (tokens, hidden) = stack.layers[0], x.shape
     if first.qkv.layout < 0:
         return ref.dense_layers(x, stack, keys, values, positions, slots, block_tables, query_start, context, rows)
@@ -299,7 +309,7 @@ def dense_layers(
         stack.cos_sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), block_tables.data_ptr(),
         query_start.data_ptr(), context.data_ptr(), rows.data_ptr(), keys.data_ptr(), values.data_ptr(),
         keys.stride(0) * size, values.stride(0) * size, keys.stride(1), values.stride(1), len(rows), tokens,
-        len(context), block_tables.stride(0), _wide(keys[0]), stack.cos_sin.shape[1], values.shape[3], hidden,
+        len(context), block_tables.stride(0), _is_f32(keys[0]), stack.cos_sin.shape[1], values.shape[3], hidden,
         first.gate_up.n // 2, *stack.heads, stack.eps, stack.scale,
     )  # fmt: skip
     library = describe().library
@@ -327,7 +337,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
 def draw(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, position: Tensor
 ) -> Tensor:
-    """`sample`, with each row's uniform number made from its seed and the position of the token to choose."""
+    """Sample as `sample`, with each row's uniform number derived from its seed and the token's position."""
     if logits.is_cuda:
         from emberline.kernels import gpu
 
@@ -380,7 +390,7 @@ def _ptr(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _wide(cache: Tensor) -> bool:
+def _is_f32(cache: Tensor) -> bool:
     _, _, size, dim = cache.shape
     assert cache.stride()[1:] == (size * dim, dim, 1)
     assert size >= 8 and (64 % size == 0 or size % 64 == 0)

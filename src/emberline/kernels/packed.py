@@ -1,4 +1,4 @@
-"""A linear layer's weight in the order its kernel reads it."""
+"""PackedWeight: a linear layer's weight in the memory layout that its kernel reads."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor, dtype
 
 
 class Layout(IntEnum):
-    """How `PackedWeight.data` lies; the native sources use the same numbers."""
+    """The memory layout of `PackedWeight.data`. The C++ sources use the same numbers."""
 
-    UW12 = -3  # about 12 bits a weight, to the bit what it was, on a GPU
-    ROWS = -2  # [n, k] as it came, on a GPU
-    PLAIN = -1  # [n, k] float32, for torch
-    BF16 = 0  # panels of columns
-    F32 = 1
-    AMX = 2  # bf16 in panels of tiles for the matrix unit of x86, k padded to a tile's depth
+    UW12 = -3  # on a GPU: lossless, about 12 bits per weight
+    ROWS = -2  # on a GPU: [n, k] as in the checkpoint
+    PLAIN = -1  # for torch: [n, k] float32
+    BF16 = 0  # panels of columns in bf16
+    F32 = 1  # panels of columns in float32
+    AMX = 2  # bf16 in panels of AMX tiles, k padded to the depth of a tile
 
 
 @dataclass(slots=True, eq=False)
 class PackedWeight:
-    """On a GPU it may be empty until its values have come."""
+    """A weight of shape [n, k]. On a GPU it may be empty until its values are loaded."""
 
     data: Tensor
     n: int
     k: int
-    dtype: dtype  # of the weight as it came
+    dtype: dtype  # dtype in the checkpoint
     layout: Layout = Layout.PLAIN
-    gated: bool = False  # each panel is half gate rows, half up rows; `n` counts both
-    ptr: int = 0  # data.data_ptr(), read once: a call costs microseconds and this would be one of them
-    handle: object | None = None  # what a GPU's kernel keeps beside it
-    packed: object | None = None  # the same in 12 bits, where a GPU keeps both: for steps of few rows
+    gated: bool = False  # whether each panel is half gate rows, half up rows; `n` counts both
+    ptr: int = 0  # data.data_ptr(), read once: an op takes microseconds, and calling it would add one
+    handle: object | None = None  # what the GPU kernels need: a cuda.linear.BF16Weight or a cuda.uw12.UW12Weight
+    packed: object | None = None  # a uw12 copy for steps of few rows, where a GPU keeps both forms

@@ -1,9 +1,9 @@
-"""Every op in plain torch: the definition the native kernels are tested against, and the fallback without a compiler.
+"""Every op in plain torch: the definition that native kernels are tested against, and the fallback without a compiler.
 
 All activations are float32. Positions and block tables are int32, slots and ids int64. `k_cache` and `v_cache` are
-[blocks, kv_heads, block_size, head_dim]; inside a block, the K bytes lie as [head_dim][block_size], so that a block is
-already the panel that a product with queries wants. Only these ops look inside a block. block_size divides 64 or is a
-multiple of it, and is at least 8.
+[blocks, kv_heads, block_size, head_dim]. Within a block the keys are stored as [head_dim][block_size], which is the
+panel layout that the product with queries reads. Only these ops depend on the layout inside a block. block_size is at
+least 8, and divides 64 or is a multiple of it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 from emberline.kernels.packed import PackedWeight
 from emberline.kernels.stack import DenseStack
 
-MAX_COUNT = 0x7FFF  # occurrences of one token in one output that penalties count; more of them weigh as many
-IN_PROMPT = -0x8000  # the bit of a 16-bit count that says that the prompt has the token
+MAX_COUNT = 0x7FFF  # most occurrences of one token in one output that penalties count
+IN_PROMPT = -0x8000  # bit of a 16-bit count: the prompt contains the token
 
 
 def pack_linear(weight: Tensor, *, gated: bool = False) -> PackedWeight:
@@ -40,19 +40,19 @@ def linear(
     add_to: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """y = norm(x) @ W^T + bias. With `add_to`, y is added to it in place and it is returned."""
+    """Return y = norm(x) @ W^T + bias. With `add_to`, add y to it in place and return it."""
     x = x if norm is None else rms_norm(x, norm, eps)
     y = F.linear(x, w.data, bias)
-    return _into(out, y) if add_to is None else add_to.add_(y)
+    return _store(out, y) if add_to is None else add_to.add_(y)
 
 
 def gate_up_silu(
     x: Tensor, w: PackedWeight, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None
 ) -> Tensor:
-    """silu(x Wg^T) * (x Wu^T), where `w` was packed with gated=True from the gate rows followed by the up rows."""
+    """Return silu(x Wg^T) * (x Wu^T), where `w` was packed with gated=True from gate rows followed by up rows."""
     assert w.gated, "pack the gate and up rows with gated=True"
     gate, up = linear(x, w, norm=norm, eps=eps).chunk(2, dim=-1)
-    return _into(out, F.silu(gate) * up)
+    return _store(out, F.silu(gate) * up)
 
 
 def embed(ids: Tensor, table: Tensor | PackedWeight) -> Tensor:
@@ -75,7 +75,10 @@ def rope_and_cache(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotates q inside `qkv`; writes the rotated k, and v, at `slots`: block * block_size + offset, or -1 for none."""
+    """Rotate q inside `qkv`, and write the rotated k and v into the cache.
+
+    A token's slot is block * block_size + offset; -1 means that it is not cached.
+    """
     block_size = v_cache.shape[2]
     heads = qkv.view(len(qkv), q_heads + 2 * kv_heads, head_dim)
     q, k, v = heads[:, :q_heads], heads[:, q_heads:-kv_heads], heads[:, -kv_heads:]
@@ -101,10 +104,10 @@ def paged_attention(
     *,
     window: int = 0,
 ) -> Tensor:
-    """Causal attention of each sequence's new queries over its cached keys, its own included.
+    """Return causal attention of each sequence's new queries over its cached keys, which include the new ones.
 
-    Sequence b owns queries [query_start[b], query_start[b+1]); its i-th query stands at position p = context[b] + i and
-    sees keys in (p - window, p], or [0, p] when window is 0.
+    Sequence b has the queries [query_start[b], query_start[b+1]). Its i-th query has position p = context[b] + i and
+    attends to the keys in (p - window, p], or [0, p] if window is 0.
     """
     tokens = len(qkv)
     out = qkv.new_empty(tokens, q_heads * head_dim)
@@ -138,8 +141,10 @@ def dense_layers(
     context: Tensor,
     rows: Tensor,
 ) -> Tensor:
-    """x through the stack's layers: the same ops in the same order as one by one, in place. `keys` and `values` are the
-    caches of all of them. Only `rows` go on once the last layer's keys are cached: they are the result.
+    """Run x through the stack's layers in place, with the same ops in the same order as one by one.
+
+    `keys` and `values` are the caches of all layers. After the last layer's keys are cached, only `rows` are computed
+    further; they are the result.
     """
     heads = stack.heads
     for layer, k, v in zip(stack.layers, keys, values, strict=True):
@@ -156,25 +161,26 @@ def dense_layers(
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor, rows: Tensor) -> None:
-    """logits[rows[i], t] becomes -inf wherever bit t of mask[i] (little-endian int32 words) is 0."""
+    """Set logits[rows[i], t] to -inf wherever bit t of mask[i] (little-endian int32 words) is 0."""
     bits = (mask[:, :, None] >> torch.arange(32)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """One id per row; each row's answer depends on nothing but that row. Overwrites `logits`: take log_probs before.
+    """Return one sampled id per row, which depends on that row only. Overwrites `logits`: call log_probs before.
 
-    Temperature 0 takes the largest logit, the lowest id among equals. Otherwise tokens are ordered by (probability
-    descending, id ascending); top-k keeps a prefix, top-p the smallest prefix whose share of what top-k kept reaches
-    p, min-p those at least min_p times as probable as the first; `uniform` in [0, 1) then picks by inverse CDF.
+    Temperature 0 selects the largest logit, the lowest id among equals. Otherwise tokens are ordered by (probability
+    descending, id ascending). Top-k keeps a prefix of them, top-p the smallest prefix whose share of what top-k kept
+    reaches p, and min-p those at least min_p times as probable as the first. `uniform` in [0, 1) then selects by
+    inverse CDF.
     """
     rows = zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)
     return torch.stack([_sample_row(*row) for row in rows])
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """Numbers in [0, 1) that depend on nothing but the two: the splitmix64 finaliser over both."""
+    """Return numbers in [0, 1) that depend only on seed and position: the splitmix64 finaliser over both."""
     with np.errstate(over="ignore"):
         x = seed.numpy().view(np.uint64) + (position.numpy().astype(np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -183,15 +189,18 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
+    """Divide positive logits[rows[i], ids[i]] by divide[i], multiply others by it, then add add[i]."""
     at = rows.long(), ids.long()
     values = logits[at]
     logits[at] = torch.where(values > 0, values / divide, values * divide) + add
 
 
 def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
-    """Applies repetition, frequency and presence penalties (`settings` [P, 3]) to logits[rows[i]] for the tokens that
-    occurred, as `counts[slots[i]]` says: the low 15 bits count a token's occurrences in the output, the sign bit says
-    that the prompt has it."""
+    """Apply repetition, frequency and presence penalties (`penalties` [P, 3]) to logits[rows[i]] in place.
+
+    They apply to the tokens that occurred according to counts[slots[i]]: the low 15 bits count a token's occurrences in
+    the output, and the sign bit is set if the prompt contains it.
+    """
     for row, slot, (repetition, frequency, presence) in zip(rows.tolist(), slots.tolist(), settings, strict=True):
         values, seen = logits[row], counts[slot, : logits.shape[1]]
         count = (seen & MAX_COUNT).float()
@@ -201,7 +210,7 @@ def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, coun
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Adds an occurrence in the output of tokens[rows[i]] to counts[slots[i]], up to MAX_COUNT. Slots are distinct."""
+    """Count tokens[rows[i]] once more in counts[slots[i]], up to MAX_TOKEN_COUNT. Slots must be distinct."""
     at = slots.long(), tokens[rows.long()]
     old = counts[at]
     counts[at] = torch.where((old & MAX_COUNT) == MAX_COUNT, old, old + 1)
@@ -224,7 +233,10 @@ def _sample_row(
 
 
 def log_probs(logits: Tensor, ids: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log-probability of ids [S], the top ids [S, n], theirs [S, n], rank of ids [S]); rank 1 is the most probable."""
+    """Return log-probabilities of ids [S], the n most probable ids [S, n] with theirs [S, n], and ranks of ids [S].
+
+    Rank 1 is the most probable id.
+    """
     chosen = logits.gather(1, ids[:, None])
     total = logits.double().logsumexp(-1, keepdim=True)
     _, order = logits.sort(descending=True, stable=True)
@@ -246,5 +258,5 @@ def _k_panels(k_cache: Tensor) -> Tensor:
     return k_cache.as_strided((blocks, heads, head_dim, block_size), inner)
 
 
-def _into(out: Tensor | None, y: Tensor) -> Tensor:
+def _store(out: Tensor | None, y: Tensor) -> Tensor:
     return y if out is None else out.copy_(y)

@@ -1,4 +1,4 @@
-"""Ops on single logits and tokens of rows, by `gpu` on a GPU and else by torch; called through `ops`."""
+"""Ops on single logits and tokens of each row. `ops` exports them; `gpu` computes on a GPU, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from emberline.kernels import ref
 
 
 def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor) -> None:
-    """Changes single logits: divided if positive and multiplied if not, then added to. Each (row, id) comes once."""
+    """Change single logits in place: divide positive ones by `divide`, multiply others by it, then add `add`.
+
+    Each (row, id) may occur only once.
+    """
     if logits.is_cuda:
         from emberline.kernels import gpu
 
@@ -19,7 +22,7 @@ def edit(logits: Tensor, rows: Tensor, ids: Tensor, divide: Tensor, add: Tensor)
 
 
 def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, counts: Tensor) -> None:
-    """Applies penalties for the tokens that occurred; `ref.penalise` defines the arguments."""
+    """Apply the penalties for tokens that occurred to `logits`; `ref.apply_penalties` defines the arguments."""
     if logits.is_cuda:
         from emberline.kernels import gpu
 
@@ -29,7 +32,7 @@ def penalise(logits: Tensor, rows: Tensor, slots: Tensor, settings: Tensor, coun
 
 
 def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Adds one occurrence of tokens[rows[i]] to counts[slots[i]]. Each slot comes once."""
+    """Add one occurrence of tokens[rows[i]] to counts[slots[i]]. Each slot may occur only once."""
     if counts.is_cuda:
         from emberline.kernels import gpu
 
@@ -39,7 +42,7 @@ def count_tokens(counts: Tensor, slots: Tensor, rows: Tensor, tokens: Tensor) ->
 
 
 def newest_tokens(tokens: Tensor, rows: Tensor, newest: Tensor) -> Tensor:
-    """The tokens, where negative ones stand for the newest of their row."""
+    """Return the tokens, each negative one replaced by the newest token of its row."""
     if tokens.is_cuda:
         from emberline.kernels import gpu
 

@@ -1,4 +1,4 @@
-"""Consecutive dense decoder layers that run as one op: norm, attention, residual, then gated feed-forward likewise."""
+"""DenseStack: consecutive dense decoder layers that run as one op, attention and gated feed-forward with residuals."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class DenseLayer:
 
 
 class DenseStack:
-    """Layers of one shape, described to the native library once; a step brings its tensors and the cache."""
+    """Layers of one shape, described to the native library once. Each step passes its own tensors and the KV cache."""
 
     def __init__(
         self, layers: Sequence[DenseLayer], cos_sin: Tensor, heads: tuple[int, int, int], eps: float, scale: float
     ) -> None:
         assert len({weight.layout for layer in layers for weight in layer.weights}) == 1
         self.layers, self.cos_sin, self.heads, self.eps, self.scale = tuple(layers), cos_sin, heads, eps, scale
-        self.native = (NativeLayer * len(layers))(*map(_native, layers))
+        self.native = (NativeLayer * len(layers))(*map(_to_native, layers))
 
 
-def _native(layer: DenseLayer) -> NativeLayer:
+def _to_native(layer: DenseLayer) -> NativeLayer:
     assert layer.gate_up.gated
     vectors = layer.qkv_bias, layer.o_bias, layer.attention_norm, layer.ffn_norm, layer.q_norm, layer.k_norm
     return NativeLayer(

@@ -1,7 +1,7 @@
-"""Tiles: how a step's attention is cut into pieces of work for a GPU; made on the host, which knows every length.
+"""AttentionPlan: how a step's attention is split into work for a GPU. The host makes it, since it has all lengths.
 
-Rows [0, singles) have one token each and are cut along their keys; the others are chunks of prompts, cut along their
-queries. Other devices cut for themselves: theirs are empty.
+Rows [0, decode_rows) have one token each and are split along their keys. The others are chunks of prompts (prefill) and
+are split along their queries into tiles. On a CPU the kernels split the work themselves, and the plan is empty.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from emberline.kernels.cuda import decode, prefill
 
-CHUNK_ROWS = 128  # queries of a tile of chunks
-GATED_ROWS = 16  # of gate, then as many of up, in turn: so that a kernel that has one has the other
+CHUNK_ROWS = 128  # queries in a prefill tile
+GATED_ROWS = 16  # gate rows that alternate with as many up rows, so that a kernel computes both factors of an output
 
-# Of an H200, a microsecond: bytes that all of it reads, and operations of a multiprocessor.
+# Measured on an H200, per microsecond: bytes that the device reads, and floating-point operations of one SM.
 READ, MULTIPLY = 4.1e6, 5.2e6
-LEFT, LEAST = 6, 8  # one of so many multiprocessors, at least, is left to single tokens; or has chunks
-MOST_OF, HINDERED = 0.58, 0.65  # of the time of both together; of chunks' own, how much singles' takes longer
+LEFT, LEAST = 6, 8  # decode gets at least one of 6 SMs, prefill at least one of 8
+# Share of the combined time in which prefill should finish; share of prefill's time by which decode takes longer.
+MOST_OF, HINDERED = 0.58, 0.65
 
 
 @dataclass(slots=True)
 class Maps:
-    """What kernels keep of the caches of one runner: by a layer's address, as the copy engine sees it."""
+    """TMA tensor maps of one runner's KV cache, by the address of a layer's keys."""
 
     decode: dict[int, decode.LayerCache] = field(default_factory=dict)
     prefill: dict[int, prefill.PagedCache] = field(default_factory=dict)
@@ -36,15 +37,15 @@ class Maps:
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """Keys and values of chunks' rows as bf16, where the cache has them in float8: a layer's at a time."""
+    """bf16 copies of the float8 KV blocks of prefill rows, one layer at a time."""
 
     keys: Tensor  # [blocks, heads, size, dim]
     values: Tensor
-    pieces: Tensor  # [blocks, 2] int32: whose they are: the row, and which of its blocks
-    count: Tensor  # [1] int32: of the pieces
-    bases: Tensor  # [rows] int32: where a row's blocks begin
+    pieces: Tensor  # [blocks, 2] int32: row, and index in the row's block table
+    count: Tensor  # [1] int32: number of sources
+    bases: Tensor  # [rows] int32: index of the first copy of a row
     steps: Tensor  # [blocks] int32: 0 1 2 ..
-    tables: Tensor | None = None  # [rows, blocks] int32
+    tables: Tensor | None = None  # [rows, blocks] int32: block tables of the copies
 
     def laid(self) -> Widened:
         return replace(self, tables=self.bases[:, None] + self.steps)
@@ -52,24 +53,24 @@ class Widened:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    singles: int
-    work: decode.Work | None = None  # of the singles
+    singles: int  # number of rows with one token each
+    work: decode.Work | None = None  # work list of the decode rows
     scratch: decode.Scratch | None = None
-    chunks: Tensor | None = None  # [n, 2] int32: the row, and its first query
-    sought: Tensor | None = None  # of these, the ones that hold a query whose logits are wanted; None: not told apart
-    general: Tensor | None = None  # the same, where only the general kernel serves
-    queries: int = 0  # of one of these
-    chunk_sms: Tensor | None = None  # [1] int32: multiprocessors for chunks, beside which singles have the others
-    counters: Tensor | None = None  # of the kernel for chunks
+    chunks: Tensor | None = None  # [n, 2] int32: row, and first query in its chunk
+    sought: Tensor | None = None  # the prefill tiles that hold a query whose logits are needed; None: unknown
+    general: Tensor | None = None  # tiles for the Triton kernel, where the CUDA kernels do not support the shape
+    queries: int = 0  # queries in one of these tiles
+    chunk_sms: Tensor | None = None  # [1] int32: SMs for prefill; decode runs on the others at the same time
+    counters: Tensor | None = None  # scratch of the prefill kernel
     widened: Widened | None = None
     maps: Maps = field(default_factory=Maps)
 
     def last(self) -> Tiles:
-        """For the last layer, after which nobody asks for the other queries."""
+        """Return the plan for the last layer, after which only queries whose logits are needed matter."""
         return self if self.sought is None else replace(self, chunks=self.sought)
 
     def laid(self) -> Tiles:
-        """At the beginning of a step: with what the device makes of them once for all layers."""
+        """Return the plan with the block tables of widened copies, computed on the device once per step."""
         return self if self.widened is None else replace(self, widened=self.widened.laid())
 
 
@@ -77,38 +78,45 @@ class Cutter:
     def __init__(
         self, heads: tuple[int, int, int], keys: Tensor, dtype: torch.dtype, rows: int, *, widened: int = 0
     ) -> None:
-        """For steps of at most so many rows. `heads` of queries, of keys, and their size; `dtype` of activations.
-        `widened`: blocks of float8 that there is to be room for as bf16, all rows of chunks together."""
+        """Prepare plans for steps of at most `max_rows` rows.
+
+        `heads`: query heads, KV heads, head size. `keys`: the key cache. `dtype`: of activations.
+        `max_widened_blocks`: float8 blocks of all prefill rows of a step that can be copied as bf16.
+        """
         self._heads, self._device, self._key_bytes = heads, keys.device, keys.element_size()
         self._maps = Maps()
-        self._decodes = self._prefills = False
+        self._has_decode_kernel = self._has_prefill_kernel = False
         self._scratch: decode.Scratch | None = None
         self._counters: Tensor | None = None
-        self._room: Widened | None = None
+        self._widened: Widened | None = None
         self._block = keys.shape[3]
         if keys.is_cuda:
             from emberline.kernels.cuda import decode, prefill
 
-            narrow = dtype is torch.bfloat16
-            self._decodes = narrow and decode.supports(*heads, keys.dtype, keys.shape[3])
-            self._prefills = narrow and prefill.supports(keys[0])
+            is_bf16 = dtype is torch.bfloat16
+            self._has_decode_kernel = is_bf16 and decode.supports(*heads, keys.dtype, keys.shape[3])
+            self._has_prefill_kernel = is_bf16 and prefill.supports(keys[0])
             self._sms = decode.multiprocessors(keys.device)
             self._counters = prefill.new_counters(keys.device)
-            narrow_keys = keys.dtype is torch.float8_e4m3fn
-            if widened and narrow_keys and self._decodes and prefill.serves(*keys.shape[3:]):
-                self._room, self._prefills = _room(keys, widened), True
-            if self._decodes:
+            is_float8 = keys.dtype is torch.float8_e4m3fn
+            if widened and is_float8 and self._has_decode_kernel and prefill.serves(*keys.shape[3:]):
+                self._widened, self._has_prefill_kernel = _allocate_widened(keys, widened), True
+            if self._has_decode_kernel:
                 self._scratch = decode.Scratch(rows, self._capacity(rows), *heads, keys.device)
 
     @property
     def fixed(self) -> bool:
-        """Whether all that `cut` makes can have a shape of its own choice, as a graph needs it."""
-        return self._device.type != "cuda" or (self._decodes and self._prefills)
+        """Whether plans can have shapes that do not depend on the lengths, as a CUDA graph needs."""
+        return self._device.type != "cuda" or (self._has_decode_kernel and self._has_prefill_kernel)
 
     def fits(self, lengths: Iterable[int]) -> bool:
-        """Whether chunks' rows of so many keys can be widened, if they must be: else some go to a slower kernel, and
-        what `cut` makes has another form."""
-        return self._room is None or int(self._blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._room.steps)
+        """Return whether prefill rows of so many keys can be copied as bf16, if the cache needs it.
+
+        If not, some rows go to the slower Triton kernel, and the plan has other tensors.
+        """
+        if self._widened is None:
+            return True
+        return int(self._count_blocks(np.fromiter(lengths, np.int64)).sum()) <= len(self._widened.steps)
 
     def cut(
         self,
@@ -120,85 +128,91 @@ class Cutter:
         most: int = 0,
         sought: np.ndarray | None = None,
     ) -> Tiles:
-        """`put` brings an array to the device. What is made for singles alone has shapes that depend on their number
-        alone; tiles of chunks are padded to `most`. `sought`: the tokens whose logits are wanted, in order."""
+        """Return the plan of a step.
+
+        `context`: keys before each row's first new token. `counts`: new tokens of each row. `to_device` copies an array
+        to the device. Tensors for decode rows have shapes that depend on `decode_rows` only; prefill tiles are padded
+        to `min_tiles`. `logit_tokens`: the tokens whose logits are needed, in ascending order.
+        """
         tiles = Tiles(singles, counters=self._counters, maps=self._maps)
         if self._device.type != "cuda":
             return tiles
-        rest = singles if self._decodes else 0  # the kernels for chunks serve single tokens too
-        chunks, cut = rest < len(counts), None
-        quick = self._quick(context, counts, rest) if chunks else counts
-        if chunks and self._prefills:
+        first_prefill = singles if self._has_decode_kernel else 0  # the prefill kernels support single tokens too
+        has_prefill, cut = first_prefill < len(counts), None
+        fast = self._count_fast_tokens(context, counts, first_prefill) if has_prefill else counts
+        if has_prefill and self._has_prefill_kernel:
             from emberline.kernels.cuda import prefill
 
-            cut = _shifted(prefill.tiles(quick[rest:], context[rest:]), rest)
-        if rest and cut is not None:
-            bytes_ = int(context[:rest].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
-            few = sms_for_chunks(cut, context, counts, self._heads, bytes_, self._sms)
-            tiles = replace(tiles, chunk_sms=put(np.array([few], np.int32)))
-        if rest:
-            work = self._work((context[:rest] + 1) * counts[:rest], put, beside=cut is not None)
+            cut = _shift_rows(prefill.tiles(fast[first_prefill:], context[first_prefill:]), first_prefill)
+        if first_prefill and cut is not None:
+            read_bytes = int(context[:first_prefill].sum()) * 2 * self._heads[1] * self._heads[2] * self._key_bytes
+            sms = sms_for_chunks(cut, context, counts, self._heads, read_bytes, self._sms)
+            tiles = replace(tiles, chunk_sms=put(np.array([sms], np.int32)))
+        if first_prefill:
+            lengths = (context[:first_prefill] + 1) * counts[:first_prefill]
+            work = self._plan_decode(lengths, put, beside=cut is not None)
             tiles = replace(tiles, work=work, scratch=self._scratch)
         if cut is not None:
-            widened = None if self._room is None else self._widened(self._room, context, quick, put)
-            tiles = replace(tiles, chunks=put(_padded(cut, most)), widened=widened)
+            widened = None if self._widened is None else self._place_widened(self._widened, context, fast, put)
+            tiles = replace(tiles, chunks=put(_pad(cut, most)), widened=widened)
             tiles = tiles if sought is None else replace(tiles, sought=put(holding(cut, counts, sought)))
-        if not chunks or not (slow := (counts - quick)[rest:]).any():
+        if not has_prefill or not (slow := (counts - fast)[first_prefill:]).any():
             return tiles
         from emberline.kernels.triton import attention
 
         queries = attention.tile_queries(int(slow.max()), self._heads[0] // self._heads[1])
-        return replace(tiles, general=put(_shifted(attention.make_tiles(slow, queries), rest)), queries=queries)
+        general = _shift_rows(attention.make_tiles(slow, queries), first_prefill)
+        return replace(tiles, general=put(general), queries=queries)
 
-    def _quick(self, context: np.ndarray, counts: np.ndarray, rest: int) -> np.ndarray:
-        """Tokens of each row that the fast kernel for chunks takes: all of a row or none."""
-        taken = (np.arange(len(counts)) >= rest) & self._prefills
-        if self._room is not None:
-            need = self._blocks(context + counts) * (taken & (counts > 0))
-            taken &= np.cumsum(need) <= len(self._room.steps)
+    def _count_fast_tokens(self, context: np.ndarray, counts: np.ndarray, first_prefill: int) -> np.ndarray:
+        """Return how many tokens of each row the CUDA prefill kernel computes: all of them or none."""
+        taken = (np.arange(len(counts)) >= first_prefill) & self._has_prefill_kernel
+        if self._widened is not None:
+            need = self._count_blocks(context + counts) * (taken & (counts > 0))
+            taken &= np.cumsum(need) <= len(self._widened.steps)
         return counts * taken
 
-    def _blocks(self, keys: np.ndarray) -> np.ndarray:
+    def _count_blocks(self, keys: np.ndarray) -> np.ndarray:
         blocks: np.ndarray = -(-keys // self._block)
         return blocks
 
-    def _widened(
-        self, room: Widened, context: np.ndarray, quick: np.ndarray, put: Callable[[np.ndarray], Tensor]
+    def _place_widened(
+        self, memory: Widened, context: np.ndarray, fast: np.ndarray, put: Callable[[np.ndarray], Tensor]
     ) -> Widened:
-        need = (self._blocks(context + quick) * (quick > 0)).astype(np.int32)
+        need = (self._count_blocks(context + fast) * (fast > 0)).astype(np.int32)
         bases = (np.cumsum(need) - need).astype(np.int32)
-        pieces = np.zeros((len(room.steps), 2), np.int32)
+        pieces = np.zeros((len(memory.steps), 2), np.int32)
         row = np.repeat(np.arange(len(need)), need)
         pieces[: len(row), 0], pieces[: len(row), 1] = row, np.arange(len(row)) - bases[row]
-        return replace(room, pieces=put(pieces), count=put(np.array([len(row)], np.int32)), bases=put(bases))
+        return replace(memory, pieces=put(pieces), count=put(np.array([len(row)], np.int32)), bases=put(bases))
 
     def forget(self) -> None:
-        """The caches may lie elsewhere when they are met again."""
+        """Drop the tensor maps, since the caches may be at other addresses in the next step."""
         self._maps.decode.clear()
         self._maps.prefill.clear()
 
     def buffers(self) -> list[Tensor]:
-        """What kernels keep for themselves between steps."""
-        scratch, room = self._scratch, self._room
+        """Return the memory that kernels keep between steps."""
+        scratch, widened = self._scratch, self._widened
         kept = [] if scratch is None else [scratch.partials, scratch.tops, scratch.counters]
-        return kept if room is None else [*kept, room.keys, room.values]  # and not what counts their blocks
+        return kept if widened is None else [*kept, widened.keys, widened.values]  # without the small block_numbers
 
     def most_bytes(self, rows: int, tokens: int) -> int:
-        """Of what `cut` puts, for a step of so many rows and tokens."""
+        """Return the most bytes that `plan` copies to the device for a step of so many rows and tokens."""
         if self._device.type != "cuda":
             return 0
         from emberline.kernels import worklist
 
-        widened = 0 if self._room is None else 8 * len(self._room.steps) + 4 * rows + 64
+        widened = 0 if self._widened is None else 8 * len(self._widened.steps) + 4 * rows + 64
         return 4 * worklist.ints(rows, self._capacity(rows)) + 2 * 8 * (rows + tokens) + widened
 
-    def _work(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool) -> decode.Work:
+    def _plan_decode(self, lengths: np.ndarray, put: Callable[[np.ndarray], Tensor], *, beside: bool) -> decode.Work:
         from emberline.kernels import worklist
         from emberline.kernels.cuda import decode
 
         rows = len(lengths)
-        made = worklist.plan(lengths, self._heads[1], self._sms, self._capacity(rows), beside=beside)
-        return decode.Work(put(made.data), rows, made.capacity)
+        items = worklist.plan(lengths, self._heads[1], self._sms, self._capacity(rows), beside=beside)
+        return decode.Work(put(items.data), rows, items.capacity)
 
     def _capacity(self, rows: int) -> int:
         from emberline.kernels import worklist
@@ -209,46 +223,49 @@ class Cutter:
 def sms_for_chunks(
     cut: np.ndarray, context: np.ndarray, counts: np.ndarray, heads: tuple[int, int, int], reading: int, sms: int
 ) -> int:
-    """For the tiles of chunks, beside single tokens with so many bytes of keys and values: all, if a tile takes longer
-    than reading those. Else as many as are done when most of the reading is, so that both are under way most of the
-    time: one is bound by memory, the other by products, though both live on what the L2 hands out."""
+    """Return the number of SMs for prefill tiles while decode reads `decode_bytes` of keys and values.
+
+    All SMs, if one tile takes longer than that read. Otherwise so many that prefill ends when most of the read is done.
+    Then both overlap most of the time: decode is bound by memory and prefill by arithmetic, though they share the
+    bandwidth of the L2.
+    """
     if not len(cut):
         return sms
     row, first = cut[:, 0], cut[:, 1]
     keys = context[row] + np.minimum(first + CHUNK_ROWS, counts[row])
     tile = 4 * CHUNK_ROWS * heads[2] / MULTIPLY * keys
-    multiplying, read = heads[0] * float(tile.sum()), reading / READ
-    if read < float(tile.mean()):
+    prefill_us, read_us = heads[0] * float(tile.sum()), reading / READ
+    if read_us < float(tile.mean()):
         return sms
-    few = round(multiplying / (MOST_OF * (read + HINDERED * multiplying / sms)))
-    return min(max(few, sms // LEAST), sms - sms // LEFT)
+    count = round(prefill_us / (MOST_OF * (read_us + HINDERED * prefill_us / sms)))
+    return min(max(count, sms // LEAST), sms - sms // LEFT)
 
 
-def _room(keys: Tensor, blocks: int) -> Widened:
-    shape, none = (blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
+def _allocate_widened(keys: Tensor, blocks: int) -> Widened:
+    shape, empty = (blocks, *keys.shape[2:]), torch.zeros(0, dtype=torch.int32, device=keys.device)
     k, v = (torch.zeros(shape, dtype=torch.bfloat16, device=keys.device) for _ in range(2))
-    return Widened(k, v, none, none, none, torch.arange(blocks, dtype=torch.int32, device=keys.device))
+    return Widened(k, v, empty, empty, empty, torch.arange(blocks, dtype=torch.int32, device=keys.device))
 
 
-def _shifted(tiles: np.ndarray, rows: int) -> np.ndarray:
+def _shift_rows(tiles: np.ndarray, rows: int) -> np.ndarray:
     shifted: np.ndarray = tiles + np.array([rows, 0], tiles.dtype)
     return shifted
 
 
 def holding(tiles: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Of the tiles, those with one of the tokens, which are numbered over all rows of `counts` and in order."""
+    """Return the tiles that hold one of the tokens, which are numbered over all rows of `counts` and sorted."""
     ends = np.cumsum(counts)[tiles[:, 0]]
     begins = ends - counts[tiles[:, 0]] + tiles[:, 1]
-    within = np.searchsorted(tokens, np.minimum(begins + CHUNK_ROWS, ends)) > np.searchsorted(tokens, begins)
-    held: np.ndarray = tiles[within]
-    return held
+    has_token = np.searchsorted(tokens, np.minimum(begins + CHUNK_ROWS, ends)) > np.searchsorted(tokens, begins)
+    selected: np.ndarray = tiles[has_token]
+    return selected
 
 
 def most_tiles(tokens: int, rows: int) -> int:
-    """Of chunks of so many tokens, all together."""
+    """Return the most prefill tiles that chunks of so many tokens in total can have."""
     return tokens // CHUNK_ROWS + rows
 
 
-def _padded(tiles: np.ndarray, most: int) -> np.ndarray:
+def _pad(tiles: np.ndarray, most: int) -> np.ndarray:
     padded: np.ndarray = np.concatenate([tiles, np.full((max(0, most - len(tiles)), 2), -1, tiles.dtype)])
     return padded

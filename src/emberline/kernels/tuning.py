@@ -1,8 +1,9 @@
-"""tune: by which algorithms products of many rows are fastest, measured once on a GPU and kept beside compiled kernels.
+"""tune_products: find the fastest algorithm for matrix products of many rows, once per GPU, and cache it on disk.
 
-What is measured: cuBLAS's proposals, and for gates and ups our own product, which has silu(gate) * up built in, against
-each of them followed by one more kernel. Weights are rotated past the L2. What is not cuBLAS's first proposal must be
-faster by MARGIN, or noise would choose. All of it is advice: what fails is left to torch.
+Measured are the algorithms that cuBLAS proposes. For gate-and-up weights our own GEMM, with silu(gate) * up fused in,
+is compared with each of them followed by a kernel for silu(gate) * up. Weights rotate so that they never come from the
+L2 cache. Another choice than cuBLAS's first proposal must be faster by MIN_SPEEDUP, so that noise does not decide.
+Tuning is optional: a product whose tuning fails is computed by torch.
 """
 
 from __future__ import annotations
@@ -33,33 +34,35 @@ from emberline.kernels.triton import activation
 log = logging.getLogger("emberline.kernels")
 ROUNDS = 3
 MARGIN = 1.02
-L2_BYTES = 150 << 20  # of different weights between two uses of one
-SCALE = 0.02  # of random weights: what they are decides how much power a product takes
-FORM = 2
-LEAST_WORK = 1e10  # FLOP of a product: those of less take no longer than launching them does
+L2_BYTES = 150 << 20  # bytes of other weights between two uses of one weight; more than the L2 holds
+SCALE = 0.02  # standard deviation of random weights; the values determine how much power a product draws
+FORM = 2  # of the cache file and of what is measured; part of the file name
+LEAST_WORK = 1e10  # FLOP; a smaller product takes no longer than its launch
 
 Found = dict[Problem, int]
-Way = Callable[[Tensor], object]  # of computing a problem, for one of the weights
+Way = Callable[[Tensor], object]  # computes the product with the given weight
 
 
 def tune(weights: Collection[PackedWeight], hidden: int, sizes: Collection[int]) -> float:
-    """For products of a layer's weights with so many rows: what is not known yet is measured, then all is in use.
-    `hidden`: the width of what layers add to. Seconds."""
+    """Measure the products of these weights with `row_counts` rows that are not in the cache, and use the choices.
+
+    `hidden`: the width of the residual stream. Returns the seconds this took.
+    """
     began = time.perf_counter()
     if cublas.available():
-        kept = _kept_at()
-        found = _load(kept)
+        cache_file = _cache_file()
+        found = _load(cache_file)
         shapes = {_shape(weight, hidden) for weight in weights if weight.dtype is torch.bfloat16}
-        of_sizes = (replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2])
-        wanted = {problem for problem in of_sizes if 2.0 * problem.m * problem.n * problem.k >= LEAST_WORK}
-        if missing := wanted - found.keys():
-            measured = _measured(missing)
+        all_problems = (replace(shape, m=m) for shape, m in product(shapes, sizes) if m > wide.COLUMNS[-2])
+        needed = {problem for problem in all_problems if 2.0 * problem.m * problem.n * problem.k >= LEAST_WORK}
+        if missing := needed - found.keys():
+            measured = _measure(missing)
             found |= measured
             try:
-                _save(kept, found)
+                _save(cache_file, found)
             except OSError as error:
-                log.warning("what products were measured is not kept, and measured at each start: %s", error)
-            log.info("measured %d products of many rows in %.1f s", len(measured), time.perf_counter() - began)
+                log.warning("tuned products could not be saved, they are measured again at each start: error=%s", error)
+            log.info("tuned matrix products: count=%d seconds=%.1f", len(measured), time.perf_counter() - began)
         cublas.choices.update(found)
     return time.perf_counter() - began
 
@@ -69,8 +72,8 @@ def _shape(weight: PackedWeight, hidden: int) -> Problem:
     return Problem(0, weight.n, weight.k, kind)
 
 
-def _measured(problems: Collection[Problem]) -> Found:
-    """Of all for which there is memory, and which do not fail."""
+def _measure(problems: Collection[Problem]) -> Found:
+    """Return the fastest choice of each problem that fits into free memory and does not fail."""
     found: Found = {}
     for n, k in {(problem.n, problem.k) for problem in problems}:
         count = max(2, -(-L2_BYTES // (2 * n * k)))
@@ -82,82 +85,85 @@ def _measured(problems: Collection[Problem]) -> Found:
         for problem in of_weights:
             try:
                 weights = weights or [_random(n, k, SCALE) for _ in range(count)]
-                found[problem] = _fastest(problem, weights)
+                found[problem] = _find_fastest(problem, weights)
             except (CublasError, DriverError, torch.OutOfMemoryError) as error:
-                log.warning("%s was not measured: %s", problem, error)
+                log.warning("matrix product could not be tuned, torch computes it: product=%s error=%s", problem, error)
         del weights
         torch.cuda.empty_cache()
     return found
 
 
-def _fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
+def _find_fastest(problem: Problem, weights: Sequence[Tensor]) -> int:
     matmul, x = Matmul(problem), _random(problem.m, problem.k, 1.0)
     out = torch.zeros(problem.m, problem.n, dtype=torch.bfloat16, device=x.device)
     choices = alike(matmul, x, weights[0])
-    ways: list[Way] = [partial(_proposal, matmul, x, out, index) for index in choices]
+    calls: list[Way] = [partial(_call_proposal, matmul, x, out, index) for index in choices]
     if problem.kind is Kind.GATED:
         width = problem.n // 2
         group = GATED_ROWS if width % GATED_ROWS == 0 else width
         narrow = torch.empty(problem.m, width, dtype=torch.bfloat16, device=x.device)
-        ways = [partial(_then_silu, way, out, narrow, group) for way in ways]
+        calls = [partial(_call_then_silu, call, out, narrow, group) for call in calls]
         if group == GATED_ROWS and gemm.supports(problem.m, problem.n, problem.k):
             handles = {w.data_ptr(): Weight(w) for w in weights}
-            ways.append(lambda w: gemm.linear(x, handles[w.data_ptr()], out=narrow, gated=True))
+            calls.append(lambda w: gemm.linear(x, handles[w.data_ptr()], out=narrow, gated=True))
             choices.append(OURS)
-    taken = _milliseconds(ways, weights)
-    best = taken.index(min(taken))
-    return choices[best if taken[0] > MARGIN * taken[best] else 0]
+    times = _time_calls(calls, weights)
+    best = times.index(min(times))
+    return choices[best if times[0] > MARGIN * times[best] else 0]
 
 
 def alike(matmul: Matmul, x: Tensor, w: Tensor) -> list[int]:
-    """The proposals with the first one's bits: what is measured must not decide on results."""
+    """Return the proposals that give the same bits as the first, so that tuning never changes results."""
     outs = (matmul(x, w, x.new_zeros(len(x), len(w)), index) for index in range(len(matmul)))
     first = next(outs)
     return [0, *(index for index, out in enumerate(outs, 1) if torch.equal(out, first))]
 
 
-def _proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor) -> Tensor:
+def _call_proposal(matmul: Matmul, x: Tensor, out: Tensor, index: int, w: Tensor) -> Tensor:
     return matmul(x, w, out, index)
 
 
-def _then_silu(way: Way, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
-    way(w)
+def _call_then_silu(call: Way, out: Tensor, narrow: Tensor, group: int, w: Tensor) -> Tensor:
+    call(w)
     return activation.silu_mul(out, narrow, group, pdl=True)
 
 
-def _milliseconds(ways: Sequence[Way], weights: Sequence[Tensor]) -> list[float]:
-    """The least of each. All is queued before anything is waited for, so that the device does not wait for us."""
-    for way in ways:
-        way(weights[0])  # compiles, and sets up
-    marks = []
-    for _, way in product(range(ROUNDS), ways):
+def _time_calls(calls: Sequence[Way], weights: Sequence[Tensor]) -> list[float]:
+    """Return the least milliseconds of each call over all weights.
+
+    Everything is queued before the first wait, so that the device never waits for the host.
+    """
+    for call in calls:
+        call(weights[0])  # compiles kernels and creates handles
+    events = []
+    for _, call in product(range(ROUNDS), calls):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for w in weights:
-            way(w)
+            call(w)
         end.record()
-        marks.append((begin, end))
+        events.append((begin, end))
     torch.cuda.synchronize()
-    taken = [float(begin.elapsed_time(end)) for begin, end in marks]
-    return [min(taken[i :: len(ways)]) for i in range(len(ways))]
+    times = [float(begin.elapsed_time(end)) for begin, end in events]
+    return [min(times[i :: len(calls)]) for i in range(len(calls))]
 
 
 def _random(rows: int, columns: int, scale: float) -> Tensor:
     return torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda").normal_(0.0, scale)
 
 
-# -- on disk ----------------------------------------------------------------------------------------------------------
+# -- cache file -------------------------------------------------------------------------------------------------------
 
 
-def _kept_at() -> Path:
-    """For this GPU, what cuBLAS is asked, and our product as it is. FORM: of what is asked besides, and of the file."""
-    asked = FORM, cublas.version(), cublas.MOST, cublas.WORKSPACE
-    what = f"{torch.cuda.get_device_name()} {asked} {nvrtc.source(gemm.FILE)}"
-    return kernel_dir() / f"products-{hashlib.sha256(what.encode()).hexdigest()[:16]}.json"
+def _cache_file() -> Path:
+    """Return the cache file for this GPU, this cuBLAS with these limits, and the source of our GEMM."""
+    versions = FORM, cublas.version(), cublas.MOST, cublas.WORKSPACE
+    key = f"{torch.cuda.get_device_name()} {versions} {nvrtc.source(gemm.FILE)}"
+    return kernel_dir() / f"products-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _load(file: Path) -> Found:
-    """Nothing of a file that is not as it was written: it is made again."""
+    """Return the choices in the file, or none if it is missing or damaged."""
     try:
         rows = json.loads(file.read_text("utf-8"))
         found = {Problem(m, n, k, Kind(kind)): choice for m, n, k, kind, choice in rows}

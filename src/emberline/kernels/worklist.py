@@ -1,9 +1,9 @@
-"""plan: how the keys of rows that decode one token each are shared out over the GPU. Made on the host for every step.
+"""plan_work: split the keys of rows that decode one token each into work items for a GPU, on the host, in every step.
 
-A row's keys are cut at multiples of TILE into parts of equal size, give or take a tile, of at most `chunk` tiles. The
-chunk is the one, of a few around a CTA's share of all tiles, with which the device should be done first: small parts
-share the work evenly, but each costs something, and those of a row must be merged. So where a row is cut depends on its
-own length and the chunk. A row that is cut elsewhere may differ in its last bits.
+A row's keys are cut at multiples of TILE_KEYS into parts whose sizes differ by at most one tile and do not exceed the
+part size of the step. That size is chosen among a few around each CTA's fair share of all tiles, by estimated time:
+small parts balance the load, but each part has a fixed cost, and the parts of a row must be merged. Where a row is cut
+thus depends on its length and on the part size. A row that is cut elsewhere may differ in its last bits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int32]
 
 TILE = 64
-PARTS = 2  # at a time on a multiprocessor: it holds two CTAs
-SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # of a chunk: 1 2 3 4 6 8 12 ..
-BELOW, ABOVE = 4, 2  # of these, how many below a share and how many from there on are looked at
-# What chunks cost, in tiles, as timings of 26 batches on an H200 have it: a part, besides its tiles; one more partial
-# of a row to be merged; of the last part, which some wait for, how much. Up to FEW_ROUNDS, all wait for every round: it
-# takes ROUND times what its parts do.
+PARTS = 2  # CTAs, and so parts, that a multiprocessor (SM) computes at the same time
+SIZES = sorted({c << i for i in range(24) for c in (1, 3)})  # tiles in a part: 1 2 3 4 6 8 12 ..
+BELOW, ABOVE = 4, 2  # candidates: sizes below the fair share, and sizes from there on
+# Costs in tiles, fitted to timings of 26 batches on an H200: the fixed cost of a part; the merge of one more partial
+# result of a row; the share of the last part's time during which other CTAs are idle. Up to MAX_ROUNDS_IN_STEP
+# rounds, all CTAs wait for each other after every round, which makes a round ROUND_FACTOR times as long as its parts.
 EACH, MERGE, WAIT, ROUND = 0.3, 0.3, 0.25, 1.05
 FEW_ROUNDS = 3
-HEAD = 4  # ints before the items, which are read 16 bytes at a time
+HEAD = 4  # ints before the items: kernels read items 16 bytes at a time
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """`data` is what travels: the count of items, the items, where each row's partials begin.
+    """Work items of one decode step. `data` is copied to the device: item count, items, index of each row's partials.
 
-    An item is (row, first key, end key, index of its partial, or -1 if it is all of its row); the longest come first,
-    give or take a tile.
-    Partials of row r are [row_parts[r], row_parts[r + 1]), in the order of their keys; none for a row of one item.
+    An item is (row, first key, end key, index of its partial result); the index is -1 if the item covers its whole row.
+    Items are sorted by length, longest first, to within one tile. The partial results of row r have the indices
+    [partial_starts[r], partial_starts[r + 1]), in the order of their keys; a row of one item has none.
     """
 
     data: Ints
@@ -47,7 +47,7 @@ class WorkList:
 
     @property
     def items(self) -> Ints:
-        """All `capacity` of them; those past `count` mean nothing."""
+        """All `capacity` items; those past `count` are undefined."""
         return self.data[HEAD : HEAD + 4 * self.capacity].reshape(-1, 4)
 
     @property
@@ -56,77 +56,89 @@ class WorkList:
 
 
 def capacity(rows: int, kv_heads: int, sms: int) -> int:
-    """Items that `rows` rows of any lengths never exceed: one each, and what the chunk cuts off beyond. Four sizes
-    below a share of total * kv_heads / (PARTS * sms) is at least a quarter of it, less one."""
+    """Return the number of items that `rows` rows never exceed, whatever their lengths.
+
+    Each row has one item, and cutting adds the rest. The smallest candidate size is four sizes below the fair share of
+    total * kv_heads / (CTAS_PER_SM * sms) tiles, so it is at least a quarter of that share, less one.
+    """
     return rows + -(-5 * PARTS * sms // kv_heads)
 
 
 def ints(rows: int, capacity: int) -> int:
-    """Of `WorkList.data`."""
+    """Return the length of `WorkList.data`."""
     return HEAD + 4 * capacity + rows + 1
 
 
 def plan(
     lengths: ArrayLike, kv_heads: int, sms: int, capacity: int, *, beside: bool = False, chunk: int | None = None
 ) -> WorkList:
-    """For rows that see `lengths` keys, their own included. A row of length 0 has no item, and its output stays as it
-    is. `beside`: some of the device comes free later than the rest. `chunk`, one of SIZES, overrides the choice, for
-    measurements."""
+    """Return the work items for rows that attend to `lengths` keys each, the row's own key included.
+
+    A row of length 0 has no item, and its output stays unchanged. `beside_prefill`: prefill attention runs at the same
+    time, so some SMs become free later than others. `part_tiles`, one of PART_SIZES, overrides the choice for
+    benchmarks.
+    """
     end = np.asarray(lengths, np.int32)
     tiles = (end + (TILE - 1)) // TILE
-    size = SIZES.index(chunk) if chunk else _chunk(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
+    size = SIZES.index(chunk) if chunk else _choose_part_size(tiles, kv_heads, PARTS * sms, 0 if beside else FEW_ROUNDS)
     parts = -(-tiles // SIZES[size])
-    while (count := int(parts.sum())) > capacity:  # only where the caller has less room than `capacity` says
-        assert int((tiles > 0).sum()) <= capacity, "there must be room for an item of each row"
+    while (count := int(parts.sum())) > capacity:  # only if the caller has less than `item_capacity`
+        assert int((tiles > 0).sum()) <= capacity, "the capacity must hold one item for each row"
         size += 1
         parts = -(-tiles // SIZES[size])
-    made = WorkList(np.zeros(ints(len(end), capacity), np.int32), len(end), capacity)
-    made.data[:HEAD] = count, 0, 0, 0
+    work = WorkList(np.zeros(ints(len(end), capacity), np.int32), len(end), capacity)
+    work.data[:HEAD] = count, 0, 0, 0
     if parts.max() <= 1:
-        _whole(made, count, end, tiles)
+        _fill_whole_rows(work, count, end, tiles)
     else:
-        _cut(made, count, end, tiles, parts)
-    return made
+        _fill_cut_rows(work, count, end, tiles, parts)
+    return work
 
 
-def _chunk(tiles: Ints, kv_heads: int, slots: int, few: int) -> int:
-    """Which of SIZES. Parts are handed out to `slots`, the longest first, so a few rounds take what their number says,
-    and many what their sum says."""
+def _choose_part_size(tiles: Ints, kv_heads: int, slots: int, max_rounds_in_step: int) -> int:
+    """Return the index in PART_SIZES of the size with the least estimated time.
+
+    `slots` CTAs take parts one after the other, the longest first. So for a few rounds the time follows from the number
+    of rounds, and for many from the total work.
+    """
     total, longest = int(tiles.sum()) * kv_heads, int(tiles.max())
     share = bisect_left(SIZES, total / slots)
-    looked_at = range(max(0, share - BELOW), share + ABOVE)
-    parts = -(-tiles // np.array([SIZES[size] for size in looked_at], np.int32)[:, None])
-    counts, mosts = parts.sum(1).tolist(), parts.max(1).tolist()
+    candidates = range(max(0, share - BELOW), share + ABOVE)
+    parts = -(-tiles // np.array([SIZES[size] for size in candidates], np.int32)[:, None])
+    counts, max_counts = parts.sum(1).tolist(), parts.max(1).tolist()
 
-    def cost(count: int, most: int) -> float:
-        units, part = count * kv_heads, -(-longest // max(1, most))
+    def estimate_cost(count: int, max_parts: int) -> float:
+        units, part = count * kv_heads, -(-longest // max(1, max_parts))
         work, rounds = total + EACH * units, -(-units // slots)
-        merging = MERGE * most if most > 1 else 0.0
-        if units <= few * slots:
+        merging = MERGE * max_parts if max_parts > 1 else 0.0
+        if units <= max_rounds_in_step * slots:
             return max((ROUND if rounds > 1 else 1.0) * rounds * work / max(1, units), part + EACH) + merging
         return work / slots + WAIT * part + merging
 
-    costs = [cost(count, most) for count, most in zip(counts, mosts, strict=True)]
-    return looked_at[costs.index(min(costs))]
+    costs = [estimate_cost(*pair) for pair in zip(counts, max_counts, strict=True)]
+    return candidates[costs.index(min(costs))]
 
 
-def _whole(made: WorkList, count: int, end: Ints, tiles: Ints) -> None:
-    """Every row in one item."""
+def _fill_whole_rows(work: WorkList, count: int, end: Ints, tiles: Ints) -> None:
+    """Fill the list with one item for each row."""
     row = np.argsort(-tiles, kind="stable")[:count]
-    item = made.items[:count]
+    item = work.items[:count]
     item[:, 0], item[:, 1], item[:, 2], item[:, 3] = row, 0, end[row], -1
 
 
-def _cut(made: WorkList, count: int, end: Ints, tiles: Ints, parts: Ints) -> None:
-    """Rows by the size of their parts; part i of n has tiles [i * tiles // n, (i + 1) * tiles // n) of its row."""
+def _fill_cut_rows(work: WorkList, count: int, end: Ints, tiles: Ints, parts: Ints) -> None:
+    """Fill the list with the parts of each row, rows with the largest parts first.
+
+    Part i of n has the tiles [i * tiles // n, (i + 1) * tiles // n) of its row.
+    """
     rows = np.argsort(-(tiles // np.maximum(parts, 1)), kind="stable")
-    some = parts[rows]
-    row = np.repeat(rows, some)
-    index = np.arange(count) - np.repeat(np.cumsum(some) - some, some)
-    np.cumsum(np.where(parts > 1, parts, 0), out=made.row_parts[1:])
-    of, pieces = tiles[row], parts[row]
-    item = made.items[:count]
+    row_counts = parts[rows]
+    row = np.repeat(rows, row_counts)
+    index = np.arange(count) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
+    np.cumsum(np.where(parts > 1, parts, 0), out=work.row_parts[1:])
+    row_tiles, pieces = tiles[row], parts[row]
+    item = work.items[:count]
     item[:, 0] = row
-    item[:, 1] = index * of // pieces * TILE
-    np.minimum((index + 1) * of // pieces * TILE, end[row], out=item[:, 2], casting="unsafe")
-    item[:, 3] = np.where(pieces > 1, made.row_parts[row] + index, -1)
+    item[:, 1] = index * row_tiles // pieces * TILE
+    np.minimum((index + 1) * row_tiles // pieces * TILE, end[row], out=item[:, 2], casting="unsafe")
+    item[:, 3] = np.where(pieces > 1, work.row_parts[row] + index, -1)

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu`: kernels, engine, open loop and cold start on one GPU, beside limits and peers."""
+"""`python -m emberline.bench.gpu`: measures kernels, engine, open loop and cold start on a GPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from emberline.bench import report as reports
 from emberline.bench.report import Report, Result
 
 KERNELS = ("linear", "decode", "prefill", "elementwise", "sample")
-DEADLINE = 460.0  # seconds for everything
+DEADLINE = 460.0
 WHATS = ("engine", "open", "cold", "handoff", "kernels", "all")
 PEERS_FIGURES = "vLLM 0.24.0 on the same machine, measured once; those of kernels are measured in this run"
 
 
 class Live(Report):
-    """A report that also writes every figure down as it comes: what a part measured before it died is not lost."""
+    """A report that also appends every figure to a file at once, so that a crash does not lose figures."""
 
     def __init__(self, bench: str, lines: Path) -> None:
         super().__init__(bench)
@@ -38,19 +38,19 @@ class Live(Report):
         super().add(name, values, unit, **more)
         result = self.results[name]
         print(f"  {name} {result.value:,.4g} {unit}", file=sys.stderr, flush=True)
-        self._write({"name": name, "result": asdict(result)})
+        self._append({"name": name, "result": asdict(result)})
 
     def close(self) -> None:
-        self._write({"config": self.config})
+        self._append({"config": self.config})
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _append(self, message: dict[str, Any]) -> None:
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(message, default=str) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What runs in a process of its own, so that its memory, its crash or its hanging is its own."""
+    """A part that runs in a child process, so that its memory, a crash or a hang does not affect the others."""
 
     name: str
     limit: float  # seconds
@@ -58,7 +58,7 @@ class Part:
 
 
 def parts(args: argparse.Namespace) -> list[Part]:
-    """Those asked for, the most telling first."""
+    """Return the parts that the arguments select, the most important first."""
     from emberline.bench.gpu import cold, engine, openloop, peers, sampled
 
     only, given = args.only, dict(args.set)
@@ -73,24 +73,24 @@ def parts(args: argparse.Namespace) -> list[Part]:
     if args.what in ("cold", "all") and engine.wanted("cold", only):
         start = partial(cold.measure, directory=args.checkpoint, settings=given, rounds=rounds)
         found.append(Part("cold", 90.0 + cold.WRITE_SECONDS + 60.0 * (rounds or cold.ROUNDS), start))
-    if args.what == "handoff":  # takes two processes, and so is no part of all
+    if args.what == "handoff":  # needs two processes on the GPU, so it is not part of "all"
         from emberline.bench.gpu import handoff
 
         found.append(Part("handoff", 180.0, partial(handoff.measure, rounds=rounds)))
     if args.what in ("kernels", "all"):
-        found += [Part(f"kernels.{name}", 100.0, _kernel(name)) for name in KERNELS if not only or name in only]
-    for who in args.peers:
-        peer = partial(peers.measure, who=who, only=only, rounds=rounds, rates=rates, seconds=seconds)
-        found.append(Part(f"peers.{who}", 400.0, peer))
+        found += [Part(f"kernels.{name}", 100.0, _kernel_bench(name)) for name in KERNELS if not only or name in only]
+    for name in args.peers:
+        peer = partial(peers.measure, peer=name, only=only, rounds=rounds, rates=rates, seconds=seconds)
+        found.append(Part(f"peers.{name}", 400.0, peer))
     return found
 
 
-def _kernel(name: str) -> Callable[[Report], None]:
+def _kernel_bench(name: str) -> Callable[[Report], None]:
     module = f"emberline.bench.gpu.{name}"
 
     def measure(report: Report) -> None:
         if find_spec(module) is None:
-            report.config["skipped"] = {name: "there is no such bench yet"}
+            report.config["skipped"] = {name: "no such benchmark"}
             return
         import_module(module).measure(report)
 
@@ -98,17 +98,17 @@ def _kernel(name: str) -> Callable[[Report], None]:
 
 
 def run_here(part: Part, lines: Path) -> None:
-    """In the child. Figures go to `lines`; so does why it failed, if it did."""
+    """Run a part in this child process and write its figures, and the reason of a failure, to `lines`."""
     from emberline.bench.gpu.engine import attempt
 
     report = Live(part.name, lines)
     attempt(report, part.name, partial(part.measure, report))
     if "torch" in sys.modules:
-        report.config["gpu"] = _gpu()
+        report.config["gpu"] = _gpu_facts()
     report.close()
 
 
-def _gpu() -> dict[str, Any]:
+def _gpu_facts() -> dict[str, Any]:
     import torch
 
     if not torch.cuda.is_available():
@@ -123,46 +123,49 @@ def _gpu() -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "triton": triton,
         }
-    except RuntimeError as error:  # after a fault in a kernel nothing answers
+    except RuntimeError as error:  # after a fault in a kernel every CUDA call fails
         return {"error": str(error)[:200]}
 
 
 def run_apart(part: Part, command: list[str], report: Report, seconds: float) -> None:
-    """Runs a part as a child that may take so long, and takes over what it wrote down, however it ended."""
-    print(f"{part.name}: at most {seconds:.0f} s", file=sys.stderr, flush=True)
+    """Run a part in a child process with a timeout, and merge the figures it wrote, however it ended."""
+    print(f"part started: name={part.name} timeout_s={seconds:.0f}", file=sys.stderr, flush=True)
     with TemporaryDirectory() as directory:
         lines = Path(directory) / "lines"
-        why = _watch([*command, "--part", part.name, "--lines", str(lines)], seconds)
+        error = _run_command([*command, "--part", part.name, "--lines", str(lines)], seconds)
         config = take(lines, report)
     failed: dict[str, str] = dict(config.get("failed", {}))
-    if why:
-        failed[part.name] = why
+    if error:
+        failed[part.name] = error
     config.pop("failed", None)
     report.config.setdefault("parts", {})[part.name] = config
     report.config["failed"] |= failed
 
 
-def _watch(command: list[str], seconds: float) -> str:
-    """Why the command did not end well, or nothing. Its output is not ours: the last line of that is the result."""
+def _run_command(command: list[str], seconds: float) -> str:
+    """Run the command and return why it failed, or an empty string.
+
+    Its output goes to stderr, since the last line of our stdout is the result.
+    """
     with subprocess.Popen(command, stdout=sys.stderr, start_new_session=True) as child:
         try:
             code = child.wait(timeout=max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)  # its own session: it, and what it started
-            return f"did not end within {seconds:.0f} s"
+            os.killpg(child.pid, signal.SIGKILL)  # the child has its own session: kills it and its children
+            return f"timed out after {seconds:.0f} s"
         except BaseException:
             os.killpg(child.pid, signal.SIGKILL)
             raise
-    return f"ended with {code}" if code else ""
+    return f"exited with status {code}" if code else ""
 
 
 def take(lines: Path, report: Report) -> dict[str, Any]:
-    """The figures that a child wrote down, into the report; and its config, if it came so far."""
+    """Add the figures that a child wrote to the report, and return its config if it got that far."""
     config: dict[str, Any] = {}
     for line in lines.read_text("utf-8").splitlines() if lines.exists() else ():
         try:
             message = json.loads(line)
-        except ValueError:  # it was killed while it wrote
+        except ValueError:  # the child was killed during a write
             continue
         if "config" in message:
             config = message["config"]
@@ -171,7 +174,7 @@ def take(lines: Path, report: Report) -> dict[str, Any]:
     return config
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _parse_setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     try:
         return name, json.loads(value)
@@ -179,7 +182,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _arguments() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     from emberline.bench.gpu import openloop
 
     def names(text: str) -> list[str]:
@@ -191,21 +194,33 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu", description=__doc__)
     parser.add_argument("what", nargs="?", choices=WHATS, default="all")
     reports.add_arguments(parser)
-    parser.add_argument("--only", type=names, default=[], metavar="NAMES", help="such as decode_b1,prefill_*,linear")
-    parser.add_argument("--rounds", type=int, default=0, help="of each measurement; 0: as each thinks best")
-    parser.add_argument("--rates", type=rates, default=list(openloop.RATES), help="requests a second, open loop")
-    parser.add_argument("--seconds", type=float, default=openloop.SECONDS, help="of arrivals at each rate")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="of the cold start; written if absent")
-    parser.add_argument("--peers", type=names, default=[], help="vllm,transformers: measured too, where installed")
-    parser.add_argument("--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="of GPUConfig")
-    parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for everything")
+    parser.add_argument(
+        "--only",
+        type=names,
+        default=[],
+        metavar="NAMES",
+        help="measurements to run, such as decode_b1,prefill_*,linear",
+    )
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of each measurement; 0: its own default")
+    parser.add_argument(
+        "--rates", type=rates, default=list(openloop.RATES), help="requests per second in the open loop"
+    )
+    parser.add_argument("--seconds", type=float, default=openloop.SECONDS, help="seconds of arrivals at each rate")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="checkpoint of the cold start, written if absent"
+    )
+    parser.add_argument("--peers", type=names, default=[], help="peers to measure, if installed: vllm,transformers")
+    parser.add_argument(
+        "--set", type=_parse_setting, action="append", default=[], metavar="NAME=VALUE", help="GPUConfig field"
+    )
+    parser.add_argument("--deadline", type=float, default=DEADLINE, help="seconds for all parts together")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def main() -> None:
-    args = _arguments().parse_args()
+    args = _argument_parser().parse_args()
     chosen = parts(args)
     if args.part:
         run_here(next(part for part in chosen if part.name == args.part), args.lines)
@@ -216,12 +231,12 @@ def main() -> None:
     for part in chosen:
         left = until - time.monotonic()
         if left < 5.0:
-            report.config["failed"][part.name] = "no time was left for it"
+            report.config["failed"][part.name] = "skipped: the deadline was reached"
             continue
         run_apart(part, command, report, min(part.limit, left))
     report.emit(args.json, args.commit)
-    for name, why in report.config["failed"].items():
-        print(f"failed: {name}: {why}", file=sys.stderr)
+    for name, reason in report.config["failed"].items():
+        print(f"measurement failed: name={name} reason={reason}", file=sys.stderr)
     sys.exit(1 if report.config["failed"] else 0)
 
 

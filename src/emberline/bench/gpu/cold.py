@@ -1,5 +1,7 @@
-"""A cold start: a fresh process, a checkpoint that is on the disk and nowhere else, and the time to its first token.
-Nothing here imports torch, so that the child pays for it where a real start does."""
+"""Measures a cold start: the time to the first token of a new process whose checkpoint is on disk but not in memory.
+
+This module does not import torch at its top, so that the child's measured time includes it, as a real start does.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ from emberline.core.request import Submission
 from emberline.engine.engine import Engine
 
 ROUNDS = 1
-DISK = 4.1e9  # bytes a second: one stream of direct reads, measured
-VLLM_READY = 86.0  # vLLM 0.24.0 on the same machine, and its weights were not even read
-WRITE_SECONDS, START_SECONDS, IMPORT_SECONDS = 180.0, 60.0, 30.0  # at most; a checkpoint and its packed copy
-READ_SHARE = 0.9  # of the checkpoint must have come from the disk, or it was not cold
+DISK = 4.1e9  # one stream of direct reads, measured
+VLLM_READY = 86.0  # vLLM 0.24.0 on the same machine, without reading any weights
+WRITE_SECONDS, START_SECONDS, IMPORT_SECONDS = 180.0, 60.0, 30.0  # the first: a checkpoint and its packed copy
+READ_SHARE = 0.9  # share of the checkpoint that must come from the disk for a start to count as cold
 PROMPT = list(range(1, 17))
 IMPORTS = {
     "torch": "torch",
@@ -36,11 +38,11 @@ IMPORTS = {
 }
 SETTINGS: dict[str, Any] = {"max_running": 256, "max_batch_tokens": 8192, "max_context": 8192}
 RULES = (
-    "the first start is a rehearsal, in which kernels may be compiled and the files a start needs are noted; "
-    "before cold_ready all page caches are dropped if the system allows, "
-    "before cold_ready_libraries_cached only the checkpoint; cold_import_alone is torch's import while nothing else "
-    "happens, all caches dropped, and cold_import_noted the same once the noted files were read; names with packed are "
-    "of a checkpoint whose files are packed"
+    "the first start is a rehearsal: it may compile kernels, and it records the files that a start needs; "
+    "before cold_ready the page cache of all files is dropped if the system allows, "
+    "before cold_ready_libraries_cached only that of the checkpoint; cold_import_alone is the import of torch alone "
+    "with all caches dropped, cold_import_noted the same after reading the recorded files; names with packed use a "
+    "checkpoint whose files are packed"
 )
 
 
@@ -56,14 +58,14 @@ def measure(
     report: Report, directory: Path | None = None, settings: dict[str, Any] | None = None, rounds: int = 0
 ) -> None:
     chosen = SETTINGS | (settings or {})
-    packed = chosen.get("weights") == "packed"  # its files too
+    packed = chosen.get("weights") == "packed"  # then the checkpoint's files are packed too
     directory = _written(report, directory or default_directory(), packed)
     size = sum(file.stat().st_size for file in _shards(directory))
-    starts = {"rehearsal": [_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
-    imports = {"alone": _import(directory, noted=False), "noted": _import(directory, noted=True)}
+    starts = {"rehearsal": [_measure_start(directory, chosen, size)], "ready": [], "ready_libraries_cached": []}
+    imports = {"alone": _measure_import(directory, noted=False), "noted": _measure_import(directory, noted=True)}
     for _ in range(rounds or ROUNDS):
-        starts["ready"].append(_start(directory, chosen, size))
-        starts["ready_libraries_cached"].append(_start(directory, chosen, size, everything=False))
+        starts["ready"].append(_measure_start(directory, chosen, size))
+        starts["ready_libraries_cached"].append(_measure_start(directory, chosen, size, everything=False))
     report.config |= {"settings": chosen, "rules": RULES, "bytes": size, "starts": starts, "imports": imports}
     warm = [start for group in starts.values() for start in group if not start["cold"]]
     prefix = ("cached" if warm else "cold") + {"packed": "_packed", "both": "_both"}.get(chosen.get("weights", ""), "")
@@ -72,48 +74,49 @@ def measure(
         report.add(f"{prefix}_{name}_s", seconds, "s", peer=VLLM_READY, limit=size / DISK)
     for phase in starts["ready"][0]["seconds"]:
         report.add(f"{prefix}_{phase}_s", [start["seconds"][phase] for start in starts["ready"]], "s")
-    for name, said in imports.items():
-        if said["dropped_all_caches"]:
-            report.add(f"cold_import_{name}_s", [said["ready"] - said["entered"]], "s")
+    for name, result in imports.items():
+        if result["dropped_all_caches"]:
+            report.add(f"cold_import_{name}_s", [result["ready"] - result["entered"]], "s")
     if warm:
-        raise EmberlineError(f"of {size} bytes only {warm[0]['read_bytes']} were read from the disk: it was cached")
+        read = warm[0]["read_bytes"]
+        raise EmberlineError(f"the start was not cold: only {read} of {size} bytes were read from the disk")
 
 
 def _written(report: Report, directory: Path, packed: bool) -> Path:
-    """Where the checkpoint is, written if it is not there; the packed one is beside it."""
-    until = time.monotonic() + WRITE_SECONDS
+    """Return the directory of the checkpoint, plain or packed, and write it if it is missing."""
+    deadline = time.monotonic() + WRITE_SECONDS
     target = packed_beside(directory) if packed else directory
     for action, made in (("write", directory), ("pack", target)):
         if not any((whole / "model.safetensors.index.json").exists() for whole in (made, target)):
             began = time.monotonic()
-            said = _child(action, directory, {}, until - began)
-            report.config |= {f"{action}_s": time.monotonic() - began, **said}
+            result = _child(action, directory, {}, deadline - began)
+            report.config |= {f"{action}_s": time.monotonic() - began, **result}
     return target
 
 
-def _start(directory: Path, settings: dict[str, Any], size: int, everything: bool = True) -> dict[str, Any]:
+def _measure_start(directory: Path, settings: dict[str, Any], size: int, everything: bool = True) -> dict[str, Any]:
     dropped = drop(directory, everything)
-    before = time.monotonic()  # the clock is one for all processes
-    said = _child("start", directory, settings, START_SECONDS)
-    said["ready"] -= before
-    said["seconds"] = {"python": said.pop("entered") - before} | said["seconds"]
-    return said | {"cold": said["read_bytes"] >= READ_SHARE * size, "dropped_all_caches": dropped}
+    before = time.monotonic()  # all processes share this clock
+    result = _child("start", directory, settings, START_SECONDS)
+    result["ready"] -= before
+    result["seconds"] = {"python": result.pop("entered") - before} | result["seconds"]
+    return result | {"cold": result["read_bytes"] >= READ_SHARE * size, "dropped_all_caches": dropped}
 
 
-def _import(directory: Path, *, noted: bool) -> dict[str, Any]:
+def _measure_import(directory: Path, *, noted: bool) -> dict[str, Any]:
     dropped = drop(directory, everything=True)
     return _child("import", directory, {"noted": noted}, IMPORT_SECONDS) | {"dropped_all_caches": dropped}
 
 
 def drop(directory: Path, everything: bool) -> bool:
-    """The checkpoint out of the page cache, or all files: the libraries too. Whether all were."""
+    """Drop the checkpoint from the page cache, or all files; return whether all files were dropped."""
     for file in _shards(directory):
         with file.open("rb") as f:
-            os.fsync(f.fileno())  # dirty pages stay
+            os.fsync(f.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if not everything:
         return False
-    with contextlib.suppress(OSError):  # only root may
+    with contextlib.suppress(OSError):  # only root may do this
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3\n", "ascii")
         return True
@@ -124,18 +127,19 @@ def _shards(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def _child(what: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs this module; what it says last, on a line of its own."""
-    command = [sys.executable, "-m", "emberline.bench.gpu.cold", what, str(directory), json.dumps(settings)]
+def _child(action: str, directory: Path, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Run an action of this module in a child process and return the JSON object on its last line."""
+    command = [sys.executable, "-m", "emberline.bench.gpu.cold", action, str(directory), json.dumps(settings)]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
     except subprocess.TimeoutExpired as e:
-        raise EmberlineError(f"{what} took longer than {seconds:.0f} s") from e
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise EmberlineError(f"{what} ended with {done.returncode} and said {done.stdout[-200:]!r}")
-    said: dict[str, Any] = json.loads(lines[-1])
-    return said
+        raise EmberlineError(f"cold start action {action} timed out after {seconds:.0f} s") from e
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    if child.returncode or not lines:
+        status, output = child.returncode, child.stdout[-200:]
+        raise EmberlineError(f"cold start action {action} failed: status={status} output={output!r}")
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
 
 
 def write(directory: Path) -> dict[str, Any]:
@@ -152,7 +156,10 @@ def pack(directory: Path) -> dict[str, Any]:
 
 
 def import_torch(noted: bool) -> dict[str, Any]:
-    """With no reader. How much of it came from the disk says what the note misses."""
+    """Import torch and return its times, without a checkpoint to read.
+
+    The bytes read from disk during the import show which files the recorded list misses.
+    """
     from emberline.engine import early
     from emberline.models.reader import Reader
 
@@ -177,31 +184,31 @@ def import_torch(noted: bool) -> dict[str, Any]:
 
 
 def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Loads and generates one token, by the path a server takes: engine/process.py."""
+    """Load the model and generate one token, in the same way as a server (engine/process.py); return the times."""
     marks = [("", time.monotonic())]
 
-    def done(phase: str) -> None:
+    def mark(phase: str) -> None:
         marks.append((phase, time.monotonic()))
 
     from emberline.engine import early
 
     reader = early.begin(directory)
     early.without_tracing()
-    done("first_files")
+    mark("first_files")
     before = usage()
     for phase, module in IMPORTS.items():
         importlib.import_module(module)
-        done(f"import_{phase}")
+        mark(f"import_{phase}")
     from emberline.engine.gpu.boot import boot_from
 
     read_by_then = reader.stats
     imported = {f"import_{name}": count - before[name] for name, count in usage().items()}
     booted = boot_from(directory, GPUConfig(**settings), reader=reader)
-    done("boot")
+    mark("boot")
     _generate(booted.engine, 1)
-    done("first_token")
+    mark("first_token")
     _generate(booted.engine, 2)
-    done("second_request")  # whose second token comes of a captured step
+    mark("second_request")  # its second token comes from a captured step
     seconds = {phase: at - before for (_, before), (phase, at) in itertools.pairwise(marks)}
     seconds |= {f"boot_{name}": spent for name, spent in booted.seconds.items()}
     early.remember()
@@ -222,20 +229,22 @@ def start(directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def _generate(engine: Engine, count: int) -> None:
     params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     engine.add(Submission(f"{count} tokens", PROMPT, params))
-    until = time.monotonic() + START_SECONDS
-    while time.monotonic() < until:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
         for output in engine.step():
             if output.error is not None:
                 raise EmberlineError(output.error)
             count -= len(output.tokens)
             if count <= 0:
                 return
-    raise EmberlineError("no token came")
+    raise EmberlineError(f"no token within {START_SECONDS:.0f} s")
 
 
 def usage() -> dict[str, int]:
-    """What this process had fetched from storage, direct or through the page cache, and how often a page it touched
-    was not there. Processes it started count once they have ended."""
+    """Return the bytes that this process read from storage, and its major page faults.
+
+    Reads count whether direct or through the page cache. Child processes count once they have ended.
+    """
     used = {"read_bytes": 0, "major_faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
     with contextlib.suppress(OSError):
         fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text("ascii").splitlines())
@@ -243,12 +252,12 @@ def usage() -> dict[str, int]:
     return used
 
 
-def main(action: str, where: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def main(action: str, directory: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if action in ("write", "pack"):
-        return write(where) if action == "write" else pack(where)
+        return write(directory) if action == "write" else pack(directory)
     if action == "import":
         return import_torch(**settings)
-    return start(where, settings)
+    return start(directory, settings)
 
 
 if __name__ == "__main__":

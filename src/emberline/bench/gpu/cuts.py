@@ -1,5 +1,8 @@
-"""Decode attention of one layer of Llama 3.1 8B with its keys cut in every way: what `worklist` chooses by, and what
-tests/unit/worklist_timings.json has. `python -m emberline.bench.gpu.cuts FILE`."""
+"""Measures decode attention of one layer of Llama 3.1 8B with every part size of `worklist`.
+
+The cost estimate in `worklist` is fitted to these timings, which tests/unit/worklist_timings.json holds. Run it by
+`python -m emberline.bench.gpu.worklist_sweep FILE`.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from emberline.bench.gpu.decode import LEAST_LAYERS, UNEVEN, Layers, bytes_read
 from emberline.bench.gpu.timing import copies_for, replay
 from emberline.kernels import worklist
 
-# lengths of rows, and how many there are
+# length of each row: numbers of rows
 BATCHES = {640: (1, 8, 16, 32, 64, 128, 256), 2000: (32, 64, 128), 4131: (1, 4, 8, 16, 32, 48, 64, 72, 96)}
 BATCHES |= {4200: (56,), 30_000: (1, 4)}
-MOST_PARTS = 2500  # of all rows
+MOST_PARTS = 2500  # parts of all rows together
 REPLAYS = 5
 
 
@@ -31,7 +34,7 @@ def cases() -> dict[str, list[int]]:
 
 
 def timings(lengths: list[int]) -> dict[int, float]:
-    """Microseconds of each chunk that makes sense: up to twice the longest row, and not too many parts."""
+    """Return the microseconds of each part size up to twice the longest row, without those of too many parts."""
     layers = Layers(lengths, torch.bfloat16, max(LEAST_LAYERS, copies_for(bytes_read(lengths, torch.bfloat16))))
     tiles = -(-np.array(lengths) // worklist.TILE)
     sizes = (size for size in worklist.SIZES if size <= 2 * tiles.max())
@@ -40,13 +43,13 @@ def timings(lengths: list[int]) -> dict[int, float]:
 
 
 def lesser(old: dict[str, float], new: dict[int, float]) -> dict[str, float]:
-    """Of each chunk in two runs: what disturbs one only adds to it."""
+    """Return the lesser time of two runs for each part size, since disturbances only add time."""
     return {str(size): min(us, old.get(str(size), us)) for size, us in new.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="what it has already stays where it is less")
+    parser.add_argument("file", type=Path, help="JSON file of timings, updated where a time is less")
     file = parser.parse_args().file
     before = json.loads(file.read_text("utf-8")) if file.exists() else {}
     lines = []

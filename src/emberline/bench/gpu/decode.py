@@ -1,5 +1,7 @@
-"""Decode attention of one layer of Llama 3.1 8B: batches at 640 keys a row, one of uneven lengths, and an fp8 cache.
-`python -m emberline.bench.gpu.decode`."""
+"""Measures decode attention of one layer of Llama 3.1 8B: batches of 640 keys per row, uneven lengths, an fp8 cache.
+
+Run it by `python -m emberline.bench.gpu.decode`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from emberline.bench.report import Report
 from emberline.kernels import worklist
 from emberline.kernels.cuda.decode import LayerCache, Scratch, Work, decode_attention, multiprocessors
 
-BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
+BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
 KEYS = 640
 BATCHES = (1, 8, 32, 64, 128, 256)
@@ -24,14 +26,14 @@ LEAST_LAYERS = 2
 
 def measure(report: Report) -> None:
     for batch in BATCHES:
-        _one(report, f"decode b={batch}", [KEYS] * batch, torch.bfloat16)
-    _one(report, "decode uneven", UNEVEN, torch.bfloat16)
-    _one(report, "decode 30000", [30_000], torch.bfloat16)
+        _measure_batch(report, f"decode b={batch}", [KEYS] * batch, torch.bfloat16)
+    _measure_batch(report, "decode uneven", UNEVEN, torch.bfloat16)
+    _measure_batch(report, "decode 30000", [30_000], torch.bfloat16)
     for batch in (1, 64, 256):
-        _one(report, f"decode fp8 b={batch}", [KEYS] * batch, torch.float8_e4m3fn)
+        _measure_batch(report, f"decode fp8 b={batch}", [KEYS] * batch, torch.float8_e4m3fn)
 
 
-def _one(report: Report, name: str, lengths: list[int], dtype: torch.dtype) -> None:
+def _measure_batch(report: Report, name: str, lengths: list[int], dtype: torch.dtype) -> None:
     size = bytes_read(lengths, dtype)
     layers = Layers(lengths, dtype, max(LEAST_LAYERS, copies_for(size)))
     ours, alone = replay(layers.calls()), replay(layers.calls(pdl=False))
@@ -48,7 +50,7 @@ def bytes_read(lengths: list[int], dtype: torch.dtype) -> int:
 
 
 class Layers:
-    """Rows of such lengths in so many layers, that the cache holds none of them."""
+    """Rows of given lengths in several layers, more than the L2 cache holds."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, layers: int) -> None:
         self.lengths, self._device, rows = np.array(lengths, np.int32), torch.device("cuda"), len(lengths)
@@ -62,32 +64,33 @@ class Layers:
         self._qkv = _random((rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM), torch.bfloat16)
         self._out = torch.empty(rows, Q_HEADS * HEAD_DIM, device=self._device, dtype=torch.bfloat16)
         context = torch.tensor(lengths, dtype=torch.int32, device=self._device) - 1
-        self._where = tables.to(self._device), context
+        self._tables_and_context = tables.to(self._device), context
 
     def calls(self, *, pdl: bool = True, chunk: int | None = None) -> list[Callable[[], Tensor]]:
-        """The attention of each. `chunk`: tiles of a part; by default as a step has it."""
+        """Return a call for each layer's attention. `part_tiles`: tiles of a part; by default chosen as in a step."""
         rows, sms = len(self.lengths), multiprocessors(self._device)
         parts = 0 if chunk is None else int((-(-self.lengths // (worklist.TILE * chunk))).sum())
         capacity = max(parts, worklist.capacity(rows, KV_HEADS, sms))
-        made = worklist.plan(self.lengths, KV_HEADS, sms, capacity, chunk=chunk)
-        work = Work(torch.from_numpy(made.data).to(self._device), rows, capacity)
+        items = worklist.plan(self.lengths, KV_HEADS, sms, capacity, chunk=chunk)
+        work = Work(torch.from_numpy(items.data).to(self._device), rows, capacity)
         scratch = Scratch(rows, capacity, Q_HEADS, KV_HEADS, HEAD_DIM, self._device)
-        heads = Q_HEADS, KV_HEADS, HEAD_DIM
+        heads, (tables, context) = (Q_HEADS, KV_HEADS, HEAD_DIM), self._tables_and_context
 
-        def call(cached: LayerCache) -> Callable[[], Tensor]:
+        def make_call(cached: LayerCache) -> Callable[[], Tensor]:
             return lambda: decode_attention(
-                self._qkv, cached, *self._where, work, HEAD_DIM**-0.5, *heads, out=self._out, scratch=scratch, pdl=pdl
-            )
+                self._qkv, cached, tables, context, work, HEAD_DIM**-0.5, *heads,
+                out=self._out, scratch=scratch, pdl=pdl,
+            )  # fmt: skip
 
-        return [call(cached) for cached in self._caches]
+        return [make_call(cached) for cached in self._caches]
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Layer by layer: the random numbers of all of them at once would not fit beside it."""
-    made = torch.empty(shape, device="cuda", dtype=dtype)
-    for part in made:
+    """Return random numbers, drawn layer by layer: float32 numbers for all layers would not fit into memory."""
+    numbers = torch.empty(shape, device="cuda", dtype=dtype)
+    for part in numbers:
         part.copy_(torch.randn(part.shape, device="cuda", dtype=torch.bfloat16).to(dtype))
-    return made
+    return numbers
 
 
 def main() -> None:

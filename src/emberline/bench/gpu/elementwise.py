@@ -1,6 +1,6 @@
-"""The small kernels of a layer, in the shape of an 8B Llama: microseconds, beside the time their bytes take.
+"""Measures the small kernels of a layer in the shape of Llama 8B, compared with the time to transfer their bytes.
 
-Few rows stay in the L2 cache from one use to the next, as they do between two kernels of a model.
+Inputs of few rows stay in the L2 cache from one use to the next, as they do between two kernels of a model.
 """
 
 from __future__ import annotations

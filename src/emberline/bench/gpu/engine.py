@@ -1,4 +1,4 @@
-"""The whole engine in this process: decode steps, prompts alone, and a crowd of conversations, beside their limits."""
+"""Measures the engine in this process: decode steps, single prompts and many conversations, with hardware limits."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from emberline.engine.gpu.boot import Booted
 
 CONFIG = ModelConfig.from_hf(LLAMA_8B)
-H200 = Ceiling({"read": 4390.0, "matmul": 758e3})  # GB/s and GFLOP/s, measured: a reduction, and 8192 cubed in bf16
-PACKED_WIDTH = 12.03 / 8  # bytes of a packed weight, as unweight-size.json has it
-VOCAB = 128_000  # prompts are drawn below it: no special tokens
+H200 = Ceiling({"read": 4390.0, "matmul": 758e3})  # GB/s of a reduction, GFLOP/s of an 8192^3 bf16 product
+PACKED_WIDTH = 12.03 / 8  # bytes per packed weight, from unweight-size.json
+VOCAB = 128_000  # prompts contain only ids below it, so no special tokens
 
 BATCHES = (1, 8, 32, 64, 128, 256)
-CONTEXT, NEW = 512, 256  # of a decode measurement, tokens in and out
+CONTEXT, NEW = 512, 256  # of a decode measurement
 PROMPTS = (2048, 8192, 30_000)
 CHAT = 1000
 NAMES = (*(f"decode_b{b}" for b in BATCHES), *(f"prefill_{p}" for p in PROMPTS), f"chat{CHAT}")
-CPU_AT = (64, 256)  # the batches whose host cost is shown: the first makes about 10,000 tokens a second
+CPU_AT = (64, 256)  # batches whose host CPU time is reported; the first makes about 10,000 tok/s
 
 ROUNDS = 2  # of a decode measurement
 PREFILLS = 3
-LIMIT = 60.0  # seconds that a job may take
+LIMIT = 60.0
 SETTINGS: dict[str, Any] = {
     "max_running": 1024,
     "max_batch_tokens": 32_768,  # a whole prompt is one step
@@ -65,14 +65,14 @@ VLLM = {
     "chat1000_out_tok_s": 11_120.0,
 }
 
-PLAIN = SamplingParams()  # besides: greedy, to the asked length
-_runs = count()  # so that ids are never used twice
+PLAIN = SamplingParams()
+_runs = count()  # numbers the runs, so that request ids are unique
 
 Clock = Callable[[], float]
 
 
 class Served(Protocol):
-    """What takes requests and hands out tokens: our engine, and peers made to look like it."""
+    """An engine under test: ours, or a peer with the same interface."""
 
     @property
     def idle(self) -> bool: ...
@@ -86,19 +86,19 @@ class Served(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """How a job went: when its tokens came, and what it cost this process."""
+    """The result of a job: when its tokens were returned, and the CPU time of this process."""
 
     timeline: Timeline
-    marks: list[tuple[float, float]]  # at the start and after each step: seconds and CPU seconds since submission
+    marks: list[tuple[float, float]]  # (seconds, CPU seconds) since submission, at the start and after each step
 
     def cpu_percent(self, begin: float, end: float) -> float:
-        """Of one core, over the steps within."""
+        """Return the CPU time as a percentage of one core, over the steps in [begin, end]."""
         within = [mark for mark in self.marks if begin <= mark[0] <= end]
         (t0, cpu0), (t1, cpu1) = within[0], within[-1]
         return 100.0 * (cpu1 - cpu0) / (t1 - t0)
 
 
-Run = Callable[[Job, float], Course]  # a job and the seconds it may take
+Run = Callable[[Job, float], Course]  # runs a job with a timeout in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +108,16 @@ class Steady:
     begin: float
     end: float
     steps: int
-    context: float  # keys that a query saw, on average
+    context: float  # average number of keys per query
 
     @staticmethod
     def of(job: Job, timeline: Timeline) -> Steady:
         begin, end = timeline.full
-        # A peer's tokens of one step have times of their own; the request that is told first has them all inside.
+        # A peer returns the tokens of one step at slightly different times. The request that is first in each step has
+        # all its tokens within the bounds.
         steps = max(sum(begin < t <= end for t in times) for times in timeline.times)
         if steps < 1:
-            raise EmberlineError("the requests never all decoded at the same time", hint="is there memory for all?")
+            raise EmberlineError("at no time did all requests decode together", hint="check the KV cache's size")
         keys = [
             len(prompt) + i
             for prompt, times in zip(job.prompts, timeline.times, strict=True)
@@ -143,7 +144,10 @@ def drive(
     cpu: Clock = time.process_time,
     how: SamplingParams = PLAIN,
 ) -> Course:
-    """All at once, then step by step to the end. All tokens of a step have the time at which it was returned."""
+    """Submit all requests at once and step the engine to the end. A token's time is when its step returned.
+
+    Raises EmberlineError if a request fails or the job takes longer than `timeout` seconds.
+    """
     run = next(_runs)
     index = {f"job{run}-{i}": i for i in range(len(job.prompts))}
     times: list[list[float]] = [[] for _ in index]
@@ -157,20 +161,21 @@ def drive(
         marks.append((now, cpu() - cpu_began))
         for output in outputs:
             if (at := index.get(output.id)) is None:
-                continue  # the end of one that was given up
+                continue  # the end of a request of an earlier, aborted run
             if output.error is not None:
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
         if now > limit:
-            _clear(served, index)
-            raise EmberlineError(f"gave up after {now:.0f} s with {sum(map(len, times))} of {sum(job.outputs)} tokens")
+            _abort_all(served, index)
+            done = f"{sum(map(len, times))} of {sum(job.outputs)} tokens"
+            raise EmberlineError(f"job timed out after {now:.0f} s with {done}")
     timeline = Timeline(times)
     timeline.check(job)
     return Course(timeline, marks)
 
 
-def _clear(served: Served, names: dict[str, int], steps: int = 100) -> None:
-    """So that what is measured next is alone."""
+def _abort_all(served: Served, names: dict[str, int], steps: int = 100) -> None:
+    """Abort the requests and wait for their end, so that they do not affect the next measurement."""
     for name in names:
         served.abort(name)
     while (served.step() or not served.idle) and (steps := steps - 1):
@@ -178,26 +183,26 @@ def _clear(served: Served, names: dict[str, int], steps: int = 100) -> None:
 
 
 def cost(settings: dict[str, Any]) -> Cost:
-    whole = Cost.of(CONFIG)
+    total = Cost.of(CONFIG)
     if settings.get("weights") in ("packed", "both"):
-        whole = replace(whole, width=PACKED_WIDTH)
+        total = replace(total, width=PACKED_WIDTH)
     if "8" in str(settings.get("kv_dtype", "")):
-        whole = replace(whole, kv_bytes=whole.kv_bytes // 2)
-    return whole
+        total = replace(total, kv_bytes=total.kv_bytes // 2)
+    return total
 
 
 def decode_limit_ms(batch: int, context: float, of: Cost) -> float:
-    """Every weight and every key and value read once, or the arithmetic if that takes longer."""
+    """Return the least time of a step: reading all weights, keys and values once, or the arithmetic if longer."""
     return 1e3 * batch / of.decode_limit(H200, batch, round(context))
 
 
 def prefill_limit_ms(tokens: int, of: Cost) -> float:
-    """The arithmetic of the linear layers and of causal attention."""
+    """Return the least time of a prompt: the arithmetic of the linear layers and of causal attention."""
     return 1e3 * tokens / of.prefill_limit(H200, tokens)
 
 
 def staircase(requests: int) -> list[tuple[int, int]]:
-    """Lengths that bring every eighth batch size, and all below 16, up once: whatever is made for one is made."""
+    """Return request lengths that reach every eighth batch size, and all below 16, so that all are warmed up."""
     wide = max(0, requests - 16)
     steps = [(16, 2 + i // 8) for i in range(wide)]
     return steps + [(16, 3 + wide // 8 + i) for i in range(requests - wide)]
@@ -205,7 +210,7 @@ def staircase(requests: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Adds the figures of one engine to a report; `who` is another's name, whose figures stand beside ours."""
+    """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
 
     report: Report
     run: Run
@@ -295,16 +300,16 @@ def boot(settings: dict[str, Any]) -> Booted:
 
 
 def wanted(name: str, only: Sequence[str]) -> bool:
-    """By its name, a pattern, or the name of one of its figures; without `only`, everything is."""
+    """Return whether `only` selects a measurement: by name, by pattern or by one of its figures. Empty: all."""
     return not only or any(fnmatch(name, pattern) or pattern.startswith(f"{name}_") for pattern in only)
 
 
 def attempt(report: Report, name: str, work: Callable[[], None]) -> None:
-    """A measurement that fails is a finding; the others still count."""
+    """Run a measurement and record a failure in the report, so that the others still run."""
     began = time.perf_counter()
     try:
         work()
     except Exception as error:
         traceback.print_exc()
         report.config.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:500]
-    print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    print(f"measurement finished: name={name} seconds={time.perf_counter() - began:.1f}", file=sys.stderr, flush=True)

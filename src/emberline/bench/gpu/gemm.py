@@ -1,6 +1,8 @@
-"""The linear layers of Llama 3.1 8B for 256 to 8,192 rows beside cuBLAS, with what follows each in a model: in a short
-burst, and for so long that the card is at its power limit.
-`python -m emberline.bench.gpu.gemm [--json | --variants]`."""
+"""Measures the linear layers of Llama 3.1 8B with their epilogues for 256 to 8,192 rows, compared with cuBLAS.
+
+Each is measured in a short burst, and under a load that lasts until the GPU is at its power limit. Run it by `python -m
+emberline.bench.gpu.gemm [--json | --variants]`.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,28 @@ from emberline.kernels.cuda.linear import Weight
 from emberline.kernels.tiles import GATED_ROWS
 from emberline.kernels.triton import activation
 
-FLOPS = 758e12  # of a dense bf16 product on an H200
+FLOPS = 758e12  # FLOP per second of a dense bf16 product on an H200, measured
 SHAPES = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 28672), "down": (14336, 4096)}  # k, n
 ADDED, GATED = ("o", "down"), "gate_up"
 ROWS = (256, 512, 1024, 2048, 4096, 8192)
-COPIES = 4  # of the weights, at least
-MANY, SECONDS, FEW_SECONDS = 2048, 0.8, 0.3  # rows from which on a load is kept up longer; for how long, and else
-REST = 0.05  # seconds before a burst
+COPIES = 4  # of each weight
+MANY, SECONDS, FEW_SECONDS = 2048, 0.8, 0.3  # from 2048 rows on, the sustained load lasts longer
+REST = 0.05  # idle time before a burst
 VARIANTS_SECONDS = 28.0
 
 Call = Callable[[], object]
 
 
 def measure(report: Report) -> None:
-    """Bursts are in microseconds, the rest in TFLOP/s."""
+    """Add the time of a burst in microseconds and the rate under sustained load in TFLOP/s to the report."""
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
         for m in ROWS:
-            ours, theirs = [_ours(name, weights, m)], [_cublas(name, weights, m)]
+            ours, theirs = [_gemm_calls(name, weights, m)], [_cublas_calls(name, weights, m)]
             flop = 2.0 * m * n * k
-            bursts = [_burst(calls) for calls in ours + theirs]
-            rates = [flop / _sustained(calls, SECONDS if m >= MANY else FEW_SECONDS) / 1e6 for calls in ours + theirs]
+            bursts = [_time_burst(calls) for calls in ours + theirs]
+            seconds = SECONDS if m >= MANY else FEW_SECONDS
+            rates = [flop / _time_sustained(calls, seconds) / 1e6 for calls in ours + theirs]
             report.add(f"{name} m={m}", bursts[0], "us", peer=bursts[1], limit=flop / FLOPS * 1e6)
             report.add(f"{name} m={m} sustained", rates[0], "TFLOP/s", peer=rates[1], limit=FLOPS / 1e12)
             burst = [flop / us / 1e6 for us in bursts]
@@ -56,7 +59,7 @@ def measure(report: Report) -> None:
 
 
 def variants() -> None:
-    """Plans around the chosen one: TFLOP/s in a burst, then sustained. Stops when the time is up."""
+    """Print the TFLOP/s of plans similar to the chosen one, in a burst and sustained, until the time is up."""
     end = time.monotonic() + VARIANTS_SECONDS
     for name, m in ((GATED, 8192), ("down", 8192), (GATED, 2048), ("qkv", 2048), ("o", 1024), (GATED, 512)):
         k, n = SHAPES[name]
@@ -64,9 +67,9 @@ def variants() -> None:
         for plan in dict.fromkeys(_plans(m, n, k)):
             if time.monotonic() > end:
                 return
-            calls = _ours(name, weights, m, plan)
-            burst, load = flop / _burst(calls) / 1e6, flop / _sustained(calls, 0.4) / 1e6
-            print(f"{name} m={m} {_text(plan)}: burst {burst:.0f}, sustained {load:.0f} TFLOP/s", flush=True)
+            calls = _gemm_calls(name, weights, m, plan)
+            burst, load = flop / _time_burst(calls) / 1e6, flop / _time_sustained(calls, 0.4) / 1e6
+            print(f"{name} m={m} {_describe(plan)}: burst {burst:.0f}, sustained {load:.0f} TFLOP/s", flush=True)
         del weights
         torch.cuda.empty_cache()
 
@@ -79,12 +82,12 @@ def _plans(m: int, n: int, k: int) -> Iterator[gemm.Plan]:
     yield from gemm.PLANS
 
 
-def _text(plan: gemm.Plan) -> str:
+def _describe(plan: gemm.Plan) -> str:
     return f"{plan.width}x{plan.ctas} band {plan.band} lag {plan.lag}"
 
 
-def _ours(name: str, weights: list[Weight], m: int, plan: gemm.Plan | None = None) -> list[Call]:
-    """Where the product is added to what is there, it grows; never by much."""
+def _gemm_calls(name: str, weights: list[Weight], m: int, plan: gemm.Plan | None = None) -> list[Call]:
+    """Return calls of our GEMM. Outputs that are added to grow with every call, but never by much."""
     x, n = _random(m, weights[0].k), weights[0].n
     gated = name == GATED
     out = _random(m, n // 2 if gated else n)
@@ -96,7 +99,7 @@ def _ours(name: str, weights: list[Weight], m: int, plan: gemm.Plan | None = Non
     return [call(weight) for weight in weights]
 
 
-def _cublas(name: str, weights: list[Weight], m: int) -> list[Call]:
+def _cublas_calls(name: str, weights: list[Weight], m: int) -> list[Call]:
     x, n = _random(m, weights[0].k), weights[0].n
     out = _random(m, n // 2 if name == GATED else n)
 
@@ -108,15 +111,15 @@ def _cublas(name: str, weights: list[Weight], m: int) -> list[Call]:
     return [call(weight.data) for weight in weights]
 
 
-def _burst(calls: list[Call]) -> float:
-    """Microseconds of a call, on a card that has rested."""
+def _time_burst(calls: list[Call]) -> float:
+    """Return the microseconds of a call after the GPU was idle."""
     torch.cuda.synchronize()
     time.sleep(REST)
     return replay(calls, replays=3)
 
 
-def _sustained(calls: list[Call], seconds: float) -> float:
-    """Microseconds of a call in the second half of so many seconds of nothing else."""
+def _time_sustained(calls: list[Call], seconds: float) -> float:
+    """Return the microseconds of a call in the second half of so many seconds of continuous load."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -124,7 +127,7 @@ def _sustained(calls: list[Call], seconds: float) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for call in calls:
                 call()
-        half = _rounds(graph, seconds / 2)
+        half = _count_replays(graph, seconds / 2)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for replays, mark in ((half, begin), (half, end)):
             for _ in range(replays):
@@ -135,8 +138,8 @@ def _sustained(calls: list[Call], seconds: float) -> float:
     return float(begin.elapsed_time(end)) * 1e3 / (half * len(calls))
 
 
-def _rounds(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
-    """How often a graph runs in so many seconds, from a few of its replays."""
+def _count_replays(graph: torch.cuda.CUDAGraph, seconds: float) -> int:
+    """Return how often a graph runs in so many seconds, estimated from a few replays."""
     graph.replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -157,8 +160,8 @@ def _random(rows: int, columns: int) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="only the report's last line, for machines")
-    parser.add_argument("--variants", action="store_true", help="plans beside the chosen ones")
+    parser.add_argument("--json", action="store_true", help="print only the report as one line of JSON")
+    parser.add_argument("--variants", action="store_true", help="measure plans similar to the chosen ones")
     args = parser.parse_args()
     torch.manual_seed(0)
     if args.variants:

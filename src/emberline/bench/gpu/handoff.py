@@ -1,6 +1,8 @@
-"""Blocks of one process's cache in another's, on one GPU: by way of main memory and straight across, in GB/s beside
-plain copies; and a prompt computed there and continued here: what the move costs, and how much of it hides behind the
-prompt."""
+"""Measures KV transfer between two processes on one GPU, over TCP and by CUDA IPC.
+
+Blocks alone are measured in GB/s, compared with plain copies. Then one process computes a prompt and the other
+continues it: the benchmark shows what the handoff costs, and how much of the transfer overlaps with the prefill.
+"""
 
 from __future__ import annotations
 
@@ -43,45 +45,45 @@ from emberline.kv.transfer.tcp import TcpTransport
 from emberline.kv.transfer.ticket import Ticket
 
 WAYS = ("tcp", "cuda")
-BLOCKS, STREWN = 64, 3  # moved at a time; of so many times as many
+BLOCKS, STREWN = 64, 3  # blocks of a transfer, scattered over a cache of three times as many
 STREAMS = (2, 4, 8)
 ROUNDS = 5
 PROMPT, CHUNK = 8192, 2048
 KV_MEMORY = 8 << 30
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0
 
 
 def measure(report: Report, rounds: int = 0) -> None:
-    _pieces(report, rounds or ROUNDS)
-    _requests(report, rounds or ROUNDS)
+    _measure_blocks(report, rounds or ROUNDS)
+    _measure_requests(report, rounds or ROUNDS)
 
 
 # -- blocks alone ------------------------------------------------------------------------------------------------------
 
 
-def _pieces(report: Report, rounds: int) -> None:
-    """Connections are so many as the name says; four are the default."""
+def _measure_blocks(report: Report, rounds: int) -> None:
+    """Add the rates of block transfers. A name ends with the number of connections; four are the default."""
     crc = crc_of(find_library())
-    with _beside(_publish) as pipe:
+    with _other_process(_publish_blocks) as pipe:
         region = _region()
         size = BLOCKS * region.layout.block_bytes
-        limits = _plain(region, rounds)
-        _add_slots(report, region, limits["tcp"], rounds)
+        limits = _measure_copies(region, rounds)
+        _measure_staging(report, region, limits["tcp"], rounds)
         for streams in STREAMS:
             peer = raw_sockets(report, size, rounds, streams)
             way = TcpTransport(region.layout, Habits(streams, crc=crc))
-            rates = _rates(pipe, region, way, rounds)
+            rates = _measure_transport(pipe, region, way, rounds)
             report.add(f"handoff_tcp_{streams}", rates, "GB/s", peer=peer, limit=limits["tcp"])
-        rates = _rates(pipe, region, ipc.IpcTransport(region), rounds)
+        rates = _measure_transport(pipe, region, ipc.IpcTransport(region), rounds)
         report.add("handoff_cuda", rates, "GB/s", limit=limits["cuda"])
-        report.config["moved"] = f"{BLOCKS} blocks of {region.layout.block_bytes} bytes, strewn about"
+        report.config["moved"] = f"{BLOCKS} blocks of {region.layout.block_bytes} bytes, at random places"
 
 
-def _rates(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) -> list[float]:
-    receiver, into, found = Receiver(region, [way]), _strewn(1), []
+def _measure_transport(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) -> list[float]:
+    receiver, into, found = Receiver(region, [way]), _random_blocks(1), []
     for _ in range(rounds + 1):
         pipe.send("publish")
-        ticket = Ticket.parsed(_told(pipe))
+        ticket = Ticket.parsed(_receive(pipe))
         began = time.perf_counter()
         progress = receiver.pull(ticket, into, time.monotonic() + PATIENCE)
         found.append(progress.bytes / 1e9 / (time.perf_counter() - began))
@@ -90,9 +92,9 @@ def _rates(pipe: Connection, region: DeviceRegion, way: Transport, rounds: int) 
     return found[1:]  # the first one connects
 
 
-def _add_slots(report: Report, region: DeviceRegion, limit: float, rounds: int) -> None:
-    """Between the cache and main memory, with one thread: what a connection does besides speaking."""
-    layout, blocks = region.layout, np.asarray(_strewn(1), np.int64)
+def _measure_staging(report: Report, region: DeviceRegion, limit: float, rounds: int) -> None:
+    """Add the rates of copies between the cache and main memory with one thread, which every connection makes."""
+    layout, blocks = region.layout, np.asarray(_random_blocks(1), np.int64)
     pieces = list(cut(range(layout.layers), range(BLOCKS), layout, PIECE))
     room = memoryview(bytearray(max(piece.size(layout) for piece in pieces)))
     for name, move in (("gather", region.gather), ("scatter", region.scatter)):
@@ -108,11 +110,11 @@ def _add_slots(report: Report, region: DeviceRegion, limit: float, rounds: int) 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
-def _requests(report: Report, rounds: int) -> None:
-    with _beside(_prefill) as pipe:
+def _measure_requests(report: Report, rounds: int) -> None:
+    with _other_process(_compute_prompts) as pipe:
         engine = _engine("here")
         for way in WAYS:
-            moves = [_move(engine, pipe, way, i) for i in range(rounds + 1)][1:]  # the first one connects
+            moves = [_hand_off(engine, pipe, way, i) for i in range(rounds + 1)][1:]  # the first one connects
             alone = min(move.alone for move in moves)
             for name in ("ticket", "pulling", "computed", "landed", "first", "second"):
                 values = [getattr(move, name) for move in moves]
@@ -128,39 +130,43 @@ def _requests(report: Report, rounds: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A prompt that was computed there and continued here. Milliseconds since it was sent."""
+    """Times of a prompt that the other process computes and this one continues, in ms since it was sent."""
 
-    alone: float  # its first token, if it is computed here
-    moving: float  # in which blocks came
-    hidden: float  # percent of these, while the other still computed
-    ticket: float  # told of
-    pulling: float  # begun
-    computed: float  # all of it, there
-    landed: float  # all of it, here
-    first: float  # token
-    second: float
+    alone: float  # first token, if this process computes the prompt itself
+    moving: float  # duration of the copies
+    hidden: float  # percent of that during which the other process still computed
+    ticket: float  # ticket received
+    pulling: float  # transfer started
+    computed: float  # prompt computed by the other process
+    landed: float  # last block received
+    first: float  # first token
+    second: float  # second token
 
 
-def _move(engine: Engine, pipe: Connection, way: str, number: int) -> Move:
+def _hand_off(engine: Engine, pipe: Connection, way: str, number: int) -> Move:
     rng = random.Random(f"{way} {number}")
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     one = Submission(f"{way}{number}", [rng.randrange(VOCAB) for _ in range(PROMPT)], params, timeout=PATIENCE)
-    here = _run(engine, replace(one, id=f"{one.id}-alone", salt="alone"))
+    here = _run_request(engine, replace(one, id=f"{one.id}-alone", salt="alone"))
     before, sent = engine.stats().transfer, time.monotonic()
     pipe.send(one)
-    ticket = Ticket.parsed(_told(pipe))
-    told = time.monotonic()
-    by = replace(ticket, peer=replace(ticket.peer, endpoints={way: ticket.peer.endpoints[way]}))
-    timing, computed, after = _run(engine, replace(one, source=by.as_dict())), _told(pipe), engine.stats().transfer
+    ticket = Ticket.parsed(_receive(pipe))
+    received = time.monotonic()
+    by_transport = replace(ticket, peer=replace(ticket.peer, endpoints={way: ticket.peer.endpoints[way]}))
+    timing, computed, after = (
+        _run_request(engine, replace(one, source=by_transport.as_dict())),
+        _receive(pipe),
+        engine.stats().transfer,
+    )
     if before is None or after is None or after.pull_failures or timing.pulled is None:
-        raise EmberlineError(f"blocks could not be pulled: {after}")
-    marks = told, timing.pulled.began, computed, timing.pulled.ended, timing.first_token, timing.finished
+        raise EmberlineError(f"KV transfer failed: stats={after}")
+    marks = received, timing.pulled.began, computed, timing.pulled.ended, timing.first_token, timing.finished
     moving = after.copy_seconds - before.copy_seconds
     hidden = 100.0 * (after.hidden_seconds - before.hidden_seconds) / moving
     return Move(1e3 * (here.ttft or 0.0), 1e3 * moving, hidden, *(1e3 * ((mark or 0.0) - sent) for mark in marks))
 
 
-def _run(engine: Engine, submission: Submission) -> Timing:
+def _run_request(engine: Engine, submission: Submission) -> Timing:
     engine.add(submission)
     timing: Timing | None = None
     while not engine.idle:
@@ -172,13 +178,13 @@ def _run(engine: Engine, submission: Submission) -> Timing:
     return timing
 
 
-def _plain(region: DeviceRegion, rounds: int) -> dict[str, float]:
-    """The best GB/s of copying the same bytes: to main memory and back, and on the device."""
+def _measure_copies(region: DeviceRegion, rounds: int) -> dict[str, float]:
+    """Return the best GB/s of copying the same bytes to main memory and back, and within the device."""
     size = BLOCKS * region.layout.block_bytes
     device = torch.empty(size, dtype=torch.uint8, device=region.device)
     other, host = torch.empty_like(device), torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def best(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
+    def best_rate(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
         found = []
         for _ in range(rounds + 1):
             torch.cuda.synchronize()
@@ -189,24 +195,24 @@ def _plain(region: DeviceRegion, rounds: int) -> dict[str, float]:
             found.append(size / 1e9 / (time.perf_counter() - began))
         return max(found)
 
-    return {"tcp": best((host, device), (device, host)), "cuda": best((other, device))}
+    return {"tcp": best_rate((host, device), (device, host)), "cuda": best_rate((other, device))}
 
 
 # -- the other process -------------------------------------------------------------------------------------------------
 
 
-def _publish(pipe: Connection) -> None:
-    """The same blocks again and again."""
+def _publish_blocks(pipe: Connection) -> None:
+    """Publish the same blocks on each request of the parent, in the other process."""
     dock = _dock("there", _region())
     pipe.send("ready")
     while pipe.recv() is not None:
         dock.sender.collect()
-        pipe.send(dock.sender.publish(_strewn(2), PATIENCE).as_dict())
+        pipe.send(dock.sender.publish(_random_blocks(2), PATIENCE).as_dict())
     dock.close()
 
 
-def _prefill(pipe: Connection) -> None:
-    """A prompt's first ticket, and when its first token was known."""
+def _compute_prompts(pipe: Connection) -> None:
+    """Compute prompts in the other process; send each one's first ticket, and the time of its first token."""
     engine = _engine("there")
     pipe.send("ready")
     while True:
@@ -215,28 +221,28 @@ def _prefill(pipe: Connection) -> None:
         submission = pipe.recv()
         if submission is None:
             break
-        told = False
+        has_ticket = False
         engine.add(replace(submission, publish=True))
         while not engine.idle:
             for output in engine.step():
-                if output.ticket is not None and not told:
+                if output.ticket is not None and not has_ticket:
                     pipe.send(output.ticket)
-                    told = True
+                    has_ticket = True
                 if output.finish is not None:
                     pipe.send(time.monotonic())
     engine.close()
 
 
 @contextmanager
-def _beside(work: Callable[[Connection], None]) -> Iterator[Connection]:
-    """Another process that does this work, until we are done."""
+def _other_process(work: Callable[[Connection], None]) -> Iterator[Connection]:
+    """Run `work` in another process until the block ends, and yield the connection to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs,), daemon=True)
     process.start()
-    theirs.close()  # so that we hear of its end
+    theirs.close()  # so that the end of the process closes the pipe
     try:
-        _told(ours)
+        _receive(ours)
         yield ours
         ours.send(None)
         process.join(PATIENCE)
@@ -244,9 +250,9 @@ def _beside(work: Callable[[Connection], None]) -> Iterator[Connection]:
         process.kill()
 
 
-def _told(pipe: Connection) -> Any:
+def _receive(pipe: Connection) -> Any:
     if not pipe.poll(2 * PATIENCE):
-        raise EmberlineError("the other process says nothing")
+        raise EmberlineError(f"the other process sent nothing for {2 * PATIENCE:.0f} s")
     return pipe.recv()
 
 
@@ -270,5 +276,5 @@ def _dock(name: str, region: DeviceRegion) -> Dock:
     return Dock.opened(TransferConfig(name), region, ipc.near(region), ways)
 
 
-def _strewn(seed: int) -> list[int]:
+def _random_blocks(seed: int) -> list[int]:
     return random.Random(seed).sample(range(STREWN * BLOCKS), BLOCKS)

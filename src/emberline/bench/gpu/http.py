@@ -1,7 +1,8 @@
-"""`python -m emberline.bench.gpu.http DIR`: a served model on a GPU as its clients see it, from the first request on.
+"""`python -m emberline.bench.gpu.http DIR`: measures a model served on a GPU over HTTP, from the first request on.
 
-For each concurrency a server is started anew; its first pass is the cold one, its third the warm one, with other
-prompts. With `--peers vllm` the same passes run against vLLM's server in the same run, started once."""
+A new server is started for each concurrency. Its first pass is the cold one, and its third the warm one, with other
+prompts. With `--peers vllm` the same passes run against vLLM's server in the same run, started once.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ NAME = "model"
 
 @contextmanager
 def running_server(command: list[str], port: int, log: Path, packages: Path | None = None) -> Iterator[float]:
-    """Run a server until the block ends and yield the seconds from its start until it lists its model.
+    """Run a server until the block ends, and yield the seconds from its start until it lists its model.
 
-    `packages`: a directory whose packages it finds before all others."""
+    `packages`: a directory from which it imports packages first. Raises EmberlineError if it does not become ready.
+    """
     environment = os.environ if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
     began = time.perf_counter()
     with log.open("w") as output:
@@ -45,7 +47,7 @@ def running_server(command: list[str], port: int, log: Path, packages: Path | No
     try:
         while not _lists_models(port):
             if process.poll() is not None or time.perf_counter() - began > READY_TIMEOUT_S:
-                raise EmberlineError(f"the server did not get ready: {log.read_text()[-1500:]}")
+                raise EmberlineError(f"the server did not become ready, its log ends with: {log.read_text()[-1500:]}")
             time.sleep(0.01)
         yield time.perf_counter() - began
     finally:
@@ -91,7 +93,7 @@ class Measurement:
         print(f"  {name}{self._suffix} {value:,.4g} {unit}", file=sys.stderr, flush=True)
 
     def fresh_starts(self, make: Callable[[int], list[str]], logs: Path, only: list[int]) -> None:
-        """Start the server anew for each concurrency, so that each has a first pass after a start."""
+        """Start a new server for each concurrency, so that each has a first pass after a start."""
         for streams in only:
             port = free_port()
             with running_server(make(port), port, logs / f"{streams}{self._suffix.replace('/', '-')}.log") as ready:
@@ -99,7 +101,7 @@ class Measurement:
                 self.measure_at(port, streams)
 
     def one_start(self, make: Callable[[int], list[str]], logs: Path, only: list[int], packages: Path | None) -> None:
-        """Start a server once, for one that takes long to start: only its first pass of all is a cold one."""
+        """Start one server for all concurrencies, since it takes long to start; only its first pass is cold."""
         port = free_port()
         log = logs / f"all{self._suffix.replace('/', '-')}.log"
         with running_server(make(port), port, log, packages) as ready:
@@ -114,7 +116,7 @@ class Measurement:
             self.cold_and_warm(port, streams)
 
     def cold_and_warm(self, port: int, streams: int) -> None:
-        passes = [self._pass(port, streams, seed) for seed in range(3)]
+        passes = [self._run_pass(port, streams, seed) for seed in range(3)]
         cold, warm = passes[0], passes[-1]
         for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
             self.add(f"http_cold_ttft_{name}_{streams}", percentile(cold.first, share) * 1e3, "ms")
@@ -126,11 +128,11 @@ class Measurement:
 
     def busy(self, port: int) -> None:
         pids = processes.family(pid) if (pid := processes.listener(port)) is not None else {}
-        first = self._pass(port, BUSY_STREAMS, 0)
+        first = self._run_pass(port, BUSY_STREAMS, 0)
         self.add(f"http_cold_tok_s_{BUSY_STREAMS}", first.tokens_per_second, "tok/s")
-        before = {name: processes.usage(each) for name, each in pids.items()}
-        warm = self._pass(port, BUSY_STREAMS, 1)
-        after = {name: processes.usage(each) for name, each in pids.items()}
+        before = {name: processes.usage(pid) for name, pid in pids.items()}
+        warm = self._run_pass(port, BUSY_STREAMS, 1)
+        after = {name: processes.usage(pid) for name, pid in pids.items()}
         gaps, tokens = warm.gaps, sum(s.tokens for s in warm.streams)
         self.add(f"http_tok_s_{BUSY_STREAMS}", warm.tokens_per_second, "tok/s")
         self.add(f"http_ttft_p90_{BUSY_STREAMS}", percentile(warm.first, 0.9) * 1e3, "ms")
@@ -139,29 +141,29 @@ class Measurement:
         ratio = percentile(gaps, 0.9) / max(percentile(gaps, 0.5), 1e-6)
         self.add(f"http_itl_p90_over_p50_{BUSY_STREAMS}", ratio, "x")
         self.add(f"http_tokens_per_event_{BUSY_STREAMS}", tokens / (len(gaps) + len(warm.first)), "tokens")
-        for name, was in before.items():
-            now = after[name]
-            if was is not None and now is not None:
-                self.add(f"http_cpu_{name}_{BUSY_STREAMS}", (now.cpu - was.cpu) / tokens * 1e6, "us/token")
+        for name, start in before.items():
+            end = after[name]
+            if start is not None and end is not None:
+                self.add(f"http_cpu_{name}_{BUSY_STREAMS}", (end.cpu - start.cpu) / tokens * 1e6, "us/token")
 
-    def _pass(self, port: int, streams: int, seed: int) -> Pass:
-        done = self._clients.run(f"http://127.0.0.1:{port}", NAME, streams, ROUNDS, MAX_TOKENS, seed)
-        if done.errors:
-            raise EmberlineError(f"{len(done.errors)} of {len(done.streams)} streams failed: {done.errors[0]}")
-        return done
+    def _run_pass(self, port: int, streams: int, seed: int) -> Pass:
+        result = self._clients.run(f"http://127.0.0.1:{port}", NAME, streams, ROUNDS, MAX_TOKENS, seed)
+        if result.errors:
+            raise EmberlineError(f"{len(result.errors)} of {len(result.streams)} streams failed: {result.errors[0]}")
+        return result
 
 
 def measure(
     report: Report,
     model: str,
-    who: str,
+    server: str,
     clients: ClientProcesses,
     logs: Path,
     only: list[int],
     packages: Path | None = None,
 ) -> None:
-    measurement = Measurement(report, clients, "" if who == "emberline" else f"/{who}")
-    if who == "emberline":
+    measurement = Measurement(report, clients, "" if server == "emberline" else f"/{server}")
+    if server == "emberline":
         measurement.fresh_starts(partial(emberline_command, model), logs, only)
     else:
         measurement.one_start(partial(vllm_command, model), logs, only, packages)
@@ -173,10 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.http", description=__doc__)
     reports.add_arguments(parser)
     parser.add_argument("model", help="a checkpoint directory")
-    parser.add_argument("--peers", default="", help="vllm: measured too, where it is installed")
-    parser.add_argument("--peer-packages", type=Path, metavar="DIR", help="where the peer's packages lie, if not here")
-    parser.add_argument("--streams", default="1,16,64,256", help="concurrent streams to measure")
-    parser.add_argument("--logs", type=Path, help="keep the servers' logs here")
+    parser.add_argument("--peers", default="", help="other servers to measure: vllm, which must be installed")
+    packages_help = "directory with the peer's Python packages, if it is not installed here"
+    parser.add_argument("--peer-packages", type=Path, metavar="DIR", help=packages_help)
+    parser.add_argument("--streams", default="1,16,64,256", help="concurrencies to measure, separated by commas")
+    parser.add_argument("--logs", type=Path, help="directory in which to keep the servers' logs")
     args = parser.parse_args()
     only = [int(streams) for streams in args.streams.split(",")]
     settings = "default, also of the embedder: without a network its download fails and is part of http_ready_s"
@@ -185,10 +188,10 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         logs = args.logs or Path(directory)
         measure(report, args.model, "emberline", clients, logs, only)
-        for who in filter(None, args.peers.split(",")):
-            if args.peer_packages is None and importlib.util.find_spec(who) is None:
-                raise SystemExit(f"{who} is not installed (hint: name its packages with --peer-packages)")
-            measure(report, args.model, who, clients, logs, only, args.peer_packages)
+        for peer in filter(None, args.peers.split(",")):
+            if args.peer_packages is None and importlib.util.find_spec(peer) is None:
+                raise SystemExit(f"{peer} is not installed (hint: name its packages with --peer-packages)")
+            measure(report, args.model, peer, clients, logs, only, args.peer_packages)
     clients.close()
     report.emit(args.json, args.commit)
 

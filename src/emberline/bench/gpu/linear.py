@@ -1,6 +1,8 @@
-"""The linear layers of Llama 3.1 8B for up to 128 rows beside cuBLAS, with plain and with packed weights: each shape
-alone, all of them in one graph, and sweeps over plans.
-`python -m emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`."""
+"""Measures the linear layers of Llama 3.1 8B for up to 128 rows, with plain and packed weights, compared with cuBLAS.
+
+It measures each shape alone and all of them in one CUDA graph, or sweeps over plans. Run it by `python -m
+emberline.bench.gpu.linear [--sweep | --sweep-wide | --sweep-packed]`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from emberline.kernels.cuda.linear import FILE, SHARED_LIMIT, SMS, WARPS, Plan, 
 from emberline.kernels.cuda.linear import supports as is_skinny
 from emberline.kernels.cuda.uw12 import Packed, pack, unpack
 
-BYTES_PER_US = 4.39e6  # what a plain read reaches on an H200
+BYTES_PER_US = 4.39e6  # read bandwidth of an H200, measured by a plain reduction
 SHAPES = {  # k, n
     "qkv": (4096, 6144),
     "o": (4096, 4096),
@@ -31,9 +33,9 @@ SHAPES = {  # k, n
     "lm_head": (4096, 128256),
 }
 ROWS = (1, 8, 16, 32, 64, 128)
-DISTINCT, LAYERS = 8, 32  # eight layers' weights are several times any cache
+DISTINCT, LAYERS = 8, 32  # the weights of eight layers are several times the size of any cache
 SWEEP_SECONDS, WIDE_SECONDS, PACKED_SECONDS = 80.0, 40.0, 40.0
-HALF = SHARED_LIMIT // 2  # of shared memory: room for the next kernel's CTA beside this one
+HALF = SHARED_LIMIT // 2  # leaves room for the next kernel's CTA on the same SM
 
 Source = Weight | Packed
 
@@ -41,17 +43,17 @@ Source = Weight | Packed
 def measure(report: Report) -> None:
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
-        made = _packed(weights)
+        made = _packed_copies(weights)
         for m in ROWS:
-            _shape(report, f"{name} m={m}", weights, made, m)
-        _packing(report, name, weights[0], made[0])
+            _measure_shape(report, f"{name} m={m}", weights, made, m)
+        _measure_packing(report, name, weights[0], made[0])
         del weights, made
         torch.cuda.empty_cache()
-    _chain(report)
+    _measure_chain(report)
 
 
 def sweep(seconds: float = SWEEP_SECONDS) -> None:
-    """The best plans for each shape, with the rule's own; stops when the time is up."""
+    """Print the fastest plans of each shape and the chosen plan, until the time is up."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
@@ -60,23 +62,26 @@ def sweep(seconds: float = SWEEP_SECONDS) -> None:
                 continue
             rule = choose(m, n, k)
             plans = dict.fromkeys(_plans(m, n, k))
-            tried = {plan: _ours(weights, m, plan=plan, replays=3) for plan in plans}
+            tried = {plan: _time_own(weights, m, plan=plan, replays=3) for plan in plans}
             best = sorted(tried, key=lambda plan: tried[plan])
-            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {tried[rule]:.2f} {_text(rule)}")
+            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
             for warps in (WARPS, 2 * WARPS):
                 these = [plan for plan in best if plan.warps == warps][:4]
-                print("    " + "  ".join(f"{tried[plan]:.2f} {_text(plan)}" for plan in these), flush=True)
+                print("    " + "  ".join(f"{tried[plan]:.2f} {_describe(plan)}" for plan in these), flush=True)
         del weights
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
 
 
 def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
-    """The best plans for packed weights: tile, depth of the ring, sets of partial sums, and how many CTAs a
-    multiprocessor has room for. Only with the usual number of warps: it is part of what a result is."""
+    """Print the fastest plans for packed weights, until the time is up.
+
+    Plans vary in tile, pipeline stages, sets of partial sums and CTAs per SM. The number of warps is fixed, because it
+    determines the result's last bits.
+    """
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
-        made = _packed(_weights(n, k))
+        made = _packed_copies(_weights(n, k))
         torch.cuda.empty_cache()
         for m in (m for m in ROWS if is_skinny(m, n, k)):
             rule = choose(m, n, k, stride=made[0].stride)
@@ -85,10 +90,10 @@ def sweep_packed(seconds: float = PACKED_SECONDS) -> None:
             tried: dict[Plan, float] = {}
             for plan in plans:
                 if time.monotonic() < end or plan == rule:
-                    tried[plan] = _ours(made, m, plan=plan, replays=3)
+                    tried[plan] = _time_own(made, m, plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            print(f"{name} m={m}: limit {_limit(m, n, k, made[0]):.2f}, rule {tried[rule]:.2f} {_text(rule)}")
-            print("    " + "  ".join(f"{tried[plan]:.2f} {_text(plan)}" for plan in best), flush=True)
+            print(f"{name} m={m}: limit {_limit_us(m, n, k, made[0]):.2f}, rule {tried[rule]:.2f} {_describe(rule)}")
+            print("    " + "  ".join(f"{tried[plan]:.2f} {_describe(plan)}" for plan in best), flush=True)
         del made
         torch.cuda.empty_cache()
     print(f"sweep: {seconds - end + time.monotonic():.0f} s", flush=True)
@@ -99,18 +104,18 @@ def _packed_plans(rule: Plan, n: int, k: int) -> Iterator[Plan]:
         deep = planned(n, k, blocks, rule.tiles, ctas=ctas, shared=shared, stride=rule.stride)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
-        near = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
-        yield from (plan for plan in near if plan.stages > 1 and plan.shared <= shared)
+        similar = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
+        yield from (plan for plan in similar if plan.stages > 1 and plan.shared <= shared)
 
 
 def _compile(variants: set[str]) -> None:
-    """Side by side, before any of them is needed."""
+    """Compile the variants in parallel, before they are needed."""
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(lambda variant: nvrtc.compiled(FILE, [variant]), variants))
 
 
 def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
-    """The best plans for more rows: tile, split of k, depth of the ring and, without a split, the grid."""
+    """Print the fastest plans of `cuda.wide`: tile, split of k, pipeline stages and, without a split, the grid."""
     end = time.monotonic() + seconds
     for name, (k, n) in SHAPES.items():
         weights = _weights(n, k)
@@ -121,11 +126,11 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
             tried: dict[wide.Plan, float] = {}
             for plan in dict.fromkeys([rule, *_wide_plans(rule, n, k)]):
                 if time.monotonic() < end:
-                    tried[plan] = _ours(weights, m, wide_plan=plan, replays=3)
+                    tried[plan] = _time_own(weights, m, wide_plan=plan, replays=3)
             best = sorted(tried, key=lambda plan: tried[plan])[:8]
-            texts = [f"{tried[plan]:.2f} {_wide_text(plan)}" for plan in best]
+            texts = [f"{tried[plan]:.2f} {_describe_wide(plan)}" for plan in best]
             taken = f"{tried[rule]:.2f}" if rule in tried else "no time"
-            print(f"{name} m={m}: limit {_limit(m, n, k):.2f}, rule {taken} {_wide_text(rule)}")
+            print(f"{name} m={m}: limit {_limit_us(m, n, k):.2f}, rule {taken} {_describe_wide(rule)}")
             print("    " + "  ".join(texts), flush=True)
         del weights
         torch.cuda.empty_cache()
@@ -133,39 +138,39 @@ def sweep_wide(seconds: float = WIDE_SECONDS) -> None:
 
 
 def _wide_plans(rule: wide.Plan, n: int, k: int) -> Iterator[wide.Plan]:
-    """The likely ones first: there may not be the time for all."""
+    """Yield plans to measure, the best estimates first, since the time may not suffice for all."""
     tiles = product(wide.GROUPS, wide.CLUSTERS)
     deep = [wide.planned(rule.columns, n, k, wide.Row(groups, split)) for groups, split in tiles]
     deep = sorted((p for p in deep if p.grid <= SMS), key=lambda plan: wide.estimate(plan, n, k))[:9]
     yield from deep
     for plan in deep[:5]:
-        half = (SHARED_LIMIT // 2 - 1024) // (plan.slot + 16)  # room for the next kernel's CTA beside this one
+        half = (SHARED_LIMIT // 2 - 1024) // (plan.slot + 16)  # leaves room for the next kernel's CTA on the SM
         yield from (replace(plan, stages=stages) for stages in (plan.stages - 1, half) if 1 < stages < plan.stages)
         if plan.split == 1:
             yield wide.planned(rule.columns, n, k, wide.Row(plan.groups), ctas=112)
 
 
-def _wide_text(plan: wide.Plan) -> str:
+def _describe_wide(plan: wide.Plan) -> str:
     return f"G{plan.groups} K{plan.split} S{plan.stages} C{plan.grid}"
 
 
-def _shape(report: Report, name: str, weights: list[Weight], made: list[Packed], m: int) -> None:
+def _measure_shape(report: Report, name: str, weights: list[Weight], made: list[Packed], m: int) -> None:
     n, k = weights[0].n, weights[0].k
     x = _random(m, k)
-    cublas = replay([_bound(F.linear, x, weight.data) for weight in weights])
-    ours, alone = _ours(weights, m), _ours(weights, m, pdl=False)
-    report.add(name, ours, "us", peer=cublas, limit=_limit(m, n, k))
-    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit(m, n, k))
+    cublas = replay([_bind(F.linear, x, weight.data) for weight in weights])
+    ours, alone = _time_own(weights, m), _time_own(weights, m, pdl=False)
+    report.add(name, ours, "us", peer=cublas, limit=_limit_us(m, n, k))
+    report.add(f"{name} without pdl", alone, "us", peer=cublas, limit=_limit_us(m, n, k))
     print(f"{name}: {ours:.2f} us, without pdl {alone:.2f}, cublas {cublas:.2f}", flush=True)
-    limit = _limit(m, n, k, made[0])
-    ours, alone = _ours(made, m), _ours(made, m, pdl=False)
+    limit = _limit_us(m, n, k, made[0])
+    ours, alone = _time_own(made, m), _time_own(made, m, pdl=False)
     report.add(f"{name} packed", ours, "us", peer=cublas, limit=limit)
     report.add(f"{name} packed without pdl", alone, "us", peer=cublas, limit=limit)
     print(f"{name} packed: {ours:.2f} us, without pdl {alone:.2f}, limit {limit:.2f}", flush=True)
 
 
-def _packing(report: Report, name: str, weight: Weight, made: Packed) -> None:
-    """How fast a weight is packed, once, and unpacked, before a large batch."""
+def _measure_packing(report: Report, name: str, weight: Weight, made: Packed) -> None:
+    """Measure how fast a weight is packed (once at load time) and unpacked (before a large batch)."""
     out = torch.empty_like(weight.data)
     limit = (made.nbytes + weight.data.nbytes) / BYTES_PER_US
     unpacking = replay([lambda: unpack(made, out)])
@@ -180,7 +185,7 @@ def _packing(report: Report, name: str, weight: Weight, made: Packed) -> None:
     print(f"{name}: unpack {unpacking:.2f} us (limit {limit:.2f}), pack {rate:.0f} GB/s, {bits:.3f} bit", flush=True)
 
 
-def _ours(
+def _time_own(
     weights: Sequence[Source],
     m: int,
     *,
@@ -202,13 +207,12 @@ def _ours(
 
 
 def _product(weight: Source, m: int) -> Callable[..., Tensor]:
-    """As a model chooses it."""
+    """Return the product that a model would use."""
     return wide.linear if wide.supports(m, weight.n, weight.k, packed=isinstance(weight, Packed)) else linear
 
 
 def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
-    """The rule's, and those around it: tile, warps, one or two CTAs on a multiprocessor, sets of partial sums, depth of
-    the ring."""
+    """Yield the chosen plan and similar ones: tile, warps, one or two CTAs per SM, sets of partial sums, stages."""
     rule = choose(m, n, k)
     yield rule
     for blocks, warps, both in product((1, 2, 3, 4), (WARPS, 2 * WARPS), (False, True)):
@@ -216,16 +220,16 @@ def _plans(m: int, n: int, k: int) -> Iterator[Plan]:
         deep = planned(n, k, blocks, rule.tiles, warps=warps, ctas=ctas, shared=shared)
         sets = {deep.buffers, 0} if deep.buffers else {0}
         depths = (deep.stages + 1, deep.stages, deep.stages - 1)
-        near = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
-        yield from (plan for plan in near if plan.stages > 1 and plan.shared <= shared)
+        similar = [replace(deep, stages=stages, buffers=buffers) for stages, buffers in product(depths, sets)]
+        yield from (plan for plan in similar if plan.stages > 1 and plan.shared <= shared)
 
 
-def _text(plan: Plan) -> str:
+def _describe(plan: Plan) -> str:
     return f"R{plan.blocks} W{plan.warps} S{plan.stages} B{plan.buffers} G{plan.grid}"
 
 
-def _chain(report: Report) -> None:
-    """All linears of one step in one graph: without what stands between them in a model."""
+def _measure_chain(report: Report) -> None:
+    """Measure all linear layers of one step in one CUDA graph, without the other kernels of a model."""
     torch.manual_seed(0)
     names = ("qkv", "o", "gate_up", "down")
     layers = [[Weight(_weight(SHAPES[name][1], SHAPES[name][0])) for name in names] for _ in range(DISTINCT)]
@@ -248,7 +252,7 @@ def _chain(report: Report) -> None:
 
 
 def _our_chain(layers: Sequence[Sequence[Source]], head: Source, m: int, *, pdl: bool) -> Callable[[], None]:
-    """With the epilogues that a model uses. Inputs stay as they are, so that nothing grows from layer to layer."""
+    """Return a call of all layers with a model's epilogues. Inputs stay the same, so that no value grows."""
     x, inner, residual = _random(m, 4096), _random(m, 14336), _random(m, 4096)
     qkv_out, hidden, active = (torch.empty(m, n, device="cuda", dtype=torch.bfloat16) for n in (6144, 4096, 14336))
     logits = torch.empty(m, head.n, device="cuda")
@@ -284,20 +288,20 @@ def _weights(n: int, k: int) -> list[Weight]:
     return [Weight(_weight(n, k)) for _ in range(copies_for(2 * n * k))]
 
 
-def _packed(weights: Sequence[Weight]) -> list[Packed]:
-    """As many, all of the first: a plan is made for headers of one size."""
+def _packed_copies(weights: Sequence[Weight]) -> list[Packed]:
+    """Return as many packed copies of the first weight, since a plan is made for headers of one size."""
     made = _pack(weights[0])
     return [replace(made, planes=made.planes.clone(), headers=made.headers.clone()) for _ in weights]
 
 
 def _pack(weight: Weight) -> Packed:
     made = pack(weight.data)
-    assert made is not None, "none of these is refused"
+    assert made is not None, "these weights are all worth packing"
     return made
 
 
 def _weight(n: int, k: int) -> Tensor:
-    """With the tails of trained weights (Student's t of 5 degrees): so many are escapes when packed."""
+    """Return a random weight with tails like trained ones (Student's t, 5 degrees), so with as many escapes."""
     weight = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in weight.split(4096):
         squares = torch.zeros(rows.shape, device="cuda")
@@ -311,22 +315,26 @@ def _random(rows: int, columns: int) -> Tensor:
     return torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=0.02)
 
 
-def _bound(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
+def _bind(function: Callable[..., Tensor], *arguments: Tensor) -> Callable[[], Tensor]:
     return lambda: function(*arguments)
 
 
-def _limit(m: int, n: int, k: int, made: Packed | None = None) -> float:
+def _limit_us(m: int, n: int, k: int, made: Packed | None = None) -> float:
     return ((2 * n * k if made is None else made.nbytes) + 2 * (m * k + m * n)) / BYTES_PER_US
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="search plans instead of measuring the chosen ones")
-    parser.add_argument("--sweep-wide", action="store_true", help="the same for 64 and 128 rows")
-    parser.add_argument("--sweep-packed", action="store_true", help="the same for packed weights and up to 32 rows")
+    parser.add_argument(
+        "--sweep", action="store_true", help="search for fast plans instead of measuring the chosen ones"
+    )
+    parser.add_argument("--sweep-wide", action="store_true", help="search for fast plans for 64 and 128 rows")
+    parser.add_argument(
+        "--sweep-packed", action="store_true", help="search for fast plans for packed weights and up to 32 rows"
+    )
     args = parser.parse_args()
     sweeps = [(args.sweep, sweep), (args.sweep_wide, sweep_wide), (args.sweep_packed, sweep_packed)]
-    if chosen := [function for asked, function in sweeps if asked]:
+    if chosen := [function for is_selected, function in sweeps if is_selected]:
         for function in chosen:
             function()
         return

@@ -1,4 +1,4 @@
-"""The model that everything here is measured on: the shape of Llama-3.1-8B, random weights, in memory or on disk."""
+"""The model of all GPU benchmarks: the shape of Llama-3.1-8B with random weights, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ LLAMA_8B: dict[str, Any] = {
 }
 SCALE = 0.02  # standard deviation of every matrix
 SHARDS = 4
-PIECE = 64 << 20  # bytes on their way through pinned memory at a time
+PIECE = 64 << 20  # copied through pinned memory at a time
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 class RandomWeights(Weights):
-    """Stands in the place of a checkpoint's: whatever is asked for exists, drawn where it will be used."""
+    """Random weights in place of a checkpoint's: every tensor exists and is drawn on its device."""
 
     def __init__(self, device: str | torch.device, dtype: torch.dtype, seed: int = 0, *, packed: bool = False) -> None:
         self.device = torch.device(device)
@@ -72,14 +72,14 @@ class RandomWeights(Weights):
         return not name.endswith(".bias")
 
     def vector(self, name: str, size: int) -> Tensor:
-        return self._count(torch.ones(size, device=self.device))
+        return self._count_bytes(torch.ones(size, device=self.device))
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         drawn = torch.empty(rows, columns, dtype=self.dtype, device=self.device)
-        return self._count(drawn.normal_(0.0, SCALE, generator=self._generator))
+        return self._count_bytes(drawn.normal_(0.0, SCALE, generator=self._generator))
 
     def stack(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> Tensor:
-        """In which order the rows of random matrices lie is all the same."""
+        """Return one random matrix: the order of its rows does not matter."""
         return self.matrix(parts[0][0], sum(rows for _, rows in parts), columns)
 
     def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, gated: bool = False) -> ops.PackedWeight:
@@ -104,33 +104,33 @@ class RandomWeights(Weights):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def _count_bytes(self, tensor: Tensor) -> Tensor:
         self.taken_bytes += tensor.nbytes
         return tensor
 
 
 def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Names and shapes as a published checkpoint has them, in its order."""
+    """Return tensor names and shapes as in a published checkpoint, in its order."""
     hidden, q, kv = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab, hidden)}
     for layer in range(config.layers):
-        at = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         shapes |= {
-            f"{at}.input_layernorm.weight": (hidden,),
-            f"{at}.mlp.down_proj.weight": (hidden, config.ffn),
-            f"{at}.mlp.gate_proj.weight": (config.ffn, hidden),
-            f"{at}.mlp.up_proj.weight": (config.ffn, hidden),
-            f"{at}.post_attention_layernorm.weight": (hidden,),
-            f"{at}.self_attn.k_proj.weight": (kv, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, q),
-            f"{at}.self_attn.q_proj.weight": (q, hidden),
-            f"{at}.self_attn.v_proj.weight": (kv, hidden),
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.mlp.down_proj.weight": (hidden, config.ffn),
+            f"{prefix}.mlp.gate_proj.weight": (config.ffn, hidden),
+            f"{prefix}.mlp.up_proj.weight": (config.ffn, hidden),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.k_proj.weight": (kv, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, q),
+            f"{prefix}.self_attn.q_proj.weight": (q, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (kv, hidden),
         }
     return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (config.vocab, hidden)}
 
 
 def split(shapes: Shapes, shards: int) -> list[Shapes]:
-    """In order, into parts of about the same size."""
+    """Split the shapes in order into parts of about the same size."""
     total, before = sum(map(prod, shapes.values())), 0
     parts: list[Shapes] = [{} for _ in range(shards)]
     for name, shape in shapes.items():
@@ -142,7 +142,11 @@ def split(shapes: Shapes, shards: int) -> list[Shapes]:
 def write_checkpoint(
     directory: Path, hf: Mapping[str, Any] = LLAMA_8B, *, device: str = "cuda", shards: int = SHARDS
 ) -> None:
-    """Whole when its index is there: that comes last. Shards are written side by side, to keep the disk busy."""
+    """Write a checkpoint of random weights.
+
+    The index is written last, so that its presence marks a complete checkpoint. Shards are written in parallel, to keep
+    the disk busy.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / INDEX).unlink(missing_ok=True)
     parts = split(tensor_shapes(ModelConfig.from_hf(hf)), shards)
@@ -151,26 +155,28 @@ def write_checkpoint(
         seeds = range(len(parts))
         list(pool.map(lambda file, part, seed: _write_shard(file, part, device, seed), files, parts, seeds))
     write_config(directory, hf)
-    where = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
+    weight_map = {name: file.name for file, part in zip(files, parts, strict=True) for name in part}
     total = 2 * sum(prod(shape) for part in parts for shape in part.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=1), "utf-8")
 
 
 def pack_checkpoint(source: Path, target: Path) -> str:
-    """A packed copy of one of those, and by which codec. Its files side by side: hashing and writing one is a thread's
-    work, however many code it."""
+    """Write a packed copy of a checkpoint and return the codec's name.
+
+    Files are packed in parallel: each is hashed and written by a single thread, however many threads encode.
+    """
     codec, index = codec_of(find_library()), json.loads((source / INDEX).read_text("utf-8"))
     target.mkdir(parents=True, exist_ok=True)
     (target / INDEX).unlink(missing_ok=True)
     files = sorted(set(index["weight_map"].values()))
     with ThreadPoolExecutor(core_count()) as coders, ThreadPoolExecutor(len(files)) as pool:
 
-        def pack(name: str) -> None:
+        def pack_one(name: str) -> None:
             (target / name).unlink(missing_ok=True)
             pack_file(source / name, target / name, codec, coders, lambda _: None)
 
-        list(pool.map(pack, files))
+        list(pool.map(pack_one, files))
     for name in ("config.json", INDEX):
         shutil.copyfile(source / name, target / name)
     return codec.name
@@ -186,7 +192,7 @@ def _write_shard(file: Path, shapes: Shapes, device: str, seed: int) -> None:
 
 
 def _pieces(shapes: Shapes, device: str, seed: int) -> Iterator[memoryview]:
-    """The bytes of all tensors in turn. One buffer serves for all: each piece is written before the next is drawn."""
+    """Yield the bytes of all tensors in pieces. They share a buffer: write each piece before taking the next."""
     source = RandomWeights(device, torch.bfloat16, seed)
     buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=source.device.type == "cuda")
     view = memoryview(buffer.numpy().data)

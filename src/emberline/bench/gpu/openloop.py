@@ -1,4 +1,4 @@
-"""An open loop: requests arrive when they arrive, whether or not the engine keeps up. What their users then see."""
+"""Measures latencies in an open loop, in which requests arrive at random times whether or not the engine keeps up."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from emberline.bench.report import Report
 from emberline.core.errors import EmberlineError
 
 PROMPT, OUTPUT = 4096, 256
-RATES = (8.0,)  # requests a second
-SECONDS = 60.0  # of arrivals
-TAIL = 40.0  # seconds that the last ones may take to end
+RATES = (8.0,)  # requests per second
+SECONDS = 60.0  # during which requests arrive
+TAIL = 40.0  # for the last requests to end
 PERCENTILES = (50, 90, 99)
 SETTINGS: dict[str, Any] = {
     "max_running": 256,
@@ -33,26 +33,26 @@ WARM_UP = "every eighth batch size, eight prompts at once and five seconds of th
 
 Figures = tuple[float | None, ...]
 
-# vLLM 0.24.0 on the same machine: inter-token times and times to the first token, p50 / p90 / p99 in ms
+# vLLM 0.24.0 on the same machine: inter-token latency and time to first token, p50 / p90 / p99 in ms
 VLLM: dict[float, tuple[Figures, Figures]] = {
     2: ((5.8, 6.2, 77.7), (103, 176, 217)),
     4: ((6.8, 8.4, 84.7), (107, 195, 288)),
     6: ((8.9, 18.4, 110.6), (149, 359, 616)),
     8: ((13.8, 108.8, 216.5), (247, 485, None)),
 }
-# the same with max_num_batched_tokens=2048
+# The same with max_num_batched_tokens=2048.
 VLLM_2048: dict[float, tuple[Figures, Figures]] = {
     4: ((6.7, 8.6, 54.7), (123, 210, 282)),
     6: ((8.9, 51.7, 59.6), (192, 385, 615)),
     8: ((14.5, 62.1, 69.6), (336, 712, 917)),
 }
 
-_flows = count()
+_runs = count()
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Seconds since the beginning: when each request was due, when it was handed over, and when its tokens came."""
+    """Seconds since the start: when each request was due, when it was submitted, and when its tokens came."""
 
     due: list[float]
     added: list[float]
@@ -61,17 +61,17 @@ class Flow:
 
     @property
     def first(self) -> list[float]:
-        """Seconds to the first token, from when the request was due: a busy engine gets no discount."""
+        """Seconds from when each request was due to its first token, so that a busy engine gets no discount."""
         return [times[0] - due for due, times in zip(self.due, self.times, strict=True) if times]
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds before each token after the first, of all requests."""
+        """Seconds between consecutive tokens, of all requests."""
         return [b - a for times in self.times for a, b in pairwise(times)]
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """Poisson: the times between them are exponential, and none knows of another."""
+    """Return the times of a Poisson process, whose gaps are independent and exponential."""
     rng = np.random.default_rng(seed)
     due: list[float] = []
     at = float(rng.exponential(1 / rate))
@@ -93,8 +93,8 @@ def flow(
     clock: Clock = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Flow:
-    """Requests are added between steps, as soon as they are due. At the limit it stops looking; nothing is aborted."""
-    run = next(_flows)
+    """Add requests between steps as soon as they are due. At the timeout, return without aborting any request."""
+    run = next(_runs)
     index = {f"flow{run}-{i}": i for i in range(len(due))}
     pending, times, added = deque(index.items()), [list[float]() for _ in due], list[float]()
     began = clock()
@@ -113,11 +113,11 @@ def flow(
         now = clock() - began
         for output in outputs:
             if (at := index.get(output.id)) is None:
-                continue  # the end of one that was given up
+                continue  # the end of a request of an earlier run
             if output.error is not None:
                 raise EmberlineError(output.error)
             times[at] += [now] * len(output.tokens)
-    unfinished = sum(len(t) < wanted for t, wanted in zip(times, job.outputs, strict=True))
+    unfinished = sum(len(t) < length for t, length in zip(times, job.outputs, strict=True))
     return Flow(due, added, times, unfinished)
 
 
@@ -130,7 +130,7 @@ def load(
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Adds the figures of one engine to a report; `who` is another's name, whose figures stand beside ours."""
+    """Adds the figures of one engine to a report. `peer`: the peer's name, empty for our engine."""
 
     report: Report
     served: Served
@@ -144,20 +144,20 @@ class OpenLoop:
     def warm_up(self, rate: float) -> None:
         drive(self.served, workload.job(staircase(128), VOCAB))
         drive(self.served, workload.job([(PROMPT, 16)] * 8, VOCAB))
-        self._finished(flow(self.served, *load(rate, 5.0, seed=1), limit=5.0 + TAIL))
+        self._check_finished(flow(self.served, *load(rate, 5.0, seed=1), limit=5.0 + TAIL))
 
     def measure(self, rate: float) -> None:
-        seen = flow(self.served, *load(rate, self.seconds, seed=0), limit=self.seconds + TAIL)
-        late = max((a - d for a, d in zip(seen.added, seen.due, strict=False)), default=0.0)
-        facts = {"requests": len(seen.due), "unfinished": seen.unfinished, "waited_for_a_step_at_most_ms": 1e3 * late}
+        run = flow(self.served, *load(rate, self.seconds, seed=0), limit=self.seconds + TAIL)
+        late = max((a - d for a, d in zip(run.added, run.due, strict=False)), default=0.0)
+        facts = {"requests": len(run.due), "unfinished": run.unfinished, "waited_for_a_step_at_most_ms": 1e3 * late}
         self.report.config[f"open{rate:g}"] = facts
-        self._add(rate, "itl", seen.gaps, 0)
-        self._add(rate, "ttft", seen.first, 1)
-        self._finished(seen)
+        self._add(rate, "itl", run.gaps, 0)
+        self._add(rate, "ttft", run.first, 1)
+        self._check_finished(run)
 
     def _add(self, rate: float, kind: str, seconds: list[float], which: int) -> None:
-        nothing: Figures = (None,) * len(PERCENTILES)
-        usual, small = (table[rate][which] if rate in table else nothing for table in (VLLM, VLLM_2048))
+        no_figures: Figures = (None,) * len(PERCENTILES)
+        usual, small = (table[rate][which] if rate in table else no_figures for table in (VLLM, VLLM_2048))
         for p, value, peer, other in zip(PERCENTILES, percentiles(seconds), usual, small, strict=True):
             name = f"open{rate:g}_{kind}_p{p}_ms"
             if self.who:
@@ -168,9 +168,9 @@ class OpenLoop:
                 self.report.add(f"{name}/vllm-2048", other, "ms")
 
     @staticmethod
-    def _finished(seen: Flow) -> None:
-        if seen.unfinished:
-            raise EmberlineError(f"{seen.unfinished} of {len(seen.due)} requests had not ended at the deadline")
+    def _check_finished(run: Flow) -> None:
+        if run.unfinished:
+            raise EmberlineError(f"{run.unfinished} of {len(run.due)} requests had not ended at the deadline")
 
 
 def names(rates: Sequence[float]) -> list[str]:
@@ -189,5 +189,5 @@ def measure(
     bench = OpenLoop(report, boot(chosen).engine, seconds)
     failures: dict[str, str] = report.config.setdefault("failed", {})
     for rate, name in zip(rates, names(rates), strict=True):
-        if wanted(name, only) and not failures:  # what one left behind would be part of the next
+        if wanted(name, only) and not failures:  # requests left over by a failed one would affect the next
             attempt(report, name, partial(bench, rate))

@@ -1,4 +1,4 @@
-"""The peers under the same protocol, where they are installed: their figures stand beside ours as NAME/PEER."""
+"""Measures other engines (peers) by the same protocol, if installed. Their figures are reported as NAME/PEER."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from emberline.core.events import Output
 from emberline.core.request import Submission
 
 PEERS = ("vllm", "transformers")
-TRANSFORMERS_CAN = ("decode_b1", "decode_b32", "prefill_2048", "prefill_8192")  # equal lengths, in bearable time
+# Measurements with equal lengths that take a tolerable time.
+TRANSFORMERS_CAN = ("decode_b1", "decode_b32", "prefill_2048", "prefill_8192")
 
 
 class VLLM:
-    """vLLM's offline engine in the shape of ours, its weights random too."""
+    """vLLM's offline engine with our engine's interface and random weights."""
 
     def __init__(self, directory: Path) -> None:
         self._vllm: Any = import_module("vllm")
@@ -42,7 +43,7 @@ class VLLM:
             seed=0,
         )
         self._engine = llm.llm_engine
-        self._told: dict[str, int] = {}  # tokens seen so far, of each open request
+        self._received_tokens: dict[str, int] = {}  # tokens received so far, by open request
         self.version = str(self._vllm.__version__)
 
     @property
@@ -50,29 +51,29 @@ class VLLM:
         return not self._engine.has_unfinished_requests()
 
     def add(self, submission: Submission) -> None:
-        most = submission.params.max_tokens
-        params = self._vllm.SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
-        self._told[submission.id] = 0
+        max_tokens = submission.params.max_tokens
+        params = self._vllm.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._received_tokens[submission.id] = 0
         self._engine.add_request(submission.id, {"prompt_token_ids": submission.prompt}, params)
 
     def abort(self, submission_id: str) -> None:
-        self._told.pop(submission_id, None)
+        self._received_tokens.pop(submission_id, None)
         self._engine.abort_request([submission_id])
 
     def step(self) -> list[Output]:
-        return [self._output(said) for said in self._engine.step() if said.request_id in self._told]
+        return [self._to_output(result) for result in self._engine.step() if result.request_id in self._received_tokens]
 
-    def _output(self, said: Any) -> Output:
-        tokens = list(said.outputs[0].token_ids)
-        new = tokens[self._told[said.request_id] :]
-        self._told[said.request_id] = len(tokens)
-        if said.finished:
-            del self._told[said.request_id]
-        return Output(said.request_id, tokens=new)
+    def _to_output(self, result: Any) -> Output:
+        tokens = list(result.outputs[0].token_ids)
+        new = tokens[self._received_tokens[result.request_id] :]
+        self._received_tokens[result.request_id] = len(tokens)
+        if result.finished:
+            del self._received_tokens[result.request_id]
+        return Output(result.request_id, tokens=new)
 
 
 class HuggingFace(Transformers):
-    """`generate` on the GPU. It waits for every token itself, so the times are true."""
+    """`generate` of transformers on the GPU. It waits for every token, so the times are correct."""
 
     def __init__(self) -> None:
         self._torch = import_module("torch")
@@ -90,33 +91,40 @@ class HuggingFace(Transformers):
 
 
 def measure(
-    report: Report, who: str, only: Sequence[str] = (), rounds: int = 0, rates: Sequence[float] = (), seconds: float = 0
+    report: Report,
+    peer: str,
+    only: Sequence[str] = (),
+    rounds: int = 0,
+    rates: Sequence[float] = (),
+    seconds: float = 0,
 ) -> None:
-    if who not in PEERS:
-        report.config.setdefault("failed", {})[who] = f"no such peer; known: {', '.join(PEERS)}"
+    if peer not in PEERS:
+        report.config.setdefault("failed", {})[peer] = f"unknown peer (hint: use one of {', '.join(PEERS)})"
         return
-    if find_spec(who) is None:
-        report.config["skipped"] = {who: "not installed"}
-        print(f"{who} is not installed here: skipped", file=sys.stderr, flush=True)
+    if find_spec(peer) is None:
+        report.config["skipped"] = {peer: "not installed"}
+        print(f"peer skipped, not installed: peer={peer}", file=sys.stderr, flush=True)
         return
     began = time.perf_counter()
-    if who == "transformers":
-        peer = HuggingFace()
-        report.config |= {"version": peer.facts["transformers"], "boot_s": time.perf_counter() - began}
-        _figures(Bench(report, peer.course, cost({}), rounds or engine.ROUNDS, who), TRANSFORMERS_CAN, only)
+    if peer == "transformers":
+        library = HuggingFace()
+        report.config |= {"version": library.facts["transformers"], "boot_s": time.perf_counter() - began}
+        bench = Bench(report, library.course, cost({}), rounds or engine.ROUNDS, peer)
+        _measure_all(bench, TRANSFORMERS_CAN, only)
         return
     with TemporaryDirectory() as directory:
         write_config(Path(directory))
-        served = VLLM(Path(directory))
-        report.config |= {"version": served.version, "boot_s": time.perf_counter() - began}
-        _figures(Bench(report, partial(drive, served), cost({}), rounds or engine.ROUNDS, who), engine.NAMES, only)
-        loop = openloop.OpenLoop(report, served, seconds or openloop.SECONDS, who)
+        vllm = VLLM(Path(directory))
+        report.config |= {"version": vllm.version, "boot_s": time.perf_counter() - began}
+        bench = Bench(report, partial(drive, vllm), cost({}), rounds or engine.ROUNDS, peer)
+        _measure_all(bench, engine.NAMES, only)
+        loop = openloop.OpenLoop(report, vllm, seconds or openloop.SECONDS, peer)
         for rate, name in zip(rates, openloop.names(rates), strict=True):
             if wanted(name, only):
                 attempt(report, name, partial(loop, rate))
 
 
-def _figures(bench: Bench, names: Sequence[str], only: Sequence[str]) -> None:
+def _measure_all(bench: Bench, names: Sequence[str], only: Sequence[str]) -> None:
     for name in names:
         if wanted(name, only):
             attempt(bench.report, f"{name}/{bench.who}", partial(bench.measure, name))

@@ -1,4 +1,4 @@
-"""Prefill attention alone: one layer of 32 query and 8 key heads of 128, beside cuDNN's on contiguous tensors."""
+"""Measures prefill attention of one layer (32 query heads, 8 KV heads of 128), compared with cuDNN without paging."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from emberline.bench.report import Report
 from emberline.kernels.cuda import prefill
 
 Q_HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
-FLOPS = 758e12  # of a dense bf16 product on an H200
+FLOPS = 758e12  # FLOP per second of a dense bf16 product on an H200, measured
 SHAPES = {  # requests, new tokens of each, tokens before them
     "2048": (1, 2048, 0),
     "8192": (1, 8192, 0),
@@ -34,7 +34,7 @@ def measure(report: Report) -> None:
     rates = report.config.setdefault("prefill_tflops", {})
     for name, (batch, new, before) in SHAPES.items():
         flop = causal_flop(batch, new, before)
-        ms = replay([_ours(cached, most, batch, new, before)]) / 1e3
+        ms = replay([_attention_call(cached, most, batch, new, before)]) / 1e3
         theirs = None if before else _cudnn_ms(batch, new)
         rates[name] = round(flop / ms / 1e9)
         report.add(f"prefill_{name}", ms, "ms", limit=flop / FLOPS * 1e3, peer=theirs)
@@ -43,14 +43,14 @@ def measure(report: Report) -> None:
 
 
 def causal_flop(batch: int, new: int, before: int) -> float:
-    """Of the scores that are seen, and nothing else: two products of HEAD_DIM for each."""
+    """Return the FLOP of the unmasked scores only: two products of HEAD_DIM for each."""
     return 4.0 * HEAD_DIM * Q_HEADS * batch * (new * before + new * (new + 1) / 2)
 
 
-def _ours(cached: prefill.PagedCache, blocks: int, batch: int, new: int, before: int) -> Callable[[], Tensor]:
-    per = -(-(new + before) // BLOCK)
+def _attention_call(cached: prefill.PagedCache, blocks: int, batch: int, new: int, before: int) -> Callable[[], Tensor]:
+    row_blocks = -(-(new + before) // BLOCK)
     device = torch.device("cuda")
-    tables = torch.randperm(blocks, device=device, dtype=torch.int32)[: batch * per].view(batch, per)
+    tables = torch.randperm(blocks, device=device, dtype=torch.int32)[: batch * row_blocks].view(batch, row_blocks)
     bounds = torch.arange(0, batch * new + 1, new, device=device, dtype=torch.int32)
     context = torch.full((batch,), before, device=device, dtype=torch.int32)
     work = torch.from_numpy(prefill.tiles(np.full(batch, new), np.full(batch, before))).to(device)
@@ -62,7 +62,7 @@ def _ours(cached: prefill.PagedCache, blocks: int, batch: int, new: int, before:
 
 
 def _cudnn_ms(batch: int, new: int) -> float | None:
-    """Keys of each query head of its own where this cuDNN does not take groups."""
+    """Return cuDNN's milliseconds, with as many KV heads as query heads if it does not support grouped heads."""
     for kv_heads in (KV_HEADS, Q_HEADS):
         q, k, v = (
             torch.randn(batch, heads, new, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -75,6 +75,6 @@ def _cudnn_ms(batch: int, new: int) -> float | None:
 
         try:
             return replay([attend]) / 1e3
-        except RuntimeError as why:
-            print(f"cuDNN with {kv_heads} key heads: {why}", file=sys.stderr, flush=True)
+        except RuntimeError as error:
+            print(f"cuDNN attention failed: kv_heads={kv_heads} error={error}", file=sys.stderr, flush=True)
     return None

@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.profile`: where the time of a step goes on the device, kernel by kernel."""
+"""`python -m emberline.bench.gpu.profile`: prints the GPU time of each kernel in a step."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ STEPS = 20
 
 
 def decode(engine: Engine, batch: int) -> None:
-    """Steps of single tokens, after a warm-up."""
+    """Profile decode steps of so many requests, after a warm-up."""
     job = workload.job([(CONTEXT, 4 * STEPS)] * batch, VOCAB)
     for i, prompt in enumerate(job.prompts):
         engine.add(submission(f"decode-{batch}-{i}", prompt, 4 * STEPS))
-    for _ in range(2 * STEPS):  # the prompts, and the capture
+    for _ in range(2 * STEPS):  # prefill, and the capture of CUDA graphs
         engine.step()
-    _profiled(f"decode b={batch}, per step", lambda: [engine.step() for _ in range(STEPS)], STEPS)
+    _print_profile(f"decode b={batch}, per step", lambda: [engine.step() for _ in range(STEPS)], STEPS)
     while not engine.idle:
         engine.step()
 
 
 def prefill(engine: Engine, tokens: int) -> None:
-    def once(name: str) -> None:
+    def run_once(name: str) -> None:
         prompt = workload.job([(tokens, 1)], VOCAB).prompts[0]
         engine.add(submission(name, prompt, 1))
         while not engine.idle:
             engine.step()
 
-    once(f"warm-{tokens}")
-    _profiled(f"prefill {tokens}", lambda: once(f"prefill-{tokens}"), 1)
+    run_once(f"warm-{tokens}")
+    _print_profile(f"prefill {tokens}", lambda: run_once(f"prefill-{tokens}"), 1)
 
 
-def _profiled(title: str, work: Callable[[], object], times: int) -> None:
+def _print_profile(title: str, work: Callable[[], object], times: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
@@ -59,8 +59,8 @@ def _profiled(title: str, work: Callable[[], object], times: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.profile", description=__doc__)
-    parser.add_argument("--batches", default="1,32,64,256")
-    parser.add_argument("--prompts", default="2048,8192")
+    parser.add_argument("--batches", default="1,32,64,256", help="decode batch sizes, separated by commas")
+    parser.add_argument("--prompts", default="2048,8192", help="prompt lengths in tokens, separated by commas")
     args = parser.parse_args()
     engine = boot(SETTINGS).engine
     for batch in (int(b) for b in args.batches.split(",") if b):

@@ -1,4 +1,4 @@
-"""Decode with penalties and with a JSON grammar, beside plain decode of the same job in the same run."""
+"""Measures decoding with penalties and with a JSON grammar, compared with plain decoding of the same job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # needs llguidance
     from emberline.engine.grammar import GrammarCompiler
 
 BATCHES = (1, 8, 32)
-PROMPT, NEW = 4096, 128  # tokens in and out
+PROMPT, NEW = 4096, 128
 ITEM = {
     "type": "object",
     "properties": {
@@ -42,16 +42,16 @@ NAMES = tuple(f"{kind}_b{batch}" for kind in KINDS for batch in BATCHES)
 
 
 def measure(report: Report, run: Callable[[Job, SamplingParams], engine.Course], name: str, rounds: int) -> None:
-    """Adds the step of one kind and batch, that of plain decode, and what a row costs more."""
+    """Add the step time of one kind and batch, that of plain decoding, and the extra time per row to the report."""
     kind, _, size = name.rpartition("_b")
     batch = int(size)
     job = workload.job([(PROMPT, NEW)] * batch, engine.VOCAB)
 
-    def steps(params: SamplingParams) -> list[float]:
-        run(workload.job([(32, 4)] * batch, engine.VOCAB), params)  # warms up
+    def measure_steps(params: SamplingParams) -> list[float]:
+        run(workload.job([(32, 4)] * batch, engine.VOCAB), params)  # warm-up
         return [engine.Steady.of(job, run(job, params).timeline).step for _ in range(rounds)]
 
-    plain, ours = steps(SamplingParams()), steps(KINDS[kind])
+    plain, ours = measure_steps(SamplingParams()), measure_steps(KINDS[kind])
     report.add(f"{name}_ms", [1e3 * step for step in ours], "ms", peer=1e3 * min(plain))
     report.add(f"{name}_plain_ms", [1e3 * step for step in plain], "ms")
     report.add(f"{name}_us_per_row", 1e6 * (min(ours) - min(plain)) / batch, "us")
@@ -59,16 +59,16 @@ def measure(report: Report, run: Callable[[Job, SamplingParams], engine.Course],
 
 @cache
 def compiler() -> GrammarCompiler:
-    """Of a made-up vocabulary as large as that of Llama 3.1: all bytes, and words of up to eight letters."""
+    """Return a grammar compiler for a synthetic vocabulary of Llama 3.1's size: all bytes, and random words."""
     from emberline.engine.grammar import GrammarCompiler
 
     with TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
-        file.write_text(json.dumps(_tokenizer(engine.VOCAB, engine.CONFIG.vocab)))
+        file.write_text(json.dumps(_make_tokenizer(engine.VOCAB, engine.CONFIG.vocab)))
         return GrammarCompiler(file, engine.CONFIG.vocab, engine.CONFIG.eos)
 
 
-def _tokenizer(words: int, vocab: int) -> dict[str, object]:
+def _make_tokenizer(words: int, vocab: int) -> dict[str, object]:
     from tokenizers import pre_tokenizers
 
     rng = np.random.default_rng(0)

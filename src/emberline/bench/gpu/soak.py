@@ -1,4 +1,4 @@
-"""`python -m emberline.bench.gpu.soak`: random arrivals and aborts for minutes. Nothing may leak, or end but once."""
+"""`python -m emberline.bench.gpu.soak`: random arrivals and aborts for minutes, checked for leaks and lost requests."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from emberline.core.params import SamplingParams
 from emberline.core.request import Priority, Submission
 from emberline.engine.engine import Engine
 
-RATE = 20.0  # requests a second, on average
-ABORTED = 0.2  # of all
-CHECK = 50  # steps between two counts of the blocks
-TIGHT = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}  # so that some wait
+RATE = 20.0  # on average
+ABORTED = 0.2  # share of requests that are aborted
+CHECK = 50  # steps between two checks of the block counts
+# So small that requests wait.
+TIGHT = {"kv_tokens": 200_000, "max_running": 256, "max_batch_tokens": 4096, "prefix_cache": True}
 
 
 def soak(engine: Engine, seconds: float, rate: float = RATE) -> dict[str, int]:
-    """What happened; raises if a law of the house was broken."""
+    """Send random requests to the engine and return counts of what happened.
+
+    Raises EmberlineError if a request fails, does not end, or ends twice.
+    """
     rng = random.Random(0)
     opened: Counter[str] = Counter()
     ended: Counter[str] = Counter()
     shared = [rng.randrange(1, VOCAB) for _ in range(2048)]
-    end, due, steps, refused = time.perf_counter() + seconds, 0.0, 0, 0
+    end, next_arrival, steps, refused = time.perf_counter() + seconds, 0.0, 0, 0
     began = time.perf_counter()
     while (now := time.perf_counter()) < end or not engine.idle:
-        while now < end and now - began >= due:
-            due += rng.expovariate(rate)
-            submission = _draw(rng, f"r{len(opened) + refused}", shared)
+        while now < end and now - began >= next_arrival:
+            next_arrival += rng.expovariate(rate)
+            submission = _draw_request(rng, f"r{len(opened) + refused}", shared)
             try:
                 engine.add(submission)
-            except Overloaded:  # told at once: it has ended
+            except Overloaded:  # a rejected request is over at once
                 refused += 1
                 continue
             opened[submission.id] = submission.params.n
@@ -53,14 +57,14 @@ def soak(engine: Engine, seconds: float, rate: float = RATE) -> dict[str, int]:
     engine.kv.check()
     if ended != opened:
         raise EmberlineError(
-            f"{len(opened)} requests were opened, and {len(ended)} ended, not each as often as it should"
+            f"requests and their completions do not match: {len(opened)} requests opened, {len(ended)} ended"
         )
     leaked = engine.kv.total - engine.kv.num_free - engine.kv.num_cached
     completions = sum(ended.values())
     return {"requests": len(opened), "refused": refused, "completions": completions, "steps": steps, "leaked": leaked}
 
 
-def _draw(rng: random.Random, name: str, shared: list[int]) -> Submission:
+def _draw_request(rng: random.Random, name: str, shared: list[int]) -> Submission:
     prompt = shared[: rng.choice((0, 0, 64, 500, 1500))] + [
         rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 1200))
     ]
@@ -80,7 +84,7 @@ def _draw(rng: random.Random, name: str, shared: list[int]) -> Submission:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m emberline.bench.gpu.soak", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds during which requests arrive")
     reports.add_arguments(parser)
     args = parser.parse_args()
     settings: dict[str, Any] = SETTINGS | TIGHT

@@ -1,4 +1,4 @@
-"""replay: what a kernel takes in a CUDA graph, with inputs rotated past the L2 cache."""
+"""time_replay: measures kernels in a CUDA graph, with inputs that rotate so that the L2 cache holds none of them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from statistics import median
 
 import torch
 
-L2_BYTES = 400 << 20  # of different inputs between two uses of one: several times any L2
+L2_BYTES = 400 << 20  # other inputs between two uses of one: several times the size of any L2
 REPLAYS = 11
-LEAST_US = 1000.0  # of a replay
+LEAST_US = 1000.0
 
 
 def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> float:
-    """Microseconds of one call: `calls` do the same on different inputs, and are captured in turn, over and over until
-    a replay takes LEAST_US."""
+    """Return the median microseconds of one call.
+
+    `calls` do the same on different inputs. They are captured one after the other, repeatedly until a replay takes
+    MIN_REPLAY_US.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls:  # compiles, and sets handles up
+        for call in calls:  # compiles kernels and creates handles
             call()
         once = _time(lambda: [call() for call in calls])
         rounds = max(1, round(LEAST_US / once))
@@ -34,7 +37,7 @@ def replay(calls: Sequence[Callable[[], object]], *, replays: int = REPLAYS) -> 
 
 
 def copies_for(bytes_each: int) -> int:
-    """How many sets of inputs of a size there must be, that none is found in the cache."""
+    """Return how many sets of inputs are needed so that the L2 cache never holds the next one."""
     return max(1, -(-L2_BYTES // bytes_each))
 
 

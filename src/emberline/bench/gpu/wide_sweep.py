@@ -1,6 +1,8 @@
-"""Plans for packed weights with 64, 128 and 256 rows and for plain ones with 256, measured: a JSON line each, then the
-best of each shape as it goes into `wide.MEASURED_PACKED` and `wide.MEASURED`.
-`python -m emberline.bench.gpu.wide_sweep [--seconds S]`."""
+"""Measures plans of `cuda.wide`: packed weights with 64, 128 and 256 rows, and plain weights with 256 rows.
+
+It prints a JSON line for each plan, then the best plan of each shape in the form of `wide.MEASURED_PACKED` and
+`wide.MEASURED`. Run it by `python -m emberline.bench.gpu.wide_sweep [--seconds S]`.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,18 @@ from emberline.kernels.triton import activation
 
 JOBS = ((64, True), (128, True), (256, True), (256, False))  # rows of x, and whether weights are packed
 SPLITS = range(1, 9)
-MOST_CTAS = 8  # of a cluster
+MOST_CTAS = 8
 SECONDS = 70.0
-MOST_PLANS = 50  # of a shape and its rows: the likely ones first
-GENERATED = 8192  # rows of random weights at once
-FREEDOM = 5  # of Student's t: tails like those of trained weights, so that there are as many escapes
+MOST_PLANS = 50  # plans measured for one case, in the order of their estimates
+GENERATED = 8192  # rows of random weights drawn at once
+FREEDOM = 5  # of Student's t distribution, whose tails give as many escapes as trained weights
 
 
 Source = Weight | Packed
 
 
 def sweep(seconds: float = SECONDS) -> None:
-    """Each shape gets a fair share of what is left of the time; cuBLAS and our plain kernel run beside it."""
+    """Measure each shape for an equal share of the remaining time, compared with cuBLAS and plain weights."""
     end = time.monotonic() + seconds
     compile_all()
     best: dict[bool, dict[tuple[int, int, int], wide.Row | None]] = {True: {}, False: {}}
@@ -61,55 +63,56 @@ def sweep_shape(name: str, plain: list[Weight], swept: Sequence[Source], m: int,
     n, k, packed = plain[0].n, plain[0].k, isinstance(swept[0], Packed)
     x = torch.empty(m, k, device="cuda", dtype=torch.bfloat16).normal_()
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    told = {"shape": name, "m": m, "packed": packed}
-    cublas = replay([_bound(F.linear, x, weight.data) for weight in plain])
-    ours = replay([_bound(wide.linear, x, weight, out=out) for weight in plain])
+    labels = {"shape": name, "m": m, "packed": packed}
+    cublas = replay([_bind(F.linear, x, weight.data) for weight in plain])
+    ours = replay([_bind(wide.linear, x, weight, out=out) for weight in plain])
     read = swept[0].nbytes if isinstance(swept[0], Packed) else swept[0].data.nbytes
-    _tell(told, cublas=cublas, plain=ours, limit=read / wide.MEMORY_RATE)
+    _print_line(labels, cublas=cublas, plain=ours, limit=read / wide.MEMORY_RATE)
     rule, known = wide.choose(m, n, k, packed=packed), plans(m, n, k, packed=packed)
     tried: dict[wide.Plan, float] = {}
     for plan in dict.fromkeys([rule, *known]):
         if time.monotonic() > until and tried:
             break
         try:
-            tried[plan] = replay([_bound(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5)
-            _tell(told, plan=asdict(plan), us=tried[plan])
-        except DriverError as refused:  # clusters of this size may not fit
-            _tell(told, plan=asdict(plan), refused=str(refused))
+            tried[plan] = replay([_bind(wide.linear, x, weight, out=out, plan=plan) for weight in swept], replays=5)
+            _print_line(labels, plan=asdict(plan), us=tried[plan])
+        except DriverError as error:  # clusters of this size may not fit
+            _print_line(labels, plan=asdict(plan), refused=str(error))
     best = min((plan for plan in tried if plan in known), key=lambda plan: tried[plan])
-    took = replay([_bound(wide.linear, x, weight, out=out, plan=best) for weight in swept])
-    alone = replay([_bound(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
-    _tell(told, best=asdict(best), us=took, without_pdl=alone, rule=tried.get(rule), over_cublas=cublas / took)
-    beaten = m < wide.LARGE or with_ends(told, plain, swept, x, best) > 1
-    return known[best] if packed or beaten else None
+    fastest_us = replay([_bind(wide.linear, x, weight, out=out, plan=best) for weight in swept])
+    alone = replay([_bind(wide.linear, x, weight, out=out, plan=best, pdl=False) for weight in swept])
+    speedup = cublas / fastest_us
+    _print_line(labels, best=asdict(best), us=fastest_us, without_pdl=alone, rule=tried.get(rule), over_cublas=speedup)
+    beats_cublas = m < wide.LARGE or with_ends(labels, plain, swept, x, best) > 1
+    return known[best] if packed or beats_cublas else None
 
 
 def with_ends(
     told: dict[str, object], plain: list[Weight], swept: Sequence[Source], x: Tensor, plan: wide.Plan
 ) -> float:
-    """With what a model has follow the product, beside cuBLAS and the kernels that do it there: how much faster."""
+    """Return how much faster the product with its fused epilogue is than cuBLAS with separate kernels."""
     m, n, name = len(x), plain[0].n, told["shape"]
     kind = torch.float32 if name == "lm_head" else torch.bfloat16
     out = torch.zeros(m, n // 2 if name == "gate_up" else n, device="cuda", dtype=kind)
     options: dict[str, object] = {"gated": name == "gate_up", "residual": out if name in ("o", "down") else None}
 
-    def theirs(weight: Tensor) -> Tensor:
+    def by_cublas(weight: Tensor) -> Tensor:
         if name == "gate_up":
             return activation.silu_mul(F.linear(x, weight), out, GATED_ROWS, pdl=True)
         if name == "lm_head":
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return F.linear(x, weight) if name == "qkv" else out.addmm_(x, weight.t())
 
-    ours = replay([_bound(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
-    cublas = replay([_bound(theirs, weight.data) for weight in plain])
-    _tell(told, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
+    ours = replay([_bind(wide.linear, x, weight, out=out, plan=plan, **options) for weight in swept])
+    cublas = replay([_bind(by_cublas, weight.data) for weight in plain])
+    _print_line(told, with_ends=ours, cublas_with_ends=cublas, over_cublas=cublas / ours)
     return cublas / ours
 
 
 def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, wide.Row]:
-    """And what the table has of them, the likely ones first."""
+    """Return the plans to measure with the configuration of each, the best estimates first."""
     made = {}
-    for row in _rows(columns, packed):
+    for row in _configs(columns, packed):
         if row.split > k // 64 or (row.split * row.share > MOST_CTAS and not row.apart):
             continue
         plan = wide.planned(columns, n, k, row, packed=packed)
@@ -119,7 +122,7 @@ def plans(columns: int, n: int, k: int, *, packed: bool) -> dict[wide.Plan, wide
     return dict(sorted(made.items(), key=lambda item: wide.estimate(item[0], n, k))[:MOST_PLANS])
 
 
-def _rows(columns: int, packed: bool) -> Iterator[wide.Row]:
+def _configs(columns: int, packed: bool) -> Iterator[wide.Row]:
     shares = wide.SHARES if columns == wide.LARGE else (1,)
     for groups in (groups for groups, wide_ in (wide.PACKED if packed else wide.PLAIN) if wide_ == columns):
         two = packed and groups <= 2 and groups * columns <= wide.MOST_OF_TWO
@@ -130,7 +133,7 @@ def _rows(columns: int, packed: bool) -> Iterator[wide.Row]:
 
 
 def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:
-    """As many copies as it takes to find none in the cache."""
+    """Return plain and packed copies of a random weight, more than the L2 cache holds."""
     data = torch.empty(n, k, device="cuda", dtype=torch.bfloat16)
     for rows in data.split(GENERATED):
         spread = torch.zeros(rows.shape, device="cuda")
@@ -146,23 +149,23 @@ def weights(n: int, k: int) -> tuple[list[Weight], list[Packed]]:
 
 
 def compile_all() -> None:
-    """All variants at once, on as many cores as there are: the compiler lets go of Python meanwhile."""
+    """Compile all variants in parallel; the compiler releases the GIL."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda variant: nvrtc.compiled(wide.FILE, [variant]), wide.VARIANTS))
 
 
-def _bound(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
+def _bind(function: Callable[..., Tensor], *arguments: object, **options: object) -> Callable[[], Tensor]:
     return lambda: function(*arguments, **options)
 
 
-def _tell(told: dict[str, object], **more: object) -> None:
+def _print_line(labels: dict[str, object], **more: object) -> None:
     rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in more.items()}
-    print(json.dumps(told | rounded), flush=True)
+    print(json.dumps(labels | rounded), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="to stop after")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds after which the sweep stops")
     sweep(parser.parse_args().seconds)
 
 

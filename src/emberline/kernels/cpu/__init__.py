@@ -1,1 +1,1 @@
-"""Native CPU kernels: C++ sources, their build, and the binding."""
+"""Native CPU kernels: C++ sources, their build, and the ctypes binding."""

@@ -1,4 +1,4 @@
-// x86 with AVX2 and FMA. Multiplying by one lane is a broadcast from memory, which the load ports do for nothing.
+// x86 with AVX2 and FMA. Multiplying by one lane is a broadcast from memory, which the load ports do at no extra cost.
 #pragma once
 #include <immintrin.h>
 
@@ -12,8 +12,8 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 6;       // rows of the largest tile: 12 sums of 16 registers
 constexpr int kShortRows = 6;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 64;      // products added up in one chain
-constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
+constexpr int kSpan = 64;      // products summed in one chain
+constexpr int held_weights(int) { return kVecs; }  // widened weights in registers at once; see neon.h
 
 using Vec = __m256;
 using Quad = const float*;

@@ -1,4 +1,4 @@
-// x86 with AVX-512F, and BW for the widening of bf16.
+// x86 with AVX-512F, and AVX-512BW for widening bf16.
 #pragma once
 #include <immintrin.h>
 
@@ -12,8 +12,8 @@ constexpr int kVecs = 2;        // vectors across a panel
 constexpr int kRows = 12;       // rows of the largest tile: 24 sums of 32 registers
 constexpr int kShortRows = 12;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 32;       // products added up in one chain; 64 still erred over twice as much as torch does here
-constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
+constexpr int kSpan = 32;       // products summed in one chain; with 64 the error is over twice that of torch
+constexpr int held_weights(int) { return kVecs; }  // widened weights in registers at once; see neon.h
 
 using Vec = __m512;
 using Quad = const float*;

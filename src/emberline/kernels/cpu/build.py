@@ -1,4 +1,4 @@
-"""Compiles the C++ sources beside this file for the machine at hand, once, into a cache folder."""
+"""Compiles the C++ sources in this folder for the current machine, once, into a cache folder."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
-# No contraction: products and sums fuse only where the source says fma, so bits do not depend on what was vectorised.
-# No early scheduling: it lengthens the tiles' register lives until they spill.
+# No contraction: multiply-adds fuse only where the source calls fma, so that results do not depend on vectorisation.
+# No scheduling before register allocation: it extends the live ranges of register tiles until they spill.
 MATHS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-schedule-insns")
-# Left to itself the compiler writes 256-bit code for machines with 512: a gated product then took 1.8 times as long.
+# By default the compiler emits 256-bit code for CPUs with 512-bit vectors; a gated product then took 1.8 times as long.
 NATIVE = {
     "aarch64": ("-mcpu=native",),
-    "arm64": ("-mcpu=native",),  # macOS's name of it
+    "arm64": ("-mcpu=native",),  # the name that macOS uses for it
     "x86_64": ("-march=native", "-mprefer-vector-width=512"),
 }
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", *MATHS)
@@ -26,52 +26,56 @@ BUILD_SECONDS = 300
 
 
 class BuildError(Exception):
-    """There is no native library on this machine, and why."""
+    """The native library cannot be built on this machine; the message says why."""
 
 
 def build(cache: Path) -> Path:
-    """The library's path in `cache`, compiled if no earlier build fits these sources, this compiler and this CPU."""
+    """Return the path of the library in `cache_dir`, compiled unless there is one for these sources, compiler and CPU.
+
+    Raises NativeBuildError if there is no compiler or it fails.
+    """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
-        raise BuildError(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++")
+        raise BuildError(f"no C++ compiler found among {', '.join(COMPILERS)} (hint: install g++)")
     native = [compiler, *FLAGS, *NATIVE.get(platform.machine(), ("-march=native",))]
-    path = cache / f"ember-{_key(native)}.so"
+    path = cache / f"ember-{_cache_key(native)}.so"
     if path.exists():
         return path
-    # Some versions of clang refuse "native" for some CPUs; portable kernels are still faster than plain torch.
+    # Some versions of clang reject "native" for some CPUs. Portable kernels are still faster than plain torch.
     portable = [compiler, *FLAGS]
-    other = cache / f"ember-{_key(portable)}.so"
-    if other.exists():
-        return other
+    portable_path = cache / f"ember-{_cache_key(portable)}.so"
+    if portable_path.exists():
+        return portable_path
     try:
         _compile(native, path)
     except BuildError:
-        _compile(portable, other)
-        return other
+        _compile(portable, portable_path)
+        return portable_path
     return path
 
 
 def _compile(command: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+        output = Path(folder) / path.name
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
-        _run([*command, *sources, "-o", str(made)])
-        with made.open("rb") as file:
+        _run([*command, *sources, "-o", str(output)])
+        with output.open("rb") as file:
             os.fsync(file.fileno())
-        made.replace(path)  # whole or not at all: another process may be building the same, and the power may fail
+        output.replace(path)  # atomic: another process may build the same, and power may fail
 
 
 def _run(command: list[str]) -> bytes:
     try:
         return subprocess.run(command, capture_output=True, check=True, timeout=BUILD_SECONDS).stdout
     except subprocess.CalledProcessError as error:
-        raise BuildError(f"{command[0]} failed: {error.stderr.decode(errors='replace')[-2000:]}") from error
+        output = error.stderr.decode(errors="replace")[-2000:]
+        raise BuildError(f"compiling the CPU kernels with {command[0]} failed: {output}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} did not finish: {error}") from error
+        raise BuildError(f"compiling the CPU kernels with {command[0]} did not finish: {error}") from error
 
 
-def _key(command: list[str]) -> str:
+def _cache_key(command: list[str]) -> str:
     digest = hashlib.sha256(" ".join(command).encode())
     digest.update(_run([command[0], "--version"]))
     digest.update(_cpu_features())
@@ -81,7 +85,7 @@ def _key(command: list[str]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """What -march=native looks at; a cache folder may be shared between machines."""
+    """Return what -march=native depends on, since a cache folder may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-// CRC-32 as zlib has it. Carry-less products fold 64 bytes at a time where the processor has them.
+// CRC-32 as in zlib. Folds 64 bytes at a time with carry-less multiplication if the CPU supports it.
 #pragma once
 #include <cstdint>
 

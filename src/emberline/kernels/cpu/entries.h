@@ -1,10 +1,10 @@
-// The entries that others in this folder call too, and the structures Python fills for them (library.py has the same order).
+// Exported functions that other sources here call too, and the structures that Python fills (library.py has the same order).
 #pragma once
 
 extern "C" {
 
 enum Mode { kStore, kAdd, kGated };
-enum Layout { kBf16, kF32, kAmx };  // packed.py has the same numbers
+enum Layout { kBf16, kF32, kAmx };  // the same numbers as packed_weight.py
 
 struct Layer {
     const void *qkv, *o, *gate_up, *down;
@@ -21,7 +21,7 @@ struct Mixture {
     const Expert* experts;
     const void* router;
     const float* norm;
-    int router_layout, count, chosen, renormalised, hidden, ffn;
+    int router_layout, count, top_k, renormalize, hidden, ffn;
     float eps;
 };
 
@@ -30,10 +30,11 @@ struct Step {
     const int* positions;
     const long* slots;
     const int *tables, *query_start, *context;
-    const long* rows;     // that go on after the last layer's keys are cached
-    char *keys, *values;  // of the first layer
-    long key_layer_bytes, value_layer_bytes, key_stride, value_stride;  // from a layer to the next, from a block to the next
-    int wanted, tokens, sequences, table_stride, wide, rotary, block_size, hidden, ffn, q_heads, kv_heads, dim;
+    const long* rows;     // rows that are computed further after the last layer's keys are cached
+    char *keys, *values;  // cache of the first layer
+    long key_layer_bytes, value_layer_bytes;  // bytes from one layer's cache to the next
+    long key_stride, value_stride;            // elements from one block to the next
+    int row_count, tokens, sequences, table_stride, f32, rotary, block_size, hidden, ffn, q_heads, kv_heads, dim;
     float eps, scale;
 };
 
@@ -43,10 +44,10 @@ void ember_linear(const float* x, const void* w, int layout, int m, int n, int k
 void ember_rms_norm(const float* x, const float* weight, float eps, int m, int k, float* out);
 
 void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm, const float* k_norm,
-                float eps, void* keys, void* values, int wide, long key_stride, long value_stride, const long* slots, int tokens,
+                float eps, void* keys, void* values, int f32, long key_stride, long value_stride, const long* slots, int tokens,
                 int q_heads, int kv_heads, int dim, int block_size);
 
-void ember_attention(const float* qkv, const void* keys, const void* values, int wide, long key_stride, long value_stride,
+void ember_attention(const float* qkv, const void* keys, const void* values, int f32, long key_stride, long value_stride,
                      const int* tables, int table_stride, const int* query_start, const int* context, int sequences, float scale,
                      int window, int q_heads, int kv_heads, int dim, int block_size, float* out);
 }

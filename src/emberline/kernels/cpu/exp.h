@@ -4,8 +4,8 @@
 
 namespace ember {
 
-// e^x for x <= 0, within 3 ulp, and e^-87 below that: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a float or
-// a Vec. Paired terms, not Horner's rule: half the latency.
+// e^x for -87 <= x <= 0, within 3 ulp, and e^-87 below: x = n ln2 + r with |r| <= ln2/2, then a polynomial in r. V is a float or
+// a Vec. Terms are paired instead of Horner's rule, which halves the latency.
 template <class V>
 inline V exp_negative(V x) {
     const V shift = splat<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
@@ -17,7 +17,7 @@ inline V exp_negative(V x) {
     return scale_by_exponent(add(p, splat<V>(1.0f)), n);
 }
 
-// Both branches of the sigmoid from e^-|x|, which cannot overflow; without a jump, so that loops of it vectorise.
+// x * sigmoid(x) from e^-|x|, which cannot overflow; without a branch, so that loops vectorise.
 inline float silu(float x) {
     float e = exp_negative(-std::fabs(x));
     return x * (x < 0.0f ? e : 1.0f) / (1.0f + e);

@@ -1,4 +1,4 @@
-// Canonical prefix codes over bytes with no code longer than a look-up: docs/unweight-format.md, section 3.
+// Canonical prefix codes over bytes, with code words no longer than one table lookup: docs/unweight-format.md, section 3.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -6,18 +6,18 @@
 
 namespace ember {
 
-constexpr int kBits = 11, kSymbols = 6;  // looked up at once: bits, and symbols found at most
+constexpr int kBits = 11, kSymbols = 6;  // of one table lookup: bits, and the most symbols that it decodes
 
-// Codes are canonical: by length, then by symbol. The first bit of a code is the lowest of what is stored. Calls
-// each(symbol, code, length).
+// Calls body(symbol, code, length) for each code word. Codes are canonical: ordered by length, then by symbol. The first bit of a
+// code word is stored as the lowest.
 template <class F>
-void for_codes(const uint8_t* lengths, const F& each) {
+void for_codes(const uint8_t* lengths, const F& body) {
     for (uint32_t length = 1, code = 0; length <= kBits; length++, code <<= 1)
         for (int symbol = 0; symbol < 256; symbol++)
             if (lengths[symbol] == length) {
                 uint32_t first_lowest = 0;
                 for (uint32_t bit = 0; bit < length; bit++) first_lowest |= (code >> bit & 1) << (length - 1 - bit);
-                each(symbol, first_lowest, length);
+                body(symbol, first_lowest, length);
                 code++;
             }
 }
@@ -32,30 +32,30 @@ struct Encoder {
 
 struct Decoder {
     const uint8_t* lengths;
-    uint64_t table[1 << kBits];  // bits taken | the symbols in them << 8 | how many << 56
+    uint64_t table[1 << kBits];  // bits consumed | decoded symbols << 8 | number of symbols << 56
 
-    explicit Decoder(const uint8_t* of) : lengths(of) {
-        uint8_t first[1 << kBits] = {};  // symbol that these bits begin with
+    explicit Decoder(const uint8_t* code_lengths) : lengths(code_lengths) {
+        uint8_t first[1 << kBits] = {};  // symbol whose code word these bits begin with
         for_codes(lengths, [&](int symbol, uint32_t code, uint32_t length) {
-            // The one code that is not complete has one symbol, of one bit: the other bit means it too.
+            // A code with a single symbol of one bit is incomplete: the other bit decodes to it too.
             uint32_t step = length == 1 && std::count(lengths, lengths + 256, 0) == 255 ? 1 : 1u << length;
             for (uint32_t i = code; i < 1 << kBits; i += step) first[i] = uint8_t(symbol);
         });
         for (uint32_t i = 0; i < 1 << kBits; i++) {
-            uint64_t taken = 0, found = 0, number = 0;
+            uint64_t consumed = 0, symbols = 0, number = 0;
             for (; number < kSymbols; number++) {
-                uint8_t symbol = first[i >> taken];
-                if (taken + lengths[symbol] > kBits) break;
-                found |= uint64_t(symbol) << 8 * number;
-                taken += lengths[symbol];
+                uint8_t symbol = first[i >> consumed];
+                if (consumed + lengths[symbol] > kBits) break;
+                symbols |= uint64_t(symbol) << 8 * number;
+                consumed += lengths[symbol];
             }
-            table[i] = taken | found << 8 | number << 56;
+            table[i] = consumed | symbols << 8 | number << 56;
         }
     }
 };
 
-// Lengths of the code that needs fewest bits for symbols that occur so often: package-merge. A list has the leaves, and pairs of
-// the list before it, by weight; whatever is among the first 2n - 2 of the last list adds a bit to all the leaves in it.
+// Computes the lengths of the optimal code for symbols with these counts by the package-merge algorithm. Each list has the leaves
+// and pairs of the previous list, sorted by weight. Each of the first 2n - 2 entries of the last list adds a bit to its leaves.
 inline void fit_code(const uint64_t* counts, uint8_t* lengths) {
     std::pair<uint64_t, int> leaves[256];
     int n = 0;
@@ -75,10 +75,10 @@ inline void fit_code(const uint64_t* counts, uint8_t* lengths) {
             weights[level % 2][size] = next ? leaves[leaf++].first : (pair++, both);
         }
     }
-    for (int level = kBits - 1, taken = 2 * n - 2; level >= 0; level--) {
-        int found = int(std::count(is_leaf[level], is_leaf[level] + taken, true));
-        for (int leaf = 0; leaf < found; leaf++) lengths[leaves[leaf].second]++;
-        taken = 2 * (taken - found);
+    for (int level = kBits - 1, consumed = 2 * n - 2; level >= 0; level--) {
+        int symbols = int(std::count(is_leaf[level], is_leaf[level] + consumed, true));
+        for (int leaf = 0; leaf < symbols; leaf++) lengths[leaves[leaf].second]++;
+        consumed = 2 * (consumed - symbols);
     }
 }
 

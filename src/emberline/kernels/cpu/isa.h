@@ -1,4 +1,4 @@
-// The instruction set is chosen by what the compiler was told to target; each header offers the same few primitives.
+// Selects the instruction set from the compiler's target. Each header defines the same few primitives.
 #pragma once
 #if defined(EMBER_PORTABLE)
 #include "portable.h"
@@ -18,7 +18,7 @@ static_assert(kVecs % 2 == 0, "panels are loaded in pairs of vectors");
 
 inline void widen8(const float* from, float* to) { std::memcpy(to, from, 8 * sizeof(float)); }
 
-// Widens `rows` rows of `count` numbers. Rows that adjoin on both sides are one long row.
+// Widens `rows` rows of `count` numbers to float. Rows that are contiguous in source and target are treated as one long row.
 template <class B>
 inline void widen_rows(const B* from, long from_stride, long rows, long count, float* to, long to_stride) {
     if (from_stride == count && to_stride == count) count *= rows, rows = 1;

@@ -1,4 +1,4 @@
-"""The native library as Python sees it: every entry with the types of its arguments."""
+"""The ctypes binding of the native library: every exported function with the types of its arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ POINTER, INT, LONG, FLOAT = c_void_p, c_int, c_long, c_float
 
 
 class NativeLayer(ctypes.Structure):
-    """`Layer` of entries.h; stack.DenseLayer fills it."""
+    """`Layer` of entries.h, filled from dense_stack.DenseLayer."""
 
     _fields_ = (
         *((name, POINTER) for name in ("qkv", "o", "gate_up", "down")),
@@ -29,7 +29,7 @@ class NativeStep(ctypes.Structure):
         *((name, POINTER) for name in ("cos_sin", "positions", "slots", "tables", "query_start", "context")),
         *((name, POINTER) for name in ("rows", "keys", "values")),
         *((name, LONG) for name in ("key_layer_bytes", "value_layer_bytes", "key_stride", "value_stride")),
-        *((name, INT) for name in ("wanted", "tokens", "sequences", "table_stride", "wide", "rotary", "block_size")),
+        *((name, INT) for name in ("row_count", "tokens", "sequences", "table_stride", "f32", "rotary", "block_size")),
         *((name, INT) for name in ("hidden", "ffn", "q_heads", "kv_heads", "dim")),
         *((name, FLOAT) for name in ("eps", "scale")),
     )
@@ -45,19 +45,19 @@ class NativeExpert(ctypes.Structure):
 
 
 class NativeMixture(ctypes.Structure):
-    """`Mixture` of entries.h; mixture.Mixture fills it."""
+    """`Mixture` of entries.h, filled from mixture.Mixture."""
 
     _fields_ = (
         ("experts", ctypes.POINTER(NativeExpert)),
         *((name, POINTER) for name in ("router", "norm")),
-        *((name, INT) for name in ("router_layout", "count", "chosen", "renormalised", "hidden", "ffn")),
+        *((name, INT) for name in ("router_layout", "count", "top_k", "renormalize", "hidden", "ffn")),
         ("eps", FLOAT),
     )
 
 
 KINDS = {"p": POINTER, "i": INT, "l": LONG, "f": FLOAT}
 
-# One letter per argument; pointers are data_ptr() integers or None. The C++ sources name them.
+# One letter per argument, in the order of the C++ declarations. Pointers are data_ptr() integers or None.
 ENTRIES = {
     "ember_pack": "ppiiii",
     "ember_linear": "ppiiiippfpi",
@@ -72,7 +72,7 @@ ENTRIES = {
     "ember_set_threads": "i",
     "ember_unweight_count": "plip",
 }
-COUNTING = {  # the same, for those that answer with a number
+COUNTING = {  # the same for functions that return a long
     "ember_unweight_encode": "plippp",
     "ember_unweight_decode": "plplipip",
     "ember_kv_pack": "plip",
@@ -81,7 +81,7 @@ COUNTING = {  # the same, for those that answer with a number
 
 
 def find_library() -> ctypes.CDLL | None:
-    """The one for this machine, built if need be; None: it cannot be."""
+    """Return the native library for this machine, built if necessary, or None if it cannot be built."""
     try:
         return load(build(kernel_dir()))
     except (BuildError, OSError):

@@ -1,4 +1,4 @@
-// Linear layers over weights packed into panels: [n / kPanel][k][kPanel], read front to back exactly once at batch 1.
+// Linear layers with weights packed into panels: [n / kPanel][k][kPanel], read sequentially exactly once at batch 1.
 #include <algorithm>
 #include <utility>
 
@@ -11,10 +11,10 @@
 namespace ember {
 namespace {
 
-constexpr int kChunk = 640;                  // k of one widened piece of a panel: it and its inputs stay in L1
-static_assert(kChunk % kSpan == 0, "a cut anywhere else would show in the bits");
-constexpr long kInputFloats = 128 * 1024;    // inputs that a run over all panels keeps in L2
-constexpr long kSerialFloats = 16 * 1024;    // below this, waking a thread costs more than preparing the inputs
+constexpr int kChunk = 640;                  // k of one widened piece of a panel, which stays in L1 with its inputs
+static_assert(kChunk % kSpan == 0, "cuts elsewhere would change the bits of results");
+constexpr long kInputFloats = 128 * 1024;    // inputs that stay in L2 while all panels are multiplied
+constexpr long kSerialFloats = 16 * 1024;    // up to this size, waking a thread costs more than preparing the inputs
 
 template <class B>
 void pack(const B* from, B* to, long n, long k, bool gated) {
@@ -33,32 +33,33 @@ struct Inputs {
     long stride;
 };
 
-// The inputs a product reads: x itself where that will do, else a normalised copy whose rows do not all share cache sets.
+// Returns the inputs that a product reads: x itself if possible, otherwise a normalised copy. Its row stride is not a multiple of
+// 4 KiB, so that rows do not compete for the same cache sets.
 Inputs prepare(const Linear& op) {
     if (!op.norm && (op.m == 1 || op.k % 1024)) return {op.x, op.k};
     long stride = op.k + 16;
     float* to = scratch(kInputs, op.m * stride);
-    auto some = [&](long begin, long end) {
+    auto prepare_rows = [&](long begin, long end) {
         for (long r = begin; r < end; r++) {
             const float* x = op.x + r * op.k;
             float scale = op.norm ? rms_scale(x, op.k, op.eps) : 1.0f;
             for (int i = 0; i < op.k; i++) to[r * stride + i] = op.norm ? x[i] * scale * op.norm[i] : x[i];
         }
     };
-    if (long(op.m) * op.k <= kSerialFloats) some(0, op.m);
-    else parallel(op.m, some);
+    if (long(op.m) * op.k <= kSerialFloats) prepare_rows(0, op.m);
+    else parallel(op.m, prepare_rows);
     return {to, stride};
 }
 
-inline const float* widened(const float* b, long) { return b; }
+inline const float* widen_weights(const float* b, long) { return b; }
 
-inline const float* widened(const bf16* b, long count) {
+inline const float* widen_weights(const bf16* b, long count) {
     float* to = scratch(kWeights, long(kChunk) * kPanel);
     widen_rows(b, count, 1, count, to, count);
     return to;
 }
 
-// One panel times the row blocks [from, to): a single block reads the panel as it is, more of them share a widened copy.
+// Multiplies one panel by the row blocks [from, to). A single block reads the panel directly; several share a widened copy.
 template <class B>
 void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inputs in, const B* weights, long panel) {
     const B* b = weights + panel * op.k * kPanel;
@@ -69,7 +70,7 @@ void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inpu
     } else {
         for (int at = 0; at < op.k; at += kChunk) {
             int length = std::min(kChunk, op.k - at);
-            const float* wide = widened(b + long(at) * kPanel, long(length) * kPanel);
+            const float* wide = widen_weights(b + long(at) * kPanel, long(length) * kPanel);
             for (int block = from; block < to; block++) {
                 int row = blocks.start(block);
                 const float* a = in.rows + row * in.stride + at;
@@ -78,7 +79,7 @@ void run_panel(const Linear& op, const RowBlocks& blocks, int from, int to, Inpu
             }
         }
     }
-    finish(op, panel, first, rows, sums);
+    write_outputs(op, panel, first, rows, sums);
 }
 
 template <class B>

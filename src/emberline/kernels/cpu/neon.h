@@ -1,4 +1,4 @@
-// aarch64 primitives. A bf16 widens by interleaving with zeros: zip runs on both vector pipes, a shift on one.
+// aarch64 primitives. bf16 is widened by interleaving with zeros: zip runs on both vector pipes, a shift on one only.
 #pragma once
 #include <arm_neon.h>
 
@@ -10,16 +10,16 @@ constexpr const char* kIsa = "neon";
 constexpr int kLanes = 4;
 constexpr int kVecs = 4;       // vectors across a panel
 constexpr int kRows = 8;       // rows of the largest tile
-constexpr int kShortRows = 4;  // up to so many rows, a tile spans the panel; above, kTallVecs. Always 16 sums of 32 registers,
-constexpr int kTallVecs = 2;   // which measures faster than 24: 8 x 8 reaches the multiply-add peak, 6 x 16 nine tenths of it
-constexpr int kSpan = 128;     // products added up in one chain; 64 would err less and be 3 % slower
+constexpr int kShortRows = 4;  // up to so many rows, a tile has the panel's width; above, kTallVecs. Always 16 sums of 32
+constexpr int kTallVecs = 2;   // registers, faster than 24: 8 x 8 reaches the peak of multiply-adds, 6 x 16 nine tenths of it
+constexpr int kSpan = 128;     // products summed in one chain; 64 would be more accurate and 3 % slower
 
-// Widened weights held at once. On a Neoverse N1, n widenings in a row between multiply-adds took n / 2 + 2 cycles, and spread
-// out among them about one each: as if one could not finish in the same cycle as an earlier multiply-add. So: long runs.
-constexpr int bunch(int sums) { return sums <= 8 ? 16 : 8; }
+// Widened weights in registers at once. On a Neoverse N1, n consecutive widenings between multiply-adds take n / 2 + 2 cycles;
+// interleaved with multiply-adds, each takes about one cycle. So long runs of widenings are faster.
+constexpr int held_weights(int sums) { return sums <= 8 ? 16 : 8; }
 
 using Vec = float32x4_t;
-using Quad = float32x4_t;  // four consecutive inputs, each multiplied by lane
+using Quad = float32x4_t;  // four consecutive inputs; an fma selects one by its lane
 
 template <>
 inline Vec splat(float x) {
@@ -52,7 +52,7 @@ inline void load_pair(const bf16* p, Vec& low, Vec& high) {
     high = vreinterpretq_f32_u16(vzip2q_u16(none, both));
 }
 
-inline __attribute__((always_inline)) void keep_together(Vec* w) {  // eight; the compiler would spread them out
+inline __attribute__((always_inline)) void keep_together(Vec* w) {  // eight vectors, which the compiler would otherwise interleave
     asm volatile("" : "+w"(w[0]), "+w"(w[1]), "+w"(w[2]), "+w"(w[3]), "+w"(w[4]), "+w"(w[5]), "+w"(w[6]), "+w"(w[7]));
 }
 

@@ -1,4 +1,4 @@
-// Any machine: vectors of the compiler's own making. Products and sums fuse only where the machine can.
+// Any machine, by the compiler's generic vectors. Multiply-adds fuse only if the machine supports it.
 #pragma once
 #include "scalar.h"
 
@@ -10,8 +10,8 @@ constexpr int kVecs = 2;       // vectors across a panel
 constexpr int kRows = 4;       // rows of the largest tile
 constexpr int kShortRows = 4;  // every tile spans the panel
 constexpr int kTallVecs = 2;
-constexpr int kSpan = 64;      // products added up in one chain
-constexpr int bunch(int) { return kVecs; }  // widened weights held at once; neon.h says why this is a choice
+constexpr int kSpan = 64;      // products summed in one chain
+constexpr int held_weights(int) { return kVecs; }  // widened weights in registers at once; see neon.h
 
 typedef float Vec __attribute__((vector_size(16)));
 typedef uint32_t Bits __attribute__((vector_size(16)));

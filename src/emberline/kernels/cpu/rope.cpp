@@ -1,4 +1,4 @@
-// Between the qkv product and attention: optional per-head norms, rotary positions, and the writes into the cache.
+// Between the qkv product and attention: optional norms per head, rotary position embedding, and the writes into the KV cache.
 #include <algorithm>
 
 #include "entries.h"
@@ -8,7 +8,7 @@
 namespace ember {
 namespace {
 
-constexpr int kSerialTokens = 4;  // below this, waking a thread costs more than the work
+constexpr int kSerialTokens = 4;  // up to this number, waking a thread costs more than the work
 
 struct Rope {
     float* qkv;
@@ -59,11 +59,11 @@ void run_token(const Rope& op, long t) {
 
 template <class B>
 void run(const Rope& op, long tokens) {
-    auto some = [&](long begin, long end) {
+    auto run_tokens = [&](long begin, long end) {
         for (long t = begin; t < end; t++) run_token<B>(op, t);
     };
-    if (tokens <= kSerialTokens) some(0, tokens);
-    else parallel(tokens, some);
+    if (tokens <= kSerialTokens) run_tokens(0, tokens);
+    else parallel(tokens, run_tokens);
 }
 
 }  // namespace
@@ -72,10 +72,10 @@ void run(const Rope& op, long tokens) {
 using namespace ember;
 
 extern "C" void ember_rope(float* qkv, const int* positions, const float* cos_sin, int rotary, const float* q_norm,
-                           const float* k_norm, float eps, void* keys, void* values, int wide, long key_stride,
+                           const float* k_norm, float eps, void* keys, void* values, int f32, long key_stride,
                            long value_stride, const long* slots, int tokens, int q_heads, int kv_heads, int dim, int block_size) {
     Rope op{qkv, positions, cos_sin, rotary, q_norm, k_norm, eps, keys, values, key_stride, value_stride, slots,
             q_heads, kv_heads, dim, block_size};
-    if (wide) run<float>(op, tokens);
+    if (f32) run<float>(op, tokens);
     else run<bf16>(op, tokens);
 }

@@ -1,4 +1,4 @@
-// The end of a step: masks, sampling and log-probabilities over rows of logits. A row's answer depends on that row alone.
+// Masks, sampling and log-probabilities over rows of logits. A row's result depends on that row only.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -10,11 +10,11 @@
 namespace ember {
 namespace {
 
-constexpr float kNever = -std::numeric_limits<float>::infinity();
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-float largest(const float* x, int n) {  // NaN aside
+float largest(const float* x, int n) {  // ignores NaN
     float lane[16];
-    std::fill_n(lane, 16, kNever);
+    std::fill_n(lane, 16, kMasked);
     int i = 0;
     for (; i + 16 <= n; i += 16)
         for (int j = 0; j < 16; j++) lane[j] = x[i + j] > lane[j] ? x[i + j] : lane[j];
@@ -22,26 +22,26 @@ float largest(const float* x, int n) {  // NaN aside
     return *std::max_element(lane, lane + 16);
 }
 
-int argmax(const float* x, int n) {  // the lowest id among equals: in the first block that has it
+int argmax(const float* x, int n) {  // the lowest id among equals
     constexpr int kBlock = 1024;
-    float most = kNever;
+    float max_logit = kMasked;
     int i = 0;
     for (int at = 0; at < n; at += kBlock)
-        if (float here = largest(x + at, std::min(kBlock, n - at)); here > most) most = here, i = at;
+        if (float block_max = largest(x + at, std::min(kBlock, n - at)); block_max > max_logit) max_logit = block_max, i = at;
     for (; i < n; i++)
-        if (x[i] == most) return i;
+        if (x[i] == max_logit) return i;
     return 0;
 }
 
-// Tokens of one row by (weight descending, id ascending), sorted only as far as they are asked for: the weights fall into
-// bands of a factor e, and a band is sorted when the walk reaches it.
-class Order {
+// Tokens of one row in the order (weight descending, id ascending), sorted lazily: weights are divided into bands of a factor e,
+// and a band is sorted when a rank in it is requested.
+class TokenOrder {
 public:
-    Order(const float* weight, int n) : weight_(weight), n_(n) {}
+    TokenOrder(const float* weight, int n) : weight_(weight), n_(n) {}
 
     int at(size_t rank) {
         while (rank >= sorted_.size() && band_ <= kBands) next_band();
-        return sorted_[std::min(rank, sorted_.size() - 1)];  // NaN weights are in no band
+        return sorted_[std::min(rank, sorted_.size() - 1)];  // NaN weights belong to no band
     }
 
 private:
@@ -56,14 +56,14 @@ private:
         high_ = low;
     }
 
-    static constexpr int kBands = 87;  // exp_negative is 0 beyond
+    static constexpr int kBands = 87;  // exp_negative returns nothing smaller
     const float* weight_;
     int n_, band_ = 0;
     float high_ = 2.0f;
     std::vector<int> sorted_;
 };
 
-struct Choice {
+struct SamplingParams {
     float temperature, top_p, min_p;
     int top_k;
     double uniform;
@@ -75,33 +75,33 @@ double total(const float* weight, int n) {
     return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
 }
 
-// Leaves in `x` each token's probability relative to the largest, so the first token weighs exactly 1.
-void weigh(float* x, int n, float most, float temperature) {
-    for (int i = 0; i < n; i++) x[i] = x[i] == kNever ? 0.0f : exp_negative((x[i] - most) / temperature);
+// Replaces each logit by the token's probability relative to the largest, which is exactly 1.
+void logits_to_weights(float* x, int n, float max_logit, float temperature) {
+    for (int i = 0; i < n; i++) x[i] = x[i] == kMasked ? 0.0f : exp_negative((x[i] - max_logit) / temperature);
 }
 
-long pick(float* x, int n, const Choice& choice) {
+long sample_row(float* x, int n, const SamplingParams& params) {
     int first = argmax(x, n);
-    if (choice.temperature == 0.0f || !std::isfinite(x[first])) return first;
-    weigh(x, n, x[first], choice.temperature);
-    Order order(x, n);
-    size_t keep = choice.top_k > 0 ? std::min(choice.top_k, n) : n;
-    double kept = 0.0, mass = 0.0;
-    if (keep < size_t(n)) for (size_t i = 0; i < keep; i++) kept += x[order.at(i)];
-    else kept = total(x, n);
-    if (choice.top_p < 1.0f) {
+    if (params.temperature == 0.0f || !std::isfinite(x[first])) return first;
+    logits_to_weights(x, n, x[first], params.temperature);
+    TokenOrder order(x, n);
+    size_t keep = params.top_k > 0 ? std::min(params.top_k, n) : n;
+    double kept_mass = 0.0, mass = 0.0;
+    if (keep < size_t(n)) for (size_t i = 0; i < keep; i++) kept_mass += x[order.at(i)];
+    else kept_mass = total(x, n);
+    if (params.top_p < 1.0f) {
         size_t i = 0;
-        for (mass = 0.0; i < keep && (i == 0 || mass < double(choice.top_p) * kept); i++) mass += x[order.at(i)];
-        keep = i, kept = mass;
+        for (mass = 0.0; i < keep && (i == 0 || mass < double(params.top_p) * kept_mass); i++) mass += x[order.at(i)];
+        keep = i, kept_mass = mass;
     }
-    if (choice.min_p > 0.0f) {
+    if (params.min_p > 0.0f) {
         size_t i = 0;
-        for (mass = 0.0; i < keep && (i == 0 || x[order.at(i)] >= choice.min_p); i++) mass += x[order.at(i)];
-        keep = i, kept = mass;
+        for (mass = 0.0; i < keep && (i == 0 || x[order.at(i)] >= params.min_p); i++) mass += x[order.at(i)];
+        keep = i, kept_mass = mass;
     }
     mass = 0.0;
     for (size_t i = 0; i < keep; i++)
-        if ((mass += x[order.at(i)]) > choice.uniform * kept) return order.at(i);
+        if ((mass += x[order.at(i)]) > params.uniform * kept_mass) return order.at(i);
     return order.at(keep - 1);
 }
 
@@ -111,11 +111,11 @@ struct LogProbs {
     int top_n;
 };
 
-void describe(const float* x, int n, long id, long row, const LogProbs& to) {
-    float most = x[argmax(x, n)];
+void write_log_probs(const float* x, int n, long id, long row, const LogProbs& to) {
+    float max_logit = x[argmax(x, n)];
     double sum = 0.0;
-    for (int i = 0; i < n; i++) sum += x[i] == kNever ? 0.0f : exp_negative(x[i] - most);
-    double log_sum = std::log(sum) + most;
+    for (int i = 0; i < n; i++) sum += x[i] == kMasked ? 0.0f : exp_negative(x[i] - max_logit);
+    double log_sum = std::log(sum) + max_logit;
     long higher = 0;
     for (int i = 0; i < n; i++) higher += x[i] > x[id];
     to.chosen[row] = float(x[id] - log_sum);
@@ -141,7 +141,7 @@ void ember_sample(float* logits, int rows, int n, const float* temperature, cons
                   const float* min_p, const double* uniform, long* ids) {
     parallel(rows, [=](long begin, long end) {
         for (long r = begin; r < end; r++)
-            ids[r] = pick(logits + r * n, n, {temperature[r], top_p[r], min_p[r], top_k[r], uniform[r]});
+            ids[r] = sample_row(logits + r * n, n, {temperature[r], top_p[r], min_p[r], top_k[r], uniform[r]});
     });
 }
 
@@ -149,7 +149,7 @@ void ember_log_probs(const float* logits, int rows, int n, const long* ids, int 
                      long* rank) {
     LogProbs to{chosen, top, top_ids, rank, top_n};
     parallel(rows, [=](long begin, long end) {
-        for (long r = begin; r < end; r++) describe(logits + r * n, n, ids[r], r, to);
+        for (long r = begin; r < end; r++) write_log_probs(logits + r * n, n, ids[r], r, to);
     });
 }
 
@@ -158,7 +158,7 @@ void ember_bitmask(float* logits, int n, const int* mask, int words, const long*
         for (long r = begin; r < end; r++) {
             float* x = logits + rows[r] * n;
             for (int i = 0; i < n; i++)
-                if (!(mask[r * words + i / 32] >> (i % 32) & 1)) x[i] = kNever;
+                if (!(mask[r * words + i / 32] >> (i % 32) & 1)) x[i] = kMasked;
         }
     });
 }

@@ -1,5 +1,5 @@
-// Scalar arithmetic that every instruction set shares. Compiled with -ffp-contract=off: a product and a sum fuse only where
-// fma() says so, hence a vectorised loop and its scalar tail give the same bits, whatever the compiler chose to vectorise.
+// Scalar arithmetic for every instruction set. Compiled with -ffp-contract=off: multiply-adds fuse only where fma() is called,
+// so a vectorised loop and its scalar tail give the same bits, whatever the compiler vectorises.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -58,7 +58,7 @@ inline float scale_by_exponent(float a, float n) {  // adds the low bits of n to
     return a;
 }
 
-// Sums in sixteen lanes and then pairwise: one order for every caller, and one that vectorises.
+// Sums in sixteen lanes and then pairwise: the same order for every caller, and one that vectorises.
 template <class Term>
 inline float lane_sum(int n, Term term) {
     float lane[16] = {};

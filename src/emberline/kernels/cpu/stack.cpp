@@ -1,5 +1,5 @@
-// Consecutive dense decoder layers in one call. Each layer is the same ops Python would have called, in the same order, so
-// the bits are the same; what is saved is the way through Python between them, during which the other threads wait.
+// Consecutive dense decoder layers in one call. Each layer consists of the same ops that Python would call, in the same order, so
+// the bits are the same. This saves the time in Python between ops, during which the other threads would wait.
 #include <algorithm>
 
 #include "entries.h"
@@ -25,16 +25,16 @@ extern "C" void ember_stack(const Step* step, const Layer* layers, int count, fl
         const Layer& l = layers[i];
         void *keys = s.keys + i * s.key_layer_bytes, *values = s.values + i * s.value_layer_bytes;
         ember_linear(x, l.qkv, l.layout, tokens, width, s.hidden, l.qkv_bias, l.attention_norm, s.eps, qkv, kStore);
-        ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.wide, s.key_stride,
+        ember_rope(qkv, s.positions, s.cos_sin, s.rotary, l.q_norm, l.k_norm, s.eps, keys, values, s.f32, s.key_stride,
                    s.value_stride, s.slots, tokens, s.q_heads, s.kv_heads, s.dim, s.block_size);
         bool last = i == count - 1;
-        if (last && !s.wanted) return;
-        ember_attention(qkv, keys, values, s.wide, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
+        if (last && !s.row_count) return;
+        ember_attention(qkv, keys, values, s.f32, s.key_stride, s.value_stride, s.tables, s.table_stride, s.query_start,
                         s.context, s.sequences, s.scale, l.window, s.q_heads, s.kv_heads, s.dim, s.block_size, mixed);
         if (last) {
-            gather(x, s.rows, s.wanted, s.hidden, out);
-            gather(mixed, s.rows, s.wanted, q, qkv);  // which has served
-            x = out, mixed = qkv, tokens = s.wanted;
+            gather(x, s.rows, s.row_count, s.hidden, out);
+            gather(mixed, s.rows, s.row_count, q, qkv);  // qkv is no longer needed
+            x = out, mixed = qkv, tokens = s.row_count;
         }
         ember_linear(mixed, l.o, l.layout, tokens, s.hidden, q, l.o_bias, nullptr, 0.0f, x, kAdd);
         ember_linear(x, l.gate_up, l.layout, tokens, 2 * s.ffn, s.hidden, nullptr, l.ffn_norm, s.eps, gated, kGated);

@@ -17,9 +17,9 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "elements and indices are little-endian");
 
-constexpr int kBlock = 65536, kStreams = 4, kSegment = kBlock / kStreams, kIndex = 12;  // format.py has the same
-constexpr int kLookups = 5;              // in the 56 bits that are there after a refill
-constexpr int kSlack = 16;               // a store of 8 bytes may pass a segment's end
+constexpr int kBlock = 65536, kStreams = 4, kSegment = kBlock / kStreams, kIndex = 12;  // the same as in format.py
+constexpr int kLookups = 5;              // lookups in the 56 bits that a refill guarantees
+constexpr int kSlack = 16;               // a store of 8 bytes may extend beyond a segment's end
 static_assert(kLookups * kBits <= 56);
 
 template <int W>
@@ -31,8 +31,8 @@ inline uint64_t load64(const uint8_t* p) {
     return v;
 }
 
-// The 8 bits below an element's sign (in bf16 and float32: its exponent) are the symbol; the sign and the bits below make the
-// rest, cut into planes of bytes. An 8-bit element is all symbol.
+// The symbol is the 8 bits below an element's sign: in bf16 and float32 its exponent. The sign and the bits below the symbol form
+// the rest, which is split into planes of bytes. An 8-bit element consists of its symbol only.
 template <int W>
 void split(const void* elements, long count, uint8_t* symbols, uint8_t* planes, long stride) {
     using T = Word<W>;
@@ -72,7 +72,7 @@ void merge(const uint8_t* symbols, const uint8_t* planes, long stride, long coun
 template <int W>
 void count_symbols(const void* elements, long count, uint64_t* counts) {
     uint8_t symbols[4096], planes[3 * 4096];
-    uint32_t lanes[4][256] = {};  // neighbours are often equal: each lane has its own counters
+    uint32_t lanes[4][256] = {};  // neighbours are often equal, so each lane has its own counters
     for (long at = 0; at < count; at += 4096) {
         int n = int(std::min(4096L, count - at)), i = 0;
         split<W>(static_cast<const uint8_t*>(elements) + at * W, n, symbols, planes, 4096);
@@ -84,27 +84,27 @@ void count_symbols(const void* elements, long count, uint64_t* counts) {
         for (auto& lane : lanes) counts[s] += lane[s];
 }
 
-// A stream being written: bits come in from above, whole bytes go out. A store of 8 bytes passes its end.
+// A stream being written: bits are inserted at the top, and whole bytes are stored. Each store writes 8 bytes, beyond its end.
 struct Sink {
     uint8_t* to;
     uint64_t bits = 0;
-    int held = 0;
+    int bit_count = 0;
 
     void put(uint32_t code) {  // code | length << 16
-        bits |= uint64_t(code & 0xFFFF) << held;
-        held += int(code >> 16);
+        bits |= uint64_t(code & 0xFFFF) << bit_count;
+        bit_count += int(code >> 16);
     }
 
     void flush() {
         std::memcpy(to, &bits, 8);
-        to += held / 8;
-        bits >>= held / 8 * 8;
-        held %= 8;
+        to += bit_count / 8;
+        bits >>= bit_count / 8 * 8;
+        bit_count %= 8;
     }
 
-    void rest(const uint8_t* symbols, const uint8_t* end, const Encoder& encoder) {
+    void put_rest(const uint8_t* symbols, const uint8_t* end, const Encoder& encoder) {
         for (; symbols < end; symbols++) put(encoder.codes[*symbols]), flush();
-        if (held) *to++ = uint8_t(bits);
+        if (bit_count) *to++ = uint8_t(bits);
     }
 };
 
@@ -119,11 +119,11 @@ inline Segment segment(long block, int s) {
     return {begin, std::min(each, block - begin)};
 }
 
-// All streams side by side: while one waits for its own last code, the others go on.
-void encode_together(const uint8_t* symbols, long count, const Encoder& encoder, Sink (&sinks)[kStreams]) {
+// Encodes all streams interleaved: while one waits for its previous code word, the others proceed.
+void encode_interleaved(const uint8_t* symbols, long count, const Encoder& encoder, Sink (&sinks)[kStreams]) {
     const uint8_t* from[kStreams];
     for (int s = 0; s < kStreams; s++) from[s] = symbols + segment(count, s).begin;
-    long common = segment(count, kStreams - 1).count / kLookups * kLookups;  // the last one is the shortest
+    long common = segment(count, kStreams - 1).count / kLookups * kLookups;  // the last stream is the shortest
     Sink a = sinks[0], b = sinks[1], c = sinks[2], d = sinks[3];
     for (long i = 0; i < common; i += kLookups) {
 #pragma GCC unroll 8
@@ -134,7 +134,7 @@ void encode_together(const uint8_t* symbols, long count, const Encoder& encoder,
         a.flush(), b.flush(), c.flush(), d.flush();
     }
     sinks[0] = a, sinks[1] = b, sinks[2] = c, sinks[3] = d;
-    for (int s = 0; s < kStreams; s++) sinks[s].rest(from[s] + common, symbols + segment(count, s).end(), encoder);
+    for (int s = 0; s < kStreams; s++) sinks[s].put_rest(from[s] + common, symbols + segment(count, s).end(), encoder);
 }
 
 template <int W>
@@ -144,7 +144,7 @@ uint8_t* encode_block(const void* elements, long count, const Encoder& encoder, 
     split<W>(elements, count, symbols, planes, count);
     uint8_t* begin = to;
     Sink sinks[kStreams] = {{coded[0]}, {coded[1]}, {coded[2]}, {coded[3]}};
-    encode_together(symbols, count, encoder, sinks);
+    encode_interleaved(symbols, count, encoder, sinks);
     for (int s = 0; s < kStreams; s++) {
         uint16_t length = uint16_t(sinks[s].to - coded[s]);
         std::memcpy(index + 2 * s, &length, 2);
@@ -158,49 +158,49 @@ uint8_t* encode_block(const void* elements, long count, const Encoder& encoder, 
     return to;
 }
 
-// A stream being read. The lowest bits come next; the highest bit set marks how many have gone.
+// A stream being read. The next bits are the lowest; the position of the highest set bit tells how many were consumed.
 struct Stream {
     uint64_t bits;
     const uint8_t* at;
     uint8_t* out;
 
-    void start(const uint8_t* begin, const uint8_t* end, uint8_t* to) { at = begin, out = to, take(begin, end, 0); }
+    void start(const uint8_t* begin, const uint8_t* end, uint8_t* to) { at = begin, out = to, load_bits(begin, end, 0); }
 
     void look_up(const uint64_t* table) {
         uint64_t entry = table[bits & ((1 << kBits) - 1)];
         bits >>= entry & 63;
-        uint64_t found = entry >> 8;
-        std::memcpy(out, &found, 8);
+        uint64_t symbols_found = entry >> 8;
+        std::memcpy(out, &symbols_found, 8);
         out += entry >> 56;
     }
 
-    // Needs 8 readable bytes at the new place.
+    // Needs 8 readable bytes at the new position.
     void refill() {
-        int gone = std::countl_zero(bits);
-        at += gone / 8;
-        bits = (load64(at) | 1ull << 63) >> gone % 8;
+        int consumed = std::countl_zero(bits);
+        at += consumed / 8;
+        bits = (load64(at) | 1ull << 63) >> consumed % 8;
     }
 
-    void take(const uint8_t* from, const uint8_t* end, int gone) {
+    void load_bits(const uint8_t* from, const uint8_t* end, int consumed) {
         uint64_t word = 0;
         std::memcpy(&word, from, size_t(std::clamp(long(end - from), 0L, 8L)));
-        bits = (word | 1ull << 63) >> gone;
+        bits = (word | 1ull << 63) >> consumed;
     }
 
-    // Anywhere; bits beyond the end are zeros.
-    bool refill_near(const uint8_t* end) {
-        int gone = std::countl_zero(bits);
-        at += gone / 8;
+    // The same near the end of the input, beyond which bits are zero. Returns false if the position is beyond the end.
+    bool refill_at_end(const uint8_t* end) {
+        int consumed = std::countl_zero(bits);
+        at += consumed / 8;
         if (at > end) return false;
-        take(at, end, gone % 8);
+        load_bits(at, end, consumed % 8);
         return true;
     }
 
     long position(const uint8_t* begin) const { return (at - begin) * 8 + std::countl_zero(bits); }
 };
 
-// All streams side by side, as long as nobody can run out of input or room.
-void decode_together(Stream (&streams)[kStreams], uint8_t* const (&ends)[kStreams], const uint8_t* end, const uint64_t* table) {
+// Decodes all streams interleaved, as long as no stream can run out of input or output space.
+void decode_interleaved(Stream (&streams)[kStreams], uint8_t* const (&ends)[kStreams], const uint8_t* end, const uint64_t* table) {
     Stream a = streams[0], b = streams[1], c = streams[2], d = streams[3];
     for (;;) {
         long room = std::min({ends[0] - a.out, ends[1] - b.out, ends[2] - c.out, ends[3] - d.out}) / (kLookups * kSymbols);
@@ -219,13 +219,13 @@ void decode_together(Stream (&streams)[kStreams], uint8_t* const (&ends)[kStream
 bool decode_rest(Stream& stream, const uint8_t* end, uint8_t* last, const Decoder& decoder) {
     while (last - stream.out >= kLookups * kSymbols) {
         for (int i = 0; i < kLookups; i++) stream.look_up(decoder.table);
-        if (!stream.refill_near(end)) return false;
+        if (!stream.refill_at_end(end)) return false;
     }
     while (stream.out < last) {
         uint8_t symbol = uint8_t(decoder.table[stream.bits & ((1 << kBits) - 1)] >> 8);
         *stream.out++ = symbol;
         stream.bits >>= decoder.lengths[symbol];
-        if (!stream.refill_near(end)) return false;
+        if (!stream.refill_at_end(end)) return false;
     }
     return true;
 }
@@ -242,7 +242,7 @@ bool decode_block(const uint8_t* coded, long size, const uint16_t* sizes, long c
         ends[s] = symbols[s] + segment(count, s).count;
         streams[s].start(at, end, symbols[s]);
     }
-    decode_together(streams, ends, end, decoder.table);
+    decode_interleaved(streams, ends, end, decoder.table);
     for (int s = 0; s < kStreams; s++) {
         if (!decode_rest(streams[s], end, ends[s], decoder)) return false;
         if ((streams[s].position(begins[s]) + 7) / 8 != sizes[s]) return false;
@@ -260,11 +260,11 @@ long decode(const uint8_t* coded, long size, const uint8_t* index, long count, c
         uint32_t crc;
         std::memcpy(sizes, index, sizeof sizes);
         std::memcpy(&crc, index + 8, 4);
-        long here = std::min<long>(kBlock, count), bytes = (W - 1) * here;
+        long block_count = std::min<long>(kBlock, count), bytes = (W - 1) * block_count;
         for (uint16_t stream : sizes) bytes += stream;
         if (bytes > size || (check && crc32(coded, bytes) != crc)) return block;
-        if (!decode_block<W>(coded, bytes, sizes, here, decoder, elements)) return block;
-        coded += bytes, size -= bytes, elements += here * W, count -= here;
+        if (!decode_block<W>(coded, bytes, sizes, block_count, decoder, elements)) return block;
+        coded += bytes, size -= bytes, elements += block_count * W, count -= block_count;
     }
     return -1;
 }

@@ -1,18 +1,18 @@
-// The disk form of weights, block by block: docs/unweight-format.md. Python holds the code and the files.
+// The compressed form of weights on disk, block by block: docs/unweight-format.md. Python reads and writes the files and the code.
 #pragma once
 #include <cstdint>
 
 extern "C" {
 
-// How often each symbol occurs, added to `counts` [256]. `width`: bytes of an element, 1, 2 or 4.
+// Adds the number of occurrences of each symbol to `counts` [256]. `width`: bytes of an element, 1, 2 or 4.
 void ember_unweight_count(const void* elements, long count, int width, uint64_t* counts);
 
-// Whole blocks, and a shorter one at the end. `lengths` [256]: of the code. `index`: 12 bytes a block. Bytes written to
-// `coded`, which has room for the worst case.
+// Encodes whole blocks and a shorter one at the end. Returns the bytes written to `coded`, which must be large enough for the
+// worst case. `lengths` [256]: lengths of the code words. `index`: 12 bytes per block.
 long ember_unweight_encode(const void* elements, long count, int width, const uint8_t* lengths, uint8_t* coded, uint8_t* index);
 
-// The way back. -1 if all is well, otherwise the first block that is not. Reads nothing outside `coded` [size] and writes
-// nothing outside `elements`, whatever they hold.
+// Decodes; returns -1, or the index of the first damaged block. Reads nothing outside `coded` [size] and writes nothing outside
+// `elements`, whatever the data.
 long ember_unweight_decode(const uint8_t* coded, long size, const uint8_t* index, long count, int width, const uint8_t* lengths,
                            int check, void* elements);
 

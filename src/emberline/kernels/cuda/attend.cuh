@@ -1,23 +1,23 @@
-// attend: one warp's attention over its own 16 keys of a tile, as running sums. decode.cu brings the tiles.
+// attend: one warp's attention over its own 16 keys of a tile, with an online softmax. decode.cu fetches the tiles.
 //
-// The query heads of a kv head are the rows of 16-row fragments, rows past them zero. HALVES: a lane l has rows l / 4
-// (half 0) and l / 4 + 8 (half 1); up to 8 heads need the first half alone. fp8 keys and values become halves on the
-// way to the products, so queries and weights are halves there too; else all are bf16.
+// The query heads of a KV head are the rows of 16-row fragments; the other rows are zero. HALVES: lane l has rows l / 4
+// (half 0) and l / 4 + 8 (half 1); up to 8 heads need only the first half. fp8 keys and values are converted to fp16
+// before the products, so queries and softmax weights are fp16 too; otherwise all are bf16.
 #pragma once
 #include "common.cuh"
 
 #define UNROLL _Pragma("unroll")
 
-constexpr int TILE = 64, WORKERS = 4, KEYS = TILE / WORKERS;
+constexpr int TILE = 64, COMPUTE_WARPS = 4, WARP_KEYS = TILE / COMPUTE_WARPS;
 
 template <int HEAD_DIM_, int BYTES>
-struct Shape {  // of a layer's cache
+struct Shape {  // sizes of a layer's cache
   static constexpr int HEAD_DIM = HEAD_DIM_, F8 = BYTES == 1;
   static constexpr int ROW_BYTES = HEAD_DIM * BYTES, TILE_BYTES = TILE * ROW_BYTES;
-  static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;  // of a row in one copy: the swizzle's width
+  static constexpr int LINE = ROW_BYTES < 128 ? ROW_BYTES : 128;  // bytes of a row in one copy: the width of the swizzle
   static constexpr int BOX = LINE / BYTES;                        // columns of one copy
-  static constexpr int FIT = (96 << 10) / (2 * TILE_BYTES), STAGES = FIT < 6 ? FIT : 6;
-  static constexpr int STEPS = HEAD_DIM / 16;  // of 16 columns: of a product with keys, or of the output
+  static constexpr int MAX_STAGES = (96 << 10) / (2 * TILE_BYTES), STAGES = MAX_STAGES < 6 ? MAX_STAGES : 6;
+  static constexpr int STEPS = HEAD_DIM / 16;  // steps of 16 columns
 };
 
 DEVICE float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -31,7 +31,7 @@ DEVICE u32 pack_half(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
   return pair;
 }
-// Four fp8 numbers to two pairs of halves, exactly.
+// Converts four fp8 numbers to two pairs of fp16, exactly.
 DEVICE void widen(u32 four, u32& first, u32& second) {
   asm("{ .reg .b16 a, b;\n mov.b32 {a, b}, %2;\n cvt.rn.f16x2.e4m3x2 %0, a;\n cvt.rn.f16x2.e4m3x2 %1, b; }"
       : "=r"(first), "=r"(second) : "r"(four));
@@ -44,7 +44,7 @@ DEVICE void multiply_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 template <class S, int HALVES>
 struct State {
-  float top[HALVES], sum[HALVES];  // of this warp's keys; `sum` of this lane's columns only
+  float top[HALVES], sum[HALVES];  // over this warp's keys; `sum` over this lane's columns only
   float out[2 * S::STEPS][4];
 
   DEVICE void clear() {
@@ -54,11 +54,12 @@ struct State {
   }
 };
 
-// Row `row` of a tile, for addresses of 16-byte columns: the swizzle is an exclusive or, so c ^ d follows from c.
+// Address of a 16-byte column of row `row` of a tile. The swizzle is an XOR, so column() derives the address of column
+// c ^ d from that of column c.
 template <class S>
 DEVICE u32 row_of(u32 tile, u32 row, u32 column) {
-  u32 turn = S::LINE == 128 ? row & 7 : row >> 1 & 3;
-  return tile + row * S::LINE + ((column ^ turn) << 4);
+  u32 swizzle = S::LINE == 128 ? row & 7 : row >> 1 & 3;
+  return tile + row * S::LINE + ((column ^ swizzle) << 4);
 }
 template <class S>
 DEVICE u32 column(u32 row, int flip) {
@@ -66,30 +67,32 @@ DEVICE u32 column(u32 row, int flip) {
   return (row ^ (flip % COUNT << 4)) + flip / COUNT * (TILE * S::LINE);
 }
 
-// From L2: beside another kernel nothing tells the L1 that what it holds of the last layer's queries is old.
+// Loads from L2. While another kernel runs on the same SM, L1 is not invalidated and may hold queries of the previous
+// layer.
 DEVICE u32 load_l2(const u32* at) {
   u32 v;
   asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(at));
   return v;
 }
 
-// Queries as fragments. With fp8 keys they are halves, and columns 4j .. 4j+3 of 16 stand at 2j, 2j+1, 2j+8, 2j+9: that
-// is where a lane finds four bytes of keys.
+// Loads queries as fragments. With fp8 keys they are fp16, and columns 4j .. 4j+3 of 16 are permuted to 2j, 2j+1, 2j+8,
+// 2j+9, which matches the four bytes of keys that a lane holds.
 template <class S, int HALVES>
 DEVICE void load_queries(u32 (&q)[S::STEPS][4], const bf16* heads, int group, int lane) {
   UNROLL for (int h = 0; h < 2; h++) {
     int row = lane / 4 + 8 * h;
-    bool real = h < HALVES && row < group;
+    bool is_head = h < HALVES && row < group;
     const u32* from = reinterpret_cast<const u32*>(heads + row * S::HEAD_DIM + lane % 4 * (S::F8 ? 4 : 2));
     UNROLL for (int s = 0; s < S::STEPS; s++) {
-      u32 a = real ? load_l2(from + 8 * s) : 0, b = real ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
+      u32 a = is_head ? load_l2(from + 8 * s) : 0, b = is_head ? load_l2(from + 8 * s + (S::F8 ? 1 : 4)) : 0;
       q[s][h] = S::F8 ? pack_half(low(a), high(a)) : a;
       q[s][2 + h] = S::F8 ? pack_half(low(b), high(b)) : b;
     }
   }
 }
 
-// Scores of the 16 rows with this warp's 16 keys, 8 keys to a fragment; two chains each, for the product's latency.
+// Computes scores of the 16 rows with this warp's 16 keys, 8 keys per fragment. Two chains of products for each, to
+// hide the latency of mma.
 template <class S>
 DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int warp, int lane) {
   float odd[2][4] = {};
@@ -97,7 +100,7 @@ DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int w
     UNROLL for (int i = 0; i < 4; i++) s[t][i] = 0.f;
   u32 r[4];
   if constexpr (S::F8) {  // matrices: keys 0-7 and 8-15 of columns 16s.., then of 16(s+1)..
-    u32 row = row_of<S>(tile, warp * KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
+    u32 row = row_of<S>(tile, warp * WARP_KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
     UNROLL for (int k = 0; k < S::STEPS; k += 2) {
       load_matrices(r, column<S>(row, k));
       UNROLL for (int t = 0; t < 2; t++) {
@@ -109,7 +112,7 @@ DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int w
       }
     }
   } else {  // matrices: keys 0-7 of columns 16s.. and 16s+8.., then keys 8-15
-    u32 row = row_of<S>(tile, warp * KEYS + (lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
+    u32 row = row_of<S>(tile, warp * WARP_KEYS + (lane >> 4) * 8 + (lane & 7), lane >> 3 & 1);
     UNROLL for (int k = 0; k < S::STEPS; k++) {
       load_matrices(r, column<S>(row, 2 * k));
       multiply(k & 1 ? odd[0] : s[0], q[k], r[0], r[1]);
@@ -120,26 +123,26 @@ DEVICE void score(float (&s)[2][4], const u32 (&q)[S::STEPS][4], u32 tile, int w
     UNROLL for (int i = 0; i < 4; i++) s[t][i] += odd[t][i];
 }
 
-// `key`: of the lane's first score.
-DEVICE void hide(float (&s)[2][4], int key, int low, int high) {
+// Sets scores of keys outside [low, high) to -inf. `key`: the key of the lane's first score.
+DEVICE void mask_scores(float (&s)[2][4], int key, int low, int high) {
   UNROLL for (int i = 0; i < 8; i++) {
     int at = key + i / 4 * 8 + i % 2;
     if (at < low || at >= high) s[i / 4][i % 4] = minus_infinity();
   }
 }
 
-// Scores become weights, relative to the greatest so far; what was summed before is scaled to it.
+// Turns scores into weights relative to the largest score so far, and rescales earlier sums to it.
 template <class S, int HALVES>
-DEVICE void soften(State<S, HALVES>& state, float (&s)[2][4], float scale) {
+DEVICE void update_softmax(State<S, HALVES>& state, float (&s)[2][4], float scale) {
   UNROLL for (int h = 0; h < HALVES; h++) {
     float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1])) * scale;
-    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
-    top = fmaxf(state.top[h], fmaxf(top, __shfl_xor_sync(ALL, top, 2)));
-    float base = top == minus_infinity() ? 0.f : top;  // none seen yet: every weight becomes 0
-    if (__any_sync(ALL, top > state.top[h])) {
-      float shrink = exp2_fast(state.top[h] - base);
-      state.sum[h] *= shrink;
-      UNROLL for (int t = 0; t < 2 * S::STEPS; t++) state.out[t][2 * h] *= shrink, state.out[t][2 * h + 1] *= shrink;
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+    top = fmaxf(state.top[h], fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2)));
+    float base = top == minus_infinity() ? 0.f : top;  // no visible key yet: every weight becomes 0
+    if (__any_sync(ALL_LANES, top > state.top[h])) {
+      float rescale = exp2_fast(state.top[h] - base);
+      state.sum[h] *= rescale;
+      UNROLL for (int t = 0; t < 2 * S::STEPS; t++) state.out[t][2 * h] *= rescale, state.out[t][2 * h + 1] *= rescale;
     }
     state.top[h] = top;
     UNROLL for (int t = 0; t < 2; t++)
@@ -152,13 +155,13 @@ DEVICE void soften(State<S, HALVES>& state, float (&s)[2][4], float scale) {
 
 // Adds the weighted values. With fp8, 16 columns make two products: the even columns, and the odd ones.
 template <class S, int HALVES>
-DEVICE void gather(State<S, HALVES>& state, const float (&s)[2][4], u32 tile, int warp, int lane) {
+DEVICE void add_values(State<S, HALVES>& state, const float (&s)[2][4], u32 tile, int warp, int lane) {
   u32 p[4] = {}, r[4];
   UNROLL for (int t = 0; t < 2; t++)
     UNROLL for (int h = 0; h < HALVES; h++)
       p[2 * t + h] = S::F8 ? pack_half(s[t][2 * h], s[t][2 * h + 1]) : pack(s[t][2 * h], s[t][2 * h + 1]);
   // matrices: keys 0-7 and 8-15 of one 16-byte column, then of the next
-  u32 row = row_of<S>(tile, warp * KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
+  u32 row = row_of<S>(tile, warp * WARP_KEYS + (lane >> 3 & 1) * 8 + (lane & 7), lane >> 4);
   UNROLL for (int k = 0; k < S::ROW_BYTES / 16; k += 2) {
     load_matrices_transposed(r, column<S>(row, k));
     if constexpr (S::F8) {
@@ -176,13 +179,13 @@ DEVICE void gather(State<S, HALVES>& state, const float (&s)[2][4], u32 tile, in
   }
 }
 
-// One tile into the running sums. `key`: of this warp's first; only those in [low, high) count.
+// Adds one tile to the running sums. `key`: this warp's first key; only keys in [low, high) are visible.
 template <class S, int HALVES>
 DEVICE void attend(State<S, HALVES>& state, const u32 (&q)[S::STEPS][4], u32 keys, u32 values, int key, int low,
                    int high, float scale, int warp, int lane) {
   float s[2][4];
   score<S>(s, q, keys, warp, lane);
-  if (key < low || key + KEYS > high) hide(s, key + lane % 4 * 2, low, high);
-  soften(state, s, scale);
-  gather(state, s, values, warp, lane);
+  if (key < low || key + WARP_KEYS > high) mask_scores(s, key + lane % 4 * 2, low, high);
+  update_softmax(state, s, scale);
+  add_values(state, s, values, warp, lane);
 }

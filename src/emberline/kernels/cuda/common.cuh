@@ -1,4 +1,4 @@
-// What every kernel here uses: types without headers, the copy engine and its barriers, fragments and matrix products.
+// Shared by all kernels: types without system headers, TMA copies and their mbarriers, fragments and matrix products.
 #pragma once
 
 typedef unsigned char u8;
@@ -12,7 +12,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 
 #define DEVICE __device__ __forceinline__
 
-constexpr u32 ALL = 0xffffffffu;  // lanes of a warp
+constexpr u32 ALL_LANES = 0xffffffffu;  // mask of all lanes of a warp
 
 // -- bf16 ------------------------------------------------------------------------------------------------------------
 
@@ -26,23 +26,24 @@ DEVICE u32 pack(float low, float high) {
 }
 DEVICE bf16 to_bf16(float x) { return bf16{u16(pack(x, 0.f))}; }
 
-// -- programmatic dependent launch -------------------------------------------------------------------------------------
+// -- programmatic dependent launch
+// -------------------------------------------------------------------------------------
 
 DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// -- shared memory, barriers, the copy engine -----------------------------------------------------------------------------
+// -- shared memory, mbarriers, TMA copies -----------------------------------------------------------------------------
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-DEVICE void barriers_are_set() {
+DEVICE void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+DEVICE void barrier_expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(u32 barrier) {
@@ -55,25 +56,25 @@ DEVICE bool barrier_passed(u32 barrier, u32 parity) {
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done;
 }
-// A wait that outlives a second or so is a bug of ours: trap, rather than hang the device.
+// A wait of more than about a second is a bug in a kernel: trap instead of hanging the device.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
     if (tries > (1u << 22)) __trap();
 }
 
-DEVICE u64 keep_in_l2() {
+DEVICE u64 l2_evict_last() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-DEVICE u64 drop_from_l2() {
+DEVICE u64 l2_evict_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Contiguous bytes, a multiple of 16.
+// Copies contiguous bytes, a multiple of 16, to shared memory.
 DEVICE void copy_bytes(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
@@ -91,27 +92,28 @@ DEVICE void copy_tile(u32 to, const TensorMap* map, int x, int y, int z, u32 bar
       "[%0], [%1, {%3, %4, %5}], [%2], %6;"
       ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy) : "memory");
 }
-// From L2, where other CTAs' partials are.
+// Loads from L2, where partial results of other CTAs are: L1 is not coherent.
 DEVICE float4 load_l2(const float4* at) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
   return v;
 }
 
-// What ordinary stores wrote to shared memory becomes visible to wgmma and the copy engine.
-DEVICE void shared_writes_are_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes ordinary stores to shared memory visible to the async proxy: wgmma and TMA copies.
+DEVICE void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A tile of 128-byte rows as the copy engine writes it with the 128-byte swizzle, on a 1024-byte boundary: byte offset of
-// 16-byte column `chunk` of `row`.
-DEVICE u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// Byte offset of the 16-byte column `chunk` of `row` in a tile of 128-byte rows that TMA wrote with the 128-byte
+// swizzle. The tile must be aligned to 1024 bytes.
+DEVICE u32 swizzled_offset(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// -- fragments --------------------------------------------------------------------------------------------------------------
+// -- fragments
+// --------------------------------------------------------------------------------------------------------------
 
-// x[i] of lane q of four becomes x[q] of lane i.
+// Transposes among four lanes: x[i] of lane q becomes x[q] of lane i.
 DEVICE void transpose_quad(u32 (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
   const auto swap = [](bool first, u32& a, u32& b, int distance) {
-    const u32 other = __shfl_xor_sync(ALL, first ? a : b, distance);
+    const u32 other = __shfl_xor_sync(ALL_LANES, first ? a : b, distance);
     (first ? a : b) = other;
   };
   swap(odd, x[0], x[1], 1), swap(odd, x[2], x[3], 1);
@@ -131,7 +133,8 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-// c += a b: a is 16x16 by rows, b 16x8 by columns. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// c += a b by mma: a is 16x16 row-major, b is 16x8 column-major. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l %
+// 4) and the next.
 DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"

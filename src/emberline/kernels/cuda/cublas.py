@@ -1,8 +1,9 @@
-"""product: y = x w^T by cuBLAS, by the algorithm that `choices` names.
+"""multiply: y = x w^T by cuBLAS, with the algorithm that `choices` names.
 
-cuBLAS proposes a few for every shape, its best guess first. That guess can be far off, since what the last wave of
-tiles leaves idle depends on every size: of 896 rows and a Llama 8B's down projection the third proposal takes 150 us
-where the first takes 173. `tuning` measures them, and says which it is to be: one with the first one's bits.
+cuBLAS proposes a few algorithms for every shape, its best guess first. That guess can be far off, since the number of
+SMs that the last wave of tiles leaves idle depends on every size: for 896 rows and the down projection of Llama 8B, the
+third proposal takes 150 us and the first 173. `tuning` measures those that give the same bits as the first and fills
+`choices`.
 """
 
 from __future__ import annotations
@@ -16,27 +17,29 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-MOST = 8  # proposals
-WORKSPACE = 1 << 20  # bytes
-ALIGNED = 256  # bytes, what cuBLAS takes for granted of addresses
-OURS = -1  # in the place of a proposal: a kernel of our own is faster
-# cuBLAS's own numbers: types, and attributes of what is described to it.
+MOST = 8  # algorithms that cuBLAS proposes for a shape, at most
+WORKSPACE = 1 << 20
+ALIGNED = 256  # alignment of addresses that the proposals assume
+OURS = -1  # in place of a proposal's index: our own kernel is faster
+# Constants of cublasLt.h: data types, and attributes of descriptors.
 BF16, F32, COMPUTE_F32 = 14, 0, 68
 TRANSPOSE_A, MOST_WORKSPACE, WAYS_OF_ADDING_PARTS = 3, 1, 3
 
 
 class CublasError(Exception):
-    """It refused, or there is none."""
+    """cuBLAS is missing or rejected a call."""
 
 
 class Kind(StrEnum):
-    """What becomes of a product: it is stored, added to what is there, or gates and ups are made one."""
+    """The epilogue of a product: it is stored, added to the output, or combined as silu(gate) * up."""
 
     STORE, ADD, GATED = "store", "add", "gated"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """The product of x [m, k] and w [n, k]."""
+
     m: int
     n: int
     k: int
@@ -54,19 +57,19 @@ class _Proposal(ctypes.Structure):
 
 
 class Matmul:
-    """One problem as cuBLAS sees it: matrices by columns, so w^T x^T, and what it proposes."""
+    """A product described to cuBLAS, in its column-major order (w^T x^T), with the algorithms that it proposes."""
 
     def __init__(self, problem: Problem) -> None:
         m, n, k = problem.m, problem.n, problem.k
-        self._w, self._x, self._y = (_layout(*sizes) for sizes in ((k, n), (k, m), (n, m)))
-        self._what = ctypes.c_void_p()
-        _check(_library().cublasLtMatmulDescCreate(ctypes.byref(self._what), COMPUTE_F32, F32))
-        _set(_library().cublasLtMatmulDescSetAttribute, self._what, TRANSPOSE_A, ctypes.c_int(1))
-        self._one, self._kept = ctypes.c_float(1.0), ctypes.c_float(problem.kind is Kind.ADD)
-        self._proposals = self._ask()
+        self._w, self._x, self._y = (_make_layout(*sizes) for sizes in ((k, n), (k, m), (n, m)))
+        self._descriptor = ctypes.c_void_p()
+        _check(_library().cublasLtMatmulDescCreate(ctypes.byref(self._descriptor), COMPUTE_F32, F32))
+        _set_attribute(_library().cublasLtMatmulDescSetAttribute, self._descriptor, TRANSPOSE_A, ctypes.c_int(1))
+        self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(problem.kind is Kind.ADD)
+        self._proposals = self._get_proposals()
 
     def __len__(self) -> int:
-        """Proposals."""
+        """Return the number of proposals."""
         return len(self._proposals)
 
     def __call__(self, x: Tensor, w: Tensor, out: Tensor, proposal: int = 0) -> Tensor:
@@ -75,9 +78,10 @@ class Matmul:
         y = ctypes.c_void_p(out.data_ptr())
         _check(
             _library().cublasLtMatmul(
-                _handle(), self._what,
-                ctypes.byref(self._one), ctypes.c_void_p(w.data_ptr()), self._w, ctypes.c_void_p(x.data_ptr()), self._x,
-                ctypes.byref(self._kept), y, self._y, y, self._y,
+                _handle(), self._descriptor,
+                ctypes.byref(self._alpha),
+                ctypes.c_void_p(w.data_ptr()), self._w, ctypes.c_void_p(x.data_ptr()), self._x,
+                ctypes.byref(self._beta), y, self._y, y, self._y,
                 ctypes.byref(self._proposals[proposal].algorithm),
                 ctypes.c_void_p(space.data_ptr()), ctypes.c_size_t(space.nbytes),
                 ctypes.c_void_p(stream),
@@ -85,50 +89,52 @@ class Matmul:
         )  # fmt: skip
         return out
 
-    def _ask(self) -> Sequence[_Proposal]:
+    def _get_proposals(self) -> Sequence[_Proposal]:
         limits, found = ctypes.c_void_p(), ctypes.c_int()
         proposals = (_Proposal * MOST)()
         _check(_library().cublasLtMatmulPreferenceCreate(ctypes.byref(limits)))
         try:
-            limit = partial(_set, _library().cublasLtMatmulPreferenceSetAttribute, limits)
+            limit = partial(_set_attribute, _library().cublasLtMatmulPreferenceSetAttribute, limits)
             limit(MOST_WORKSPACE, ctypes.c_uint64(WORKSPACE))
-            limit(WAYS_OF_ADDING_PARTS, ctypes.c_uint32(0))  # none: k stays whole
+            limit(WAYS_OF_ADDING_PARTS, ctypes.c_uint32(0))  # none: k is not split, so the order of sums is fixed
             _check(
                 _library().cublasLtMatmulAlgoGetHeuristic(
-                    _handle(), self._what, self._w, self._x, self._y, self._y, limits, MOST, proposals,
+                    _handle(), self._descriptor, self._w, self._x, self._y, self._y, limits, MOST, proposals,
                     ctypes.byref(found),
                 )
             )  # fmt: skip
         finally:
             _library().cublasLtMatmulPreferenceDestroy(limits)
-        good = [one for one in proposals[: found.value] if one.status == 0]
-        if not good:
-            raise CublasError("cuBLAS proposes nothing")
-        return good
+        usable = [one for one in proposals[: found.value] if one.status == 0]
+        if not usable:
+            raise CublasError("cuBLAS proposes no algorithm for this product")
+        return usable
 
 
-choices: dict[Problem, int] = {}  # what was measured: of a problem, which proposal is the fastest, or OURS
+choices: dict[Problem, int] = {}  # index of the fastest proposal for each measured problem, or OWN_KERNEL
 
 
 def chosen(x: Tensor, w: Tensor, kind: Kind, out: Tensor | None = None) -> bool:
-    """Whether `product` serves: what nobody has measured is left to torch, and what does not lie as proposals want."""
+    """Return whether `multiply` supports this product: it was tuned, and its operands are aligned and contiguous."""
     n, k = w.shape
     if choices.get(Problem(len(x), n, k, kind), OURS) == OURS:
         return False
-    return all(map(_fits, (x, w) if out is None else (x, w, out)))
+    return all(map(_is_supported, (x, w) if out is None else (x, w, out)))
 
 
 def product(x: Tensor, w: Tensor, *, out: Tensor, kind: Kind = Kind.STORE) -> Tensor:
-    """x [m, k], w [n, k], out [m, n], as `chosen` wants them. Gates and ups are stored as they are: what makes them one
-    is for the caller to launch."""
+    """Write x [m, k] times w [n, k] transposed into out [m, n]; `can_use_tuned` must be true.
+
+    A gated product is stored as it is: the caller launches the kernel for silu(gate) * up.
+    """
     n, k = w.shape
     problem = Problem(len(x), n, k, kind)
-    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_fits, (x, w, out)))
-    matmul, choice = _matmul(problem), choices.get(problem, 0)
+    assert x.shape[1] == k and out.shape == (problem.m, problem.n) and all(map(_is_supported, (x, w, out)))
+    matmul, choice = _cached_matmul(problem), choices.get(problem, 0)
     return matmul(x, w, out, choice if 0 <= choice < len(matmul) else 0)
 
 
-def _fits(tensor: Tensor) -> bool:
+def _is_supported(tensor: Tensor) -> bool:
     return tensor.dtype is torch.bfloat16 and tensor.is_contiguous() and tensor.data_ptr() % ALIGNED == 0
 
 
@@ -146,26 +152,26 @@ def version() -> int:
 
 
 @cache
-def _matmul(problem: Problem) -> Matmul:
+def _cached_matmul(problem: Problem) -> Matmul:
     return Matmul(problem)
 
 
-def _layout(rows: int, columns: int) -> ctypes.c_void_p:
-    made = ctypes.c_void_p()
+def _make_layout(rows: int, columns: int) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
     sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    _check(_library().cublasLtMatrixLayoutCreate(ctypes.byref(made), BF16, *sizes))
-    return made
+    _check(_library().cublasLtMatrixLayoutCreate(ctypes.byref(layout), BF16, *sizes))
+    return layout
 
 
-def _set(
-    function: ctypes._NamedFuncPointer, of: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData[int]
+def _set_attribute(
+    function: ctypes._NamedFuncPointer, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData[int]
 ) -> None:
-    _check(function(of, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+    _check(function(descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
 
 
 def _check(status: int) -> None:
     if status:
-        raise CublasError(f"cuBLAS answers {status}")
+        raise CublasError(f"cuBLAS returned status {status}")
 
 
 @cache
@@ -177,13 +183,13 @@ def _handle() -> ctypes.c_void_p:
 
 @cache
 def _workspace(device: torch.device, stream: int) -> Tensor:
-    """Of a stream's products: they follow each other."""
+    """Return the workspace of a stream, which its products can share since they run one after the other."""
     return torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The one that torch has loaded."""
+    """Return the cuBLAS library that torch has loaded."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
         library = ctypes.CDLL(f"libcublasLt.so.{major}")

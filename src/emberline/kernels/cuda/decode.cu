@@ -1,46 +1,47 @@
-// Attention of rows with one new token each over the paged cache. worklist.py cuts the keys of each row into items.
+// Attention of rows with one new token each over the paged cache. worklist.py splits the keys of each row into items.
 //
-// A CTA works on units (item, kv head): the first by its index, the others off a queue; beside another kernel, whose
-// multiprocessors some CTAs get later, all off the queue. Its last warp brings tiles of 64 keys through a ring of
-// stages, running ahead into the next units; the other four each take their own 16 keys of every tile, with a running
-// softmax of their own, and are added up in shared memory, in fixed order, when the unit ends. A row of one item is
-// then done. Of a row cut up, each unit leaves a partial, and the last one to arrive merges them by index, so that the
-// result depends on the cuts and on nothing else.
+// A CTA computes units (item, KV head): the first by its index, the others from an atomic queue. Beside prefill, all
+// units come from the queue, because some CTAs start only when prefill's SMs become free. The last warp (producer)
+// fetches tiles of 64 keys into a pipeline of stages, ahead into the next units. Each of the other four warps
+// (consumers) has its own 16 keys of every tile and its own online softmax. At the end of a unit their sums are added
+// in shared memory, in a fixed order. A row of one item is then complete. For a row of several items, each unit writes
+// a partial result, and the CTA that arrives last merges them by index. So the result depends only on where the row was
+// cut.
 #include "attend.cuh"
 
-constexpr int THREADS = 32 * (WORKERS + 1), NOTES = 8;
+constexpr int THREADS = 32 * (COMPUTE_WARPS + 1), INFO_SLOTS = 8;
 
-struct Call {  // decode.py has its mirror
+struct Arguments {  // mirrored by _Arguments in decode.py
   const bf16* qkv;
   bf16* out;
   const int4* items;
-  const int* row_parts;
+  const int* partial_starts;
   const int* count;
   const int* tables;
   const int* context;
   float* partials;  // [partial, kv_heads, group, head_dim]
-  float2* tops;     // [partial, kv_heads, group]: greatest score, in base 2, and sum of weights
+  float2* max_and_sum;     // [partial, kv_heads, group]: largest score, in base 2, and sum of weights
   int* arrivals;    // [row, kv_heads], zero between launches
-  int* queue;       // next unit, CTAs that have ended: zero between launches
+  int* queue;       // next unit, and number of CTAs that have ended; zero between launches
   int qkv_stride, table_width, block_shift, group, kv_heads, window;
-  int early, beside;
-  float scale;  // times log2(e)
+  int pdl, beside_prefill;
+  float scale;  // softmax scale times log2(e)
 };
 
-struct alignas(16) Note {  // what the workers must know of a unit
-  int row, head, low, high;  // keys [low, high) count
-  int begin, tiles;          // key of the first tile; at least one tile, even if no key counts
-  int partial, first, parts; // partials of the row: [first, first + parts); -1 for a row of one item
+struct alignas(16) UnitInfo {  // what the compute warps need of a unit
+  int row, head, low, high;  // keys [low, high) are visible
+  int begin, tiles;          // first key of the first tile; at least one tile, even if no key is visible
+  int partial, first, parts; // partial results of the row: [first, first + parts); -1 for a row of one item
 };
 
 template <class S>
 struct alignas(16) Shared {
-  u8 tiles[S::STAGES][2][S::TILE_BYTES];  // first, for the swizzle wants them on 1024 bytes
-  float4 sums[WORKERS][S::STEPS][32];
-  float2 tops[WORKERS][8];
-  Note notes[NOTES];
-  u64 full[S::STAGES], empty[S::STAGES], told[NOTES];
-  int last[2];  // by the turn's last bit
+  u8 tiles[S::STAGES][2][S::TILE_BYTES];  // first, because the swizzle needs 1024-byte alignment
+  float4 sums[COMPUTE_WARPS][S::STEPS][32];
+  float2 max_and_sum[COMPUTE_WARPS][8];
+  UnitInfo infos[INFO_SLOTS];
+  u64 full[S::STAGES], empty[S::STAGES], info_ready[INFO_SLOTS];
+  int last[2];  // whether the unit was the last of its row; double-buffered by iteration
 };
 
 template <class S>
@@ -51,43 +52,44 @@ struct Ring {
   }
 };
 
-DEVICE void workers_meet() {
+DEVICE void sync_compute_warps() {
   __syncwarp();
   asm volatile("bar.sync 1, 128;" ::: "memory");
 }
-static_assert(WORKERS * 32 == 128);
-// What this thread has seen written is seen by whoever counts after it; and what they had, by this one.
-DEVICE int count_up(int* counter) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
+static_assert(COMPUTE_WARPS * 32 == 128);
+// Increments a counter with acquire-release order at GPU scope: writes that this thread has observed before become
+// visible to threads that increment later, and theirs from before to this thread.
+DEVICE int atomic_increment(int* counter) {
+  int previous;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(previous) : "l"(counter) : "memory");
+  return previous;
 }
-// From L2, where other CTAs' partials are.
+// Loads from L2, where partial results of other CTAs are.
 DEVICE float2 load_l2(const float2* at) {
   float2 v;
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at));
   return v;
 }
 
-// -- the warp that brings tiles --------------------------------------------------------------------------------------
+// -- the producer warp -----------------------------------------------------------------------------------------------
 
-struct Maps {  // of a layer's keys and values: boxes of 64 keys, or of a block if that is smaller; and of 16 keys
-  const TensorMap *keys, *values, *few_keys, *few_values;
+struct Maps {  // tensor maps of a layer's keys and values: boxes of 64 keys, or a block if smaller; and boxes of 16 keys
+  const TensorMap *keys, *values, *group_keys, *group_values;
 };
 
-// Copies of one tile: a box per block (or 64 keys of one) and 128 bytes of a row, K then V; of the last tile of a row
-// only as many groups of 16 keys as count. Lane i's `block` is entry i of the table, from `entry` on; all lanes take
-// part.
+// Starts the copies of one tile: a box per block (or 64 keys of one) and 128 bytes of a row, K then V. In the last tile
+// of a row, only groups of 16 keys with a visible key are copied. Lane i's `block` is entry `entry` + i of the block
+// table; all lanes must call this, because of the shuffles.
 template <class S>
-DEVICE void bring(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high, int entry,
+DEVICE void fetch_tile(Shared<S>& shared, const Maps& maps, u32 stage, int head, int shift, int key, int high, int entry,
                   int block, int lane, u64 policy) {
-  int groups = min(max((high - key + KEYS - 1) / KEYS, 1), WORKERS), rows = min(TILE, 1 << shift);
+  int groups = min(max((high - key + WARP_KEYS - 1) / WARP_KEYS, 1), COMPUTE_WARPS), rows = min(TILE, 1 << shift);
   const TensorMap *keys = maps.keys, *values = maps.values;
-  if (groups < WORKERS) rows = KEYS, keys = maps.few_keys, values = maps.few_values;
+  if (groups < COMPUTE_WARPS) rows = WARP_KEYS, keys = maps.group_keys, values = maps.group_values;
   u32 full = shared_address(&shared.full[stage]), to = shared_address(shared.tiles[stage]);
-  if (lane == 0) barrier_expect(full, 2 * S::TILE_BYTES / WORKERS * groups);
-  for (int at = 0; at < groups * KEYS; at += rows) {
-    int z = __shfl_sync(ALL, block, (key + at >> shift) - entry);
+  if (lane == 0) barrier_expect_bytes(full, 2 * S::TILE_BYTES / COMPUTE_WARPS * groups);
+  for (int at = 0; at < groups * WARP_KEYS; at += rows) {
+    int z = __shfl_sync(ALL_LANES, block, (key + at >> shift) - entry);
     int y = (head << shift) + (key + at & (1 << shift) - 1);
     if (lane) continue;
     UNROLL for (int x = 0; x < S::ROW_BYTES / S::LINE; x++) {
@@ -98,71 +100,71 @@ DEVICE void bring(Shared<S>& shared, const Maps& maps, u32 stage, int head, int 
   }
 }
 
-// The unit's part of its row, cut to what the row and the window really hold.
-DEVICE Note note_of(const Call& call, int unit, int& length) {
-  int4 item = call.items[unit / call.kv_heads];
-  Note note;
-  note.row = item.x, note.head = unit % call.kv_heads, note.partial = item.w;
-  length = call.context[note.row] + 1;
-  note.first = call.row_parts[note.row], note.parts = call.row_parts[note.row + 1] - note.first;
-  note.low = call.window ? max(item.y, length - call.window) : item.y;
-  note.high = min(item.z, length);
-  note.begin = note.low & -TILE;
-  note.tiles = max(1, (note.high - note.begin + TILE - 1) / TILE);
-  return note;
+// Returns the unit's range of keys, limited to the row's length and the window.
+DEVICE UnitInfo make_info(const Arguments& args, int unit, int& length) {
+  int4 item = args.items[unit / args.kv_heads];
+  UnitInfo info;
+  info.row = item.x, info.head = unit % args.kv_heads, info.partial = item.w;
+  length = args.context[info.row] + 1;
+  info.first = args.partial_starts[info.row], info.parts = args.partial_starts[info.row + 1] - info.first;
+  info.low = args.window ? max(item.y, length - args.window) : item.y;
+  info.high = min(item.z, length);
+  info.begin = info.low & -TILE;
+  info.tiles = max(1, (info.high - info.begin + TILE - 1) / TILE);
+  return info;
 }
 
-// May run before the kernel before it has ended: until then it only reads the work list, tables, lengths, and tiles
-// without the newest key, none of which that kernel writes. `beside`: the kernel before is prefill's, which writes
-// nothing that is read here, and lets this one start only when all who do have ended. So there is no wait but at the
-// end, which must not come before its.
+// With PDL this may run before the preceding kernel has ended. Until then it reads only the work list, tables, lengths,
+// and tiles without the newest key, none of which that kernel writes. `beside_prefill`: the preceding kernel is
+// prefill, which writes nothing that is read here, and which triggers this launch only after all kernels before it have
+// ended. So this kernel waits only at its end, which must not come before the end of prefill.
 template <class S>
-DEVICE void bring_all(Shared<S>& shared, const Maps& maps, const Call& call, int lane) {
-  u64 policy = drop_from_l2();
+DEVICE void fetch_units(Shared<S>& shared, const Maps& maps, const Arguments& args, int lane) {
+  u64 policy = l2_evict_first();
   Ring<S> ring;
-  bool waited = !call.early || call.beside;
-  if (!call.early && !call.beside) wait_for_previous_kernel();
-  int total = *call.count * call.kv_heads, grid = gridDim.x, turn = 0;
-  int given = call.beside ? 0 : grid;  // units that belong to a CTA from the start
-  const auto take = [&] { return total > given && lane == 0 ? given + atomicAdd(call.queue, 1) : total; };
-  for (int unit = given ? blockIdx.x : __shfl_sync(ALL, take(), 0); unit < total; turn++) {
-    int next = waited ? take() : total, length;
-    bool asked = waited;
-    Note note = note_of(call, unit, length);
+  bool waited = !args.pdl || args.beside_prefill;
+  if (!args.pdl && !args.beside_prefill) wait_for_previous_kernel();
+  int total = *args.count * args.kv_heads, grid = gridDim.x, iteration = 0;
+  int preassigned = args.beside_prefill ? 0 : grid;  // units that are assigned to CTAs without the queue
+  const auto take_unit = [&] { return total > preassigned && lane == 0 ? preassigned + atomicAdd(args.queue, 1) : total; };
+  for (int unit = preassigned ? blockIdx.x : __shfl_sync(ALL_LANES, take_unit(), 0); unit < total; iteration++) {
+    int next = waited ? take_unit() : total, length;
+    bool requested = waited;
+    UnitInfo info = make_info(args, unit, length);
     if (lane == 0) {
-      shared.notes[turn % NOTES] = note;
-      barrier_arrive(shared_address(&shared.told[turn % NOTES]));
+      shared.infos[iteration % INFO_SLOTS] = info;
+      barrier_arrive(shared_address(&shared.info_ready[iteration % INFO_SLOTS]));
     }
-    const int* table = call.tables + i64(note.row) * call.table_width;
-    int newest = length - 1 >> call.block_shift, entry = 0, block = 0;
-    for (int i = 0; i < note.tiles; i++, ring.advance()) {
-      int key = note.begin + i * TILE, needed = key + TILE - 1 >> call.block_shift;
+    const int* table = args.tables + i64(info.row) * args.table_width;
+    int newest = length - 1 >> args.block_shift, entry = 0, block = 0;
+    for (int i = 0; i < info.tiles; i++, ring.advance()) {
+      int key = info.begin + i * TILE, needed = key + TILE - 1 >> args.block_shift;
       if (i == 0 || needed - entry >= 32) {
-        entry = key >> call.block_shift;
+        entry = key >> args.block_shift;
         block = table[min(entry + lane, newest)];
       }
       barrier_wait(shared_address(&shared.empty[ring.stage]), ring.phase ^ 1);
       if (!waited && key + TILE >= length) wait_for_previous_kernel(), waited = true;
-      bring(shared, maps, ring.stage, note.head, call.block_shift, key, note.high, entry, block, lane, policy);
+      fetch_tile(shared, maps, ring.stage, info.head, args.block_shift, key, info.high, entry, block, lane, policy);
     }
     if (!waited) wait_for_previous_kernel(), waited = true;
-    if (!asked) next = take();
-    unit = __shfl_sync(ALL, next, 0);
+    if (!requested) next = take_unit();
+    unit = __shfl_sync(ALL_LANES, next, 0);
   }
   if (!waited) wait_for_previous_kernel();
   if (lane == 0) {
-    shared.notes[turn % NOTES].row = -1, shared.notes[turn % NOTES].parts = 0;
-    barrier_arrive(shared_address(&shared.told[turn % NOTES]));
-    if (total > given) {  // then every CTA asked the queue, and the last to end leaves it as it was
-      if (count_up(call.queue + 1) == grid - 1) call.queue[0] = 0, call.queue[1] = 0;
+    shared.infos[iteration % INFO_SLOTS].row = -1, shared.infos[iteration % INFO_SLOTS].parts = 0;
+    barrier_arrive(shared_address(&shared.info_ready[iteration % INFO_SLOTS]));
+    if (total > preassigned) {  // then every CTA used the queue, and the last to end resets it
+      if (atomic_increment(args.queue + 1) == grid - 1) args.queue[0] = 0, args.queue[1] = 0;
     }
   }
-  if (call.beside) wait_for_previous_kernel();
+  if (args.beside_prefill) wait_for_previous_kernel();
 }
 
-// -- the end of a unit -----------------------------------------------------------------------------------------------
+// -- merging sums ----------------------------------------------------------------------------------------------------
 
-// A lane's four output columns of 16 are two pairs, at `at` and `at + GAP`: as products leave them.
+// A lane's four output columns of 16 are two pairs, at `at` and `at + GAP`, in the layout of mma's result.
 template <class S>
 struct Columns {
   static constexpr int GAP = S::F8 ? 2 : 8;
@@ -173,45 +175,46 @@ struct Columns {
   }
 };
 
-// Sums over the four warps: each warp takes a quarter of the columns. To the output, or to the unit's partial.
+// Sums over the four warps, each of which has a quarter of the columns, and writes the output or the unit's partial
+// result.
 template <class S, int HALVES>
-DEVICE void add_up(Shared<S>& shared, State<S, HALVES>& state, const Call& call, const Note& note, int warp, int lane) {
+DEVICE void sum_warps(Shared<S>& shared, State<S, HALVES>& state, const Arguments& args, const UnitInfo& info, int warp, int lane) {
   UNROLL for (int h = 0; h < HALVES; h++) {
-    if (h) workers_meet();  // the first half has been read
-    state.sum[h] += __shfl_xor_sync(ALL, state.sum[h], 1);
-    state.sum[h] += __shfl_xor_sync(ALL, state.sum[h], 2);
-    if (lane % 4 == 0) shared.tops[warp][lane / 4] = float2{state.top[h], state.sum[h]};
+    if (h) sync_compute_warps();  // all warps have read the first half
+    state.sum[h] += __shfl_xor_sync(ALL_LANES, state.sum[h], 1);
+    state.sum[h] += __shfl_xor_sync(ALL_LANES, state.sum[h], 2);
+    if (lane % 4 == 0) shared.max_and_sum[warp][lane / 4] = float2{state.top[h], state.sum[h]};
     UNROLL for (int k = 0; k < S::STEPS; k++)
       shared.sums[warp][k][lane] = Columns<S>::of(state.out[2 * k], state.out[2 * k + 1], h);
-    workers_meet();
+    sync_compute_warps();
     int row = lane / 4 + 8 * h;
-    if (row >= call.group) continue;
-    float top = minus_infinity(), sum = 0.f, part[WORKERS];
-    UNROLL for (int w = 0; w < WORKERS; w++) top = fmaxf(top, shared.tops[w][lane / 4].x);
+    if (row >= args.group) continue;
+    float top = minus_infinity(), sum = 0.f, part[COMPUTE_WARPS];
+    UNROLL for (int w = 0; w < COMPUTE_WARPS; w++) top = fmaxf(top, shared.max_and_sum[w][lane / 4].x);
     float base = top == minus_infinity() ? 0.f : top;
-    UNROLL for (int w = 0; w < WORKERS; w++) {
-      float2 one = shared.tops[w][lane / 4];
+    UNROLL for (int w = 0; w < COMPUTE_WARPS; w++) {
+      float2 one = shared.max_and_sum[w][lane / 4];
       part[w] = exp2_fast(one.x - base);
       sum = fmaf(one.y, part[w], sum);
     }
-    bool whole = note.partial < 0;
-    float scale = whole ? 1.f / sum : 1.f;
-    i64 slot = (i64(note.partial) * call.kv_heads + note.head) * call.group + row;
-    if (!whole && warp == 0 && lane % 4 == 0) call.tops[slot] = float2{top, sum};
-    UNROLL for (int k = warp * (S::STEPS / WORKERS); k < (warp + 1) * (S::STEPS / WORKERS); k++) {
+    bool is_whole_row = info.partial < 0;
+    float scale = is_whole_row ? 1.f / sum : 1.f;
+    i64 slot = (i64(info.partial) * args.kv_heads + info.head) * args.group + row;
+    if (!is_whole_row && warp == 0 && lane % 4 == 0) args.max_and_sum[slot] = float2{top, sum};
+    UNROLL for (int k = warp * (S::STEPS / COMPUTE_WARPS); k < (warp + 1) * (S::STEPS / COMPUTE_WARPS); k++) {
       float4 total = {0.f, 0.f, 0.f, 0.f};
-      UNROLL for (int w = 0; w < WORKERS; w++) {
+      UNROLL for (int w = 0; w < COMPUTE_WARPS; w++) {
         float4 one = shared.sums[w][k][lane];
         total.x = fmaf(one.x, part[w], total.x), total.y = fmaf(one.y, part[w], total.y);
         total.z = fmaf(one.z, part[w], total.z), total.w = fmaf(one.w, part[w], total.w);
       }
       int at = Columns<S>::at(k, lane);
-      if (whole) {
-        bf16* to = call.out + ((i64(note.row) * call.kv_heads + note.head) * call.group + row) * S::HEAD_DIM + at;
+      if (is_whole_row) {
+        bf16* to = args.out + ((i64(info.row) * args.kv_heads + info.head) * args.group + row) * S::HEAD_DIM + at;
         *reinterpret_cast<u32*>(to) = pack(total.x * scale, total.y * scale);
         *reinterpret_cast<u32*>(to + Columns<S>::GAP) = pack(total.z * scale, total.w * scale);
       } else {
-        float* to = call.partials + slot * S::HEAD_DIM + at;
+        float* to = args.partials + slot * S::HEAD_DIM + at;
         *reinterpret_cast<float2*>(to) = float2{total.x, total.y};
         *reinterpret_cast<float2*>(to + Columns<S>::GAP) = float2{total.z, total.w};
       }
@@ -219,110 +222,112 @@ DEVICE void add_up(Shared<S>& shared, State<S, HALVES>& state, const Call& call,
   }
 }
 
-// After every partial of the row has been written: a thread has 4 columns of a head at a time.
+// Merges the partial results of a row after all of them were written. A thread has 4 columns of a head at a time.
 template <class S>
-DEVICE void merge(const Call& call, const Note& note, int thread) {
+DEVICE void merge(const Arguments& args, const UnitInfo& info, int thread) {
   constexpr int QUADS = S::HEAD_DIM / 4, BATCH = 8;
-  i64 step = i64(call.kv_heads) * call.group;
-  for (int e = thread; e < call.group * QUADS; e += 32 * WORKERS) {
+  i64 step = i64(args.kv_heads) * args.group;
+  for (int e = thread; e < args.group * QUADS; e += 32 * COMPUTE_WARPS) {
     int row = e / QUADS, quad = e % QUADS;
-    i64 slot = note.first * step + note.head * call.group + row;
+    i64 slot = info.first * step + info.head * args.group + row;
     float top = minus_infinity(), sum = 0.f;
     float4 total = {0.f, 0.f, 0.f, 0.f};
-    for (int i = 0; i < note.parts; i += BATCH) {
+    for (int i = 0; i < info.parts; i += BATCH) {
       float2 one[BATCH];
       float4 part[BATCH];
-      UNROLL for (int j = 0; j < BATCH; j++) {  // past the end, the last one again: without weight
-        i64 at = slot + min(i + j, note.parts - 1) * step;
-        one[j] = load_l2(call.tops + at);
-        part[j] = load_l2(reinterpret_cast<const float4*>(call.partials) + at * QUADS + quad);
+      UNROLL for (int j = 0; j < BATCH; j++) {  // beyond the end, the last one again with weight 0
+        i64 at = slot + min(i + j, info.parts - 1) * step;
+        one[j] = load_l2(args.max_and_sum + at);
+        part[j] = load_l2(reinterpret_cast<const float4*>(args.partials) + at * QUADS + quad);
       }
-      float most = top;
-      UNROLL for (int j = 0; j < BATCH; j++) most = fmaxf(most, one[j].x);
-      float base = most == minus_infinity() ? 0.f : most, shrink = exp2_fast(top - base);
-      top = most, sum *= shrink;
-      total.x *= shrink, total.y *= shrink, total.z *= shrink, total.w *= shrink;
+      float new_top = top;
+      UNROLL for (int j = 0; j < BATCH; j++) new_top = fmaxf(new_top, one[j].x);
+      float base = new_top == minus_infinity() ? 0.f : new_top, rescale = exp2_fast(top - base);
+      top = new_top, sum *= rescale;
+      total.x *= rescale, total.y *= rescale, total.z *= rescale, total.w *= rescale;
       UNROLL for (int j = 0; j < BATCH; j++) {
-        float weight = i + j < note.parts ? exp2_fast(one[j].x - base) : 0.f;
+        float weight = i + j < info.parts ? exp2_fast(one[j].x - base) : 0.f;
         sum = fmaf(one[j].y, weight, sum);
         total.x = fmaf(part[j].x, weight, total.x), total.y = fmaf(part[j].y, weight, total.y);
         total.z = fmaf(part[j].z, weight, total.z), total.w = fmaf(part[j].w, weight, total.w);
       }
     }
     float scale = 1.f / sum;
-    i64 to = ((i64(note.row) * call.kv_heads + note.head) * call.group + row) * S::HEAD_DIM + quad * 4;
-    *reinterpret_cast<uint2*>(call.out + to) =
+    i64 to = ((i64(info.row) * args.kv_heads + info.head) * args.group + row) * S::HEAD_DIM + quad * 4;
+    *reinterpret_cast<uint2*>(args.out + to) =
         uint2{pack(total.x * scale, total.y * scale), pack(total.z * scale, total.w * scale)};
   }
 }
 
-// Whether this partial, written by all workers, was the last of its row to come.
-DEVICE bool arrive(const Call& call, const Note& note) {
-  int* arrivals = call.arrivals + note.row * call.kv_heads + note.head;
-  bool last = count_up(arrivals) == note.parts - 1;
+// Returns whether this partial result, which all compute warps have written, was the last of its row.
+DEVICE bool arrive_last(const Arguments& args, const UnitInfo& info) {
+  int* arrivals = args.arrivals + info.row * args.kv_heads + info.head;
+  bool last = atomic_increment(arrivals) == info.parts - 1;
   if (last) *arrivals = 0;
   return last;
 }
 
 template <class S, int HALVES>
-DEVICE void work(Shared<S>& shared, const Call& call, int warp, int lane) {
+DEVICE void compute_units(Shared<S>& shared, const Arguments& args, int warp, int lane) {
   Ring<S> ring;
-  Note before;  // the unit before this one: whether it is up to us to merge its row is asked then and answered later
-  before.parts = 0;
-  if (!call.beside) wait_for_previous_kernel();
-  for (int turn = 0;; turn++) {
-    barrier_wait(shared_address(&shared.told[turn % NOTES]), turn / NOTES & 1);
-    Note note = shared.notes[turn % NOTES];
-    if (note.row >= 0) {
+  // The previous unit. Whether this CTA must merge its row is determined one iteration later, to hide the atomic's
+  // latency.
+  UnitInfo previous;
+  previous.parts = 0;
+  if (!args.beside_prefill) wait_for_previous_kernel();
+  for (int iteration = 0;; iteration++) {
+    barrier_wait(shared_address(&shared.info_ready[iteration % INFO_SLOTS]), iteration / INFO_SLOTS & 1);
+    UnitInfo info = shared.infos[iteration % INFO_SLOTS];
+    if (info.row >= 0) {
       u32 q[S::STEPS][4];
-      const bf16* heads = call.qkv + i64(note.row) * call.qkv_stride + note.head * call.group * S::HEAD_DIM;
-      load_queries<S, HALVES>(q, heads, call.group, lane);
+      const bf16* heads = args.qkv + i64(info.row) * args.qkv_stride + info.head * args.group * S::HEAD_DIM;
+      load_queries<S, HALVES>(q, heads, args.group, lane);
       State<S, HALVES> state;
       state.clear();
-      for (int i = 0; i < note.tiles; i++, ring.advance()) {
+      for (int i = 0; i < info.tiles; i++, ring.advance()) {
         u32 tile = shared_address(shared.tiles[ring.stage]);
-        int key = note.begin + i * TILE + warp * KEYS;
+        int key = info.begin + i * TILE + warp * WARP_KEYS;
         barrier_wait(shared_address(&shared.full[ring.stage]), ring.phase);
-        if (key < note.high)  // else these keys were not brought
-          attend(state, q, tile, tile + S::TILE_BYTES, key, note.low, note.high, call.scale, warp, lane);
+        if (key < info.high)  // otherwise these keys were not copied
+          attend(state, q, tile, tile + S::TILE_BYTES, key, info.low, info.high, args.scale, warp, lane);
         __syncwarp();
         if (lane == 0) barrier_arrive(shared_address(&shared.empty[ring.stage]));
       }
-      add_up<S, HALVES>(shared, state, call, note, warp, lane);
+      sum_warps<S, HALVES>(shared, state, args, info, warp, lane);
     }
-    workers_meet();  // all sums are read, the whole partial is written, and the answer for `before` is there
-    bool left = before.parts && shared.last[turn & 1 ^ 1];
-    if (note.parts && threadIdx.x == 0) shared.last[turn & 1] = arrive(call, note);
-    if (left) merge<S>(call, before, threadIdx.x);
-    if (note.row < 0) return;
-    before = note;
+    sync_compute_warps();  // all sums are read, the partial result is written, and `last` of the previous unit is set
+    bool must_merge = previous.parts && shared.last[iteration & 1 ^ 1];
+    if (info.parts && threadIdx.x == 0) shared.last[iteration & 1] = arrive_last(args, info);
+    if (must_merge) merge<S>(args, previous, threadIdx.x);
+    if (info.row < 0) return;
+    previous = info;
   }
 }
 
 template <int HEAD_DIM, int BYTES, int HALVES>
 __global__ void __launch_bounds__(THREADS, 2)
 decode(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
-       const __grid_constant__ TensorMap few_keys, const __grid_constant__ TensorMap few_values,
-       const __grid_constant__ Call call) {
+       const __grid_constant__ TensorMap group_keys, const __grid_constant__ TensorMap group_values,
+       const __grid_constant__ Arguments args) {
   using S = Shape<HEAD_DIM, BYTES>;
   extern __shared__ __align__(1024) u8 memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory);
-  static_assert(sizeof(Shared<S>) <= sizeof(shared.tiles) + sizeof(shared.sums) + 896);  // what decode.py asks for
-  static_assert(NOTES > S::STAGES);  // a note outlives its reading: the ring lets no unit run further ahead
+  static_assert(sizeof(Shared<S>) <= sizeof(shared.tiles) + sizeof(shared.sums) + 896);  // see shared_bytes in decode.py
+  static_assert(INFO_SLOTS > S::STAGES);  // the producer is at most STAGES units ahead, so a slot is read before it is reused
   let_next_kernel_start();
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     if (shared_address(memory) % 1024) __trap();
     for (int i = 0; i < S::STAGES; i++) {
       barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), WORKERS);
+      barrier_init(shared_address(&shared.empty[i]), COMPUTE_WARPS);
     }
-    for (int i = 0; i < NOTES; i++) barrier_init(shared_address(&shared.told[i]), 1);
-    barriers_are_set();
+    for (int i = 0; i < INFO_SLOTS; i++) barrier_init(shared_address(&shared.info_ready[i]), 1);
+    fence_barrier_init();
   }
   __syncthreads();
-  if (warp == WORKERS)
-    bring_all<S>(shared, {&keys, &values, &few_keys, &few_values}, call, lane);
+  if (warp == COMPUTE_WARPS)
+    fetch_units<S>(shared, {&keys, &values, &group_keys, &group_values}, args, lane);
   else
-    work<S, HALVES>(shared, call, warp, lane);
+    compute_units<S, HALVES>(shared, args, warp, lane);
 }

@@ -1,6 +1,6 @@
-"""decode_attention: rows with one new token each over the paged cache. `decode.cu` says how, `worklist` who does what.
+"""decode_attention: attention of rows with one new token each over the paged cache; `decode.cu` has the kernel.
 
-A row's result depends on its keys and on where the work list cuts them, and to the bit on nothing else.
+`worklist` splits the work. A row's result depends only on its keys and on where the work list cuts them, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from emberline.kernels.worklist import HEAD, TILE, WorkList
 
 FILE = "decode.cu"
 VARIANTS = tuple(f"decode<{dim}, {size}, {halves}>" for dim in (64, 128) for size in (1, 2) for halves in (1, 2))
-CTAS = 2  # of a multiprocessor
+CTAS = 2
 WORKERS = 4
-GROUP = TILE // WORKERS  # keys that a worker takes of a tile
+GROUP = TILE // WORKERS  # keys of a tile that each computing warp takes
 THREADS = 32 * (WORKERS + 1)
-MOST_HEADS = 16  # of queries to a head of keys: the rows of a fragment
+MOST_HEADS = 16  # query heads per KV head: the rows of an mma fragment
 RING_BYTES = 96 << 10
 MOST_STAGES = 6
 
 
 class LayerCache:
-    """One layer's keys and values as the copy engine sees them. Made once: the memory must stay where it is."""
+    """TMA tensor maps of one layer's keys and values, whose addresses must not change."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         assert k_cache.shape == v_cache.shape and k_cache.dtype is v_cache.dtype
-        assert supports(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "see `supports`"
+        assert supports(1, 1, k_cache.shape[3], k_cache.dtype, k_cache.shape[2]), "unsupported cache"
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
         self.item_bytes = k_cache.element_size()
         boxes = ((cache, keys) for keys in (TILE, GROUP) for cache in (k_cache, v_cache))
-        self.maps = tuple(_map(cache, keys) for cache, keys in boxes)
+        self.maps = tuple(_cache_map(cache, keys) for cache, keys in boxes)
         self._memory = k_cache, v_cache
 
 
 class Work:
-    """A work list on the device: `data` has a place there, so that a graph finds the next one too. See `rooms`."""
+    """A work list on the device. `data` keeps its address, so that a CUDA graph reads the next list too."""
 
     def __init__(self, data: Tensor, rows: int, capacity: int) -> None:
         assert data.dtype is torch.int32 and data.is_contiguous() and data.data_ptr() % 16 == 0
@@ -51,18 +51,21 @@ class Work:
 
     @staticmethod
     def rooms(rows: int, kv_heads: int, device: torch.device) -> Work:
-        """Room for any list of `rows` rows; nothing to do until one is loaded."""
+        """Return an empty list with the capacity for any list of `rows` rows."""
         capacity = worklist.capacity(rows, kv_heads, multiprocessors(device))
         return Work(torch.zeros(worklist.ints(rows, capacity), dtype=torch.int32, device=device), rows, capacity)
 
-    def load(self, made: WorkList) -> None:
-        assert (made.rows, made.capacity) == (self.rows, self.capacity)
-        self.data.copy_(torch.from_numpy(made.data))
+    def load(self, work: WorkList) -> None:
+        """Copy a list of the same shape to the device."""
+        assert (work.rows, work.capacity) == (self.rows, self.capacity)
+        self.data.copy_(torch.from_numpy(work.data))
 
 
 class Scratch:
-    """What launches leave for themselves: partials, and counters that are zero between launches. Those that share one
-    must follow each other."""
+    """Partial results of a launch, and counters that are zero between launches.
+
+    Launches that share a scratch must not overlap.
+    """
 
     def __init__(
         self, rows: int, capacity: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device
@@ -73,20 +76,20 @@ class Scratch:
         self.counters = torch.zeros(2 + rows * kv_heads, dtype=torch.int32, device=device)
 
 
-class _Call(ctypes.Structure):
-    """As in the source."""
+class _Arguments(ctypes.Structure):
+    """`Arguments` of decode.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "out", "items", "row_parts", "count", "tables", "context")),
-        *((name, ctypes.c_void_p) for name in ("partials", "tops", "arrivals", "queue")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "items", "partial_starts", "count", "tables", "context")),
+        *((name, ctypes.c_void_p) for name in ("partials", "max_and_sum", "arrivals", "queue")),
         *((name, ctypes.c_int) for name in ("qkv_stride", "table_width", "block_shift", "group", "kv_heads")),
-        *((name, ctypes.c_int) for name in ("window", "early", "beside")),
+        *((name, ctypes.c_int) for name in ("window", "pdl", "beside_prefill")),
         ("scale", ctypes.c_float),
     )
 
 
 def supports(q_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int) -> bool:
-    """`dtype` is the cache's; queries and output are bf16."""
+    """Return whether `decode_attention` supports the shape. `dtype` is the cache's; queries and output are bf16."""
     return (
         q_heads % kv_heads == 0
         and q_heads // kv_heads <= MOST_HEADS
@@ -113,12 +116,15 @@ def decode_attention(
     pdl: bool = True,
     beside: bool = False,
 ) -> Tensor:
-    """Row b sees keys [0, context[b]] or the last `window` of them, as far as the work list names them: a list
-    made without the window, or for longer rows without one, serves as well, with some idle work.
+    """Write the attention of each row into `out` and return it.
 
-    `pdl`: the list, the tables, the contexts and all keys but the newest of each row were written before the first of
-    the kernels that are chained by it, so they are read while the kernel before still runs.
-    `beside`: the launch before it in the stream is `prefill_attention` of the same step, and both run at the same time.
+    Row b attends to the keys [0, context[b]], or to the last `window` of them, that the work list covers. A list made
+    without the window, or for longer rows, gives the same result with some idle work.
+
+    `pdl`: the kernel starts while preceding kernels still run. It reads the list, the tables, the contexts and all keys
+    but the newest of each row at once, so these must be written before the chain of PDL kernels starts.
+    `beside_prefill`: the preceding launch in the stream is `prefill_attention` of the same step; both run at the same
+    time.
     """
     assert (cached.kv_heads, cached.head_dim) == (kv_heads, head_dim) and q_heads // kv_heads <= MOST_HEADS
     assert qkv.dtype is out.dtype is torch.bfloat16 and out.shape == (len(qkv), q_heads * head_dim)
@@ -126,7 +132,7 @@ def decode_attention(
     assert block_tables.dtype is context.dtype is torch.int32
     assert work.rows <= min(len(qkv), scratch.rows) and work.capacity <= scratch.capacity and q_heads == scratch.heads
     group = q_heads // kv_heads
-    call = _Call(
+    arguments = _Arguments(
         *(t.data_ptr() for t in (qkv, out, work.items, work.row_parts, work.count, block_tables, context)),
         *(t.data_ptr() for t in (scratch.partials, scratch.tops, scratch.counters[2:], scratch.counters)),
         *(qkv.stride(0), block_tables.stride(0), cached.block_size.bit_length() - 1, group, kv_heads),
@@ -134,12 +140,12 @@ def decode_attention(
     )
     grid = min(CTAS * multiprocessors(qkv.device), work.capacity * kv_heads)
     kernel = _kernel(head_dim, cached.item_bytes, 1 if group <= 8 else 2)
-    kernel((grid, 1, 1), THREADS, (*cached.maps, call), pdl=pdl)
+    kernel((grid, 1, 1), THREADS, (*cached.maps, arguments), pdl=pdl)
     return out
 
 
 def shared_bytes(head_dim: int, item_bytes: int) -> int:
-    """Tiles of keys and values, the four warps' sums, and barriers and notes."""
+    """Return the bytes of tiles of keys and values, the four warps' sums, the barriers and the work items."""
     stage = 2 * TILE * head_dim * item_bytes
     return stage * min(MOST_STAGES, RING_BYTES // stage) + WORKERS * 8 * head_dim * 4 + 896
 
@@ -149,17 +155,17 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _map(cache: Tensor, keys: int) -> TensorMap:
-    """For copies of so many keys, or of a block if that has fewer."""
+def _cache_map(cache: Tensor, keys: int) -> TensorMap:
+    """Return the tensor map for copies of so many keys, or of one block if that has fewer."""
     blocks, kv_heads, block_size, head_dim = cache.shape
-    assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "contiguous but for the first stride"
+    assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, kv_heads * block_size, head_dim), (cache.stride(0), head_dim, 1))
-    line = min(128, head_dim * cache.element_size())
-    return tensor_map(rows, (1, min(keys, block_size), line // cache.element_size()), swizzle=line)
+    swizzle = min(128, head_dim * cache.element_size())
+    return tensor_map(rows, (1, min(keys, block_size), swizzle // cache.element_size()), swizzle=swizzle)
 
 
 @cache
 def _kernel(head_dim: int, item_bytes: int, halves: int) -> Kernel:
-    """Compiled when first used: a model needs one of them."""
+    """Return a kernel that is compiled on first use: a model needs one of the variants."""
     variant = f"decode<{head_dim}, {item_bytes}, {halves}>"
     return Module(FILE, [variant]).kernel(variant, shared_bytes(head_dim, item_bytes))

@@ -1,6 +1,6 @@
-"""Module: compiled kernels on the current device, and how they are launched. ctypes over the driver, nothing between.
+"""CudaModule and CudaKernel: load compiled kernels and launch them, by ctypes over the CUDA driver API.
 
-A launch goes to torch's current stream, so it is captured into a graph like any of torch's own.
+A launch goes to torch's current stream, so that it is captured into a CUDA graph like torch's own kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENSOR_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.int32: 4, torch.fl
 
 
 class DriverError(Exception):
-    """The driver refused; it says why."""
+    """A call of the CUDA driver failed; the message is the driver's."""
 
 
 class _Attribute(ctypes.Structure):
@@ -46,29 +46,30 @@ class _Config(ctypes.Structure):
 
 
 class TensorMap(ctypes.Structure):
-    """A tensor as the copy engine sees it; passed by value to a `const __grid_constant__ TensorMap` parameter."""
+    """A TMA descriptor (CUtensorMap), passed by value to a `const __grid_constant__ TensorMap` parameter."""
 
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
     @staticmethod
     def blank() -> TensorMap:
         memory = bytearray(192)
-        at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        return TensorMap.from_buffer(memory, -at % 64)  # the driver wants it aligned
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return TensorMap.from_buffer(memory, -address % 64)  # the driver requires 64-byte alignment
 
 
 Argument = Tensor | int | float | TensorMap | ctypes.Structure | None
 
 
-class _Collecting(threading.local):
-    on_module: Callable[[Module], None] | None = None  # while this thread collects
+class _CollectState(threading.local):
+    # While this thread collects: called for each module that is not loaded yet.
+    on_module: Callable[[Module], None] | None = None
 
 
-_collecting = _Collecting()
+_collect_state = _CollectState()
 
 
 class Kernel:
-    """A kernel that is compiled and loaded when it is first launched."""
+    """A kernel that is compiled and loaded on its first launch."""
 
     def __init__(self, module: Module, name: str, shared: int) -> None:
         self._module, self._name = module, name
@@ -85,17 +86,18 @@ class Kernel:
         cluster: int = 1,
         shared: int | None = None,
     ) -> None:
-        """Python ints pass as 32-bit ints, floats as 32-bit floats, tensors as their addresses, None as a null pointer.
+        """Launch the kernel on the current stream.
 
-        `pdl`: the kernel may start before the one before it in the stream has ended, and waits for it by
-        griddepcontrol.wait itself.
+        Python ints are passed as 32-bit ints, floats as 32-bit floats, tensors as addresses, None as a null pointer.
+        `pdl` (programmatic dependent launch): the kernel may start before the preceding one in the stream has ended; it
+        waits for that one itself, by griddepcontrol.wait. `shared`: bytes of dynamic shared memory.
         """
         if self._function is None:
-            if _collecting.on_module is not None:
-                _collecting.on_module(self._module)
+            if _collect_state.on_module is not None:
+                _collect_state.on_module(self._module)
                 return
             self._function = self._module.load(self._name, self._shared)
-        values = [_c_value(argument) for argument in arguments]
+        values = [_to_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attributes = (_Attribute * 2)()
         count = 0
@@ -112,7 +114,7 @@ class Kernel:
 
 
 class Module:
-    """One source file compiled and loaded. `kernels` are names or template instances, as in `nvrtc.compile`."""
+    """One compiled source file. `kernels` are names or template instances, as for `nvrtc.compile_kernels`."""
 
     def __init__(self, file: str, kernels: Sequence[str]) -> None:
         self._file, self._kernels = file, kernels
@@ -120,11 +122,11 @@ class Module:
         self._handle: ctypes.c_void_p | None = None
 
     def kernel(self, name: str, shared: int = 0) -> Kernel:
-        """`shared`: bytes of dynamic shared memory, raised beyond the usual limit where asked."""
+        """Return the kernel. `shared`: bytes of dynamic shared memory that a launch may use."""
         return Kernel(self, name, shared)
 
     def compile(self) -> nvrtc.Binary:
-        """Compile the kernels, or read them from disk; safe from any thread, since no device is needed."""
+        """Compile the kernels, or read them from disk. Safe from any thread, since no device is needed."""
         if self._binary is None:
             self._binary = nvrtc.compiled(self._file, self._kernels)
         return self._binary
@@ -132,7 +134,7 @@ class Module:
     def load(self, name: str, shared: int) -> ctypes.c_void_p:
         binary = self.compile()
         if self._handle is None:
-            torch.cuda.current_stream()  # makes the device's context current
+            torch.cuda.current_stream()  # side effect: makes the device's context current
             handle = ctypes.c_void_p()
             check(driver().cuModuleLoadData(ctypes.byref(handle), binary.code))
             self._handle = handle
@@ -141,17 +143,18 @@ class Module:
         check(driver().cuModuleGetFunction(ctypes.byref(function), self._handle, symbol))
         if shared > 48 << 10:
             check(driver().cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, shared))
-        # The same split of L1 for all: a multiprocessor must run empty before it changes it.
+        # All kernels use the same split of L1 and shared memory: an SM must be idle before it can change the split.
         check(driver().cuFuncSetAttribute(function, SHARED_CARVEOUT, 100))
         return function
 
 
 @contextlib.contextmanager
 def compiling_together(*more: Module) -> Iterator[None]:
-    """Inside, in this thread, kernels that are not loaded yet are not launched but compiled, all at the same time.
+    """Compile kernels that this thread first launches inside the block in parallel, without launching them.
 
-    What they would have computed is undefined, so only work whose results are not used may run inside. The compiler
-    holds no lock of Python's. At the end all kernels that were met are compiled, and `more`."""
+    Their results are undefined, so only work whose results are not used may run inside. The compiler releases the GIL.
+    At the end of the block all these kernels and `modules` are compiled.
+    """
     with ThreadPoolExecutor(os.cpu_count() or 1, "nvrtc") as pool:
         compiled = {module: pool.submit(module.compile) for module in more}
 
@@ -159,18 +162,20 @@ def compiling_together(*more: Module) -> Iterator[None]:
             if module not in compiled:
                 compiled[module] = pool.submit(module.compile)
 
-        _collecting.on_module = submit
+        _collect_state.on_module = submit
         try:
             yield
         finally:
-            _collecting.on_module = None
+            _collect_state.on_module = None
         for future in compiled.values():
             future.result()
 
 
 def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> TensorMap:
-    """For copies of `box` elements (one per dimension, in the tensor's own order); the last dimension is contiguous.
-    Elements outside the tensor read as zero."""
+    """Return the TMA descriptor for copies of `box` elements, one number per dimension in the tensor's own order.
+
+    The last dimension must be contiguous. Elements outside the tensor are read as zero.
+    """
     dims = tensor.dim()
     assert tensor.stride(-1) == 1 and len(box) == dims
     sizes = (ctypes.c_uint64 * dims)(*reversed(tensor.shape))
@@ -179,18 +184,18 @@ def tensor_map(tensor: Tensor, box: Sequence[int], *, swizzle: int = 128) -> Ten
     )
     steps = (ctypes.c_uint32 * dims)(*([1] * dims))
     boxes = (ctypes.c_uint32 * dims)(*reversed(box))
-    made = TensorMap.blank()
+    result = TensorMap.blank()
     promote_256_bytes = 3
     check(
         driver().cuTensorMapEncodeTiled(
-            ctypes.byref(made), TENSOR_TYPES[tensor.dtype], dims, ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
+            ctypes.byref(result), TENSOR_TYPES[tensor.dtype], dims, ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
             boxes, steps, 0, SWIZZLES[swizzle], promote_256_bytes, 0,
         )
     )  # fmt: skip
-    return made
+    return result
 
 
-def _c_value(argument: Argument) -> ctypes._CData:
+def _to_c(argument: Argument) -> ctypes._CData:
     match argument:
         case Tensor():
             return ctypes.c_void_p(argument.data_ptr())
@@ -205,6 +210,7 @@ def _c_value(argument: Argument) -> ctypes._CData:
 
 
 def check(status: int) -> None:
+    """Raise CudaDriverError if the status of a driver call is an error."""
     if status:
         name = ctypes.c_char_p()
         driver().cuGetErrorString(status, ctypes.byref(name))

@@ -23,12 +23,12 @@
 // column 8 j + 2 (l % 4) + e. Gated: columns come in groups of 32, 16 gates and the 16 of up that belong to them, so
 // that d[i] and d[i + 8] are a gate and its up.
 #include "common.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 
 enum Epilogue { STORE, ADD, GATED };
 
 constexpr int GROUPS = 2, WARPS = 4 * GROUPS, ROWS = 64 * GROUPS;
-constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
 constexpr u32 PANEL = 128 * 64;  // bytes of 64 rows of 64 outputs
 
 template <int COLUMNS, int SHARING> struct Shape {
@@ -59,7 +59,7 @@ struct Tiles {
 
 // As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
 // registers that a warpgroup takes over from another.
-DEVICE void wait_for(u32 barrier, u32 parity) {
+DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
     if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
@@ -68,7 +68,7 @@ DEVICE void wait_for(u32 barrier, u32 parity) {
 // -- clusters ---------------------------------------------------------------------------------------------------------
 
 // All threads of the cluster.
-DEVICE void meet() {
+DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // A warp is done with a slot, which every CTA of the cluster must know. Each warp says so itself: its wait covers its
@@ -84,7 +84,7 @@ template <class S> DEVICE void release(u32 barrier) {
   }
 }
 // To the same place in each CTA of the cluster; each is told by its own barrier.
-template <int CTAS> DEVICE void copy_to_all(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
+template <int CTAS> DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy) {
   if (CTAS == 1) return copy_tile(to, map, x, y, barrier, policy);
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
@@ -96,34 +96,34 @@ template <int CTAS> DEVICE void copy_to_all(u32 to, const TensorMap* map, int x,
 
 // Rows of 64 k for wgmma: address and offset from 8 rows to the next 8 in units of 16 bytes, 128-byte swizzle. The next
 // 16 k are 32 bytes on. In a cluster an address tells the CTA too, in bits that belong to others here.
-DEVICE u64 matrix(u32 address) {
+DEVICE u64 matrix_descriptor(u32 address) {
   return u64((address & 0x3ffff) >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
 }
 
 
 // d = x w^T, or more of it, over 16 k.
-DEVICE void multiply_group(float (&d)[64], u64 x, u64 w, int more) {
+DEVICE void wgmma(float (&d)[64], u64 x, u64 w, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(x), "l"(w), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[128], u64 x, u64 w, int more) {
+DEVICE void wgmma(float (&d)[128], u64 x, u64 w, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, %128, %129, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(x), "l"(w), "r"(more));
 }
 
 // -- the fetching thread ----------------------------------------------------------------------------------------------
 
-DEVICE u64 usual_in_l2() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+DEVICE u64 l2_evict_normal() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
 // Step after step into the ring. `early`: weights are asked for at once, all else when the kernel before has ended.
 template <class S, Epilogue END>
 DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, const TensorMap* residual_map, Tiles tiles,
-                  int units, u32 rank, bool early) {
-  const u64 policy = usual_in_l2();
+                  int units, u32 rank, bool pdl) {
+  const u64 policy = l2_evict_normal();
   int row = 0, column = 0, unit = 0;
   const auto go_to = [&](int tile) {
     const int2 at = tiles.place(tile);
@@ -135,14 +135,14 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
   const auto fetch_w = [&] {
     constexpr int PART = S::WIDTH / S::CTAS;
     const u32 at = ring.slots + ring.stage * S::SLOT + S::X_BYTES + rank * PART * 128;
-    copy_to_all<S::CTAS>(at, w_map, 64 * unit, column + int(rank) * PART, ring.full + 8 * ring.stage, policy);
+    copy_tile_multicast<S::CTAS>(at, w_map, 64 * unit, column + int(rank) * PART, ring.full + 8 * ring.stage, policy);
     ring.advance();
   };
   go_to(tiles.first);
-  const int ahead = early ? min(S::STAGES, units) : 0;
+  const int ahead = pdl ? min(S::STAGES, units) : 0;
 #pragma unroll 1
   for (; unit < ahead; unit++) {
-    barrier_expect(ring.full + 8 * ring.stage, S::SLOT);
+    barrier_expect_bytes(ring.full + 8 * ring.stage, S::SLOT);
     fetch_w();
   }
   wait_for_previous_kernel();
@@ -153,17 +153,17 @@ DEVICE void fetch(Ring ring, const TensorMap* x_map, const TensorMap* w_map, con
     go_to(tile);
 #pragma unroll 1
     for (; unit < units; unit++) {
-      wait_for(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-      barrier_expect(ring.full + 8 * ring.stage, S::SLOT);
+      barrier_wait_without_trap(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+      barrier_expect_bytes(ring.full + 8 * ring.stage, S::SLOT);
       fetch_x(ring.stage, unit);
       fetch_w();
     }
     unit = 0;
 #pragma unroll 1
     for (int part = 0; part < S::WIDTH && END == ADD; part += 128) {  // two panels of both groups in a slot
-      wait_for(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+      barrier_wait_without_trap(ring.empty + 8 * ring.stage, ring.parity ^ 1);
       const u32 to = ring.slots + ring.stage * S::SLOT, barrier = ring.full + 8 * ring.stage;
-      barrier_expect(barrier, 2 * GROUPS * PANEL);
+      barrier_expect_bytes(barrier, 2 * GROUPS * PANEL);
       copy_tile(to, residual_map, column + part, row, barrier, policy);
       copy_tile(to + GROUPS * PANEL, residual_map, column + part + 64, row, barrier, policy);
       ring.advance();
@@ -179,21 +179,21 @@ template <class S> DEVICE void add_up(float (&d)[S::WIDTH / 2], Ring& ring, int 
   int last = 0;
 #pragma unroll 1
   for (int i = 0; i < units; i++) {
-    wait_for(ring.full + 8 * ring.stage, ring.parity);
+    barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
     const u32 at = ring.slots + ring.stage * S::SLOT;
-    const u64 x = matrix(at + group * 8192), w = matrix(at + S::X_BYTES);
-    products_begin();
+    const u64 x = matrix_descriptor(at + group * 8192), w = matrix_descriptor(at + S::X_BYTES);
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) multiply_group(d, x + 2 * step, w + 2 * step, step ? 1 : i);
-    products_end();
-    products_wait<1>();
+    for (int step = 0; step < 4; step++) wgmma(d, x + 2 * step, w + 2 * step, step ? 1 : i);
+    wgmma_commit();
+    wgmma_wait<1>();
     if (i) release<S>(ring.empty + 8 * last);
     if (i == signal) asm volatile("bar.arrive 3, 256;" ::: "memory");
     last = ring.stage;
     ring.advance();
   }
-  products_wait<0>();
-  ready(d);
+  wgmma_wait<0>();
+  order_after_wait(d);
   release<S>(ring.empty + 8 * last);
 }
 
@@ -243,11 +243,11 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
     const u32 added = ring.slots + ring.stage * S::SLOT + (panel % 2 * GROUPS + group) * PANEL;
     if (leader) stores_have_read<PANELS == 1 ? 0 : 1>();
     meet_group(group);
-    if (END == ADD && panel % 2 == 0) wait_for(ring.full + 8 * ring.stage, ring.parity);
+    if (END == ADD && panel % 2 == 0) barrier_wait_without_trap(ring.full + 8 * ring.stage, ring.parity);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
       u32 v[4], more[4];
-      if (END == ADD) load_matrices(more, added + swizzled(row, 2 * s + side));
+      if (END == ADD) load_matrices(more, added + swizzled_offset(row, 2 * s + side));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* const c = d + (END == GATED ? 16 : 8) * (4 * panel + s) + 2 * i;
@@ -258,13 +258,13 @@ DEVICE void finish(const float (&d)[S::WIDTH / 2], Ring& ring, const Outputs& to
           v[i] = multiply_pairs(pack(silu(low(gates)), silu(high(gates))), pack(c[8], c[9]));
         }
       }
-      store_matrices(at + swizzled(row, 2 * s + side), v);
+      store_matrices(at + swizzled_offset(row, 2 * s + side), v);
     }
     if (END == ADD && panel % 2 == 1) {
       release<S>(ring.empty + 8 * ring.stage);
       ring.advance();
     }
-    shared_writes_are_done();
+    fence_shared_writes();
     meet_group(group);
     if (leader) {
       if (to.row < to.m && to.column + 64 * panel < to.n) store_tile(to.map, to.column + 64 * panel, to.row, at);
@@ -298,12 +298,12 @@ template <int WIDTH, int CTAS, Epilogue END>
 __global__ void __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
          const __grid_constant__ TensorMap out_map, const __grid_constant__ TensorMap residual_map, int m, int n, int k,
-         int band, int lag, int early) {
+         int band, int lag, int pdl) {
   using S = Shape<WIDTH, CTAS>;
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u, barriers = base + S::BARRIERS;
-  const u32 group = __shfl_sync(ALL, threadIdx.x / 128, 0), rank = blockIdx.x % CTAS;
+  const u32 group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0), rank = blockIdx.x % CTAS;
   const Ring ring{base, barriers, barriers + 8 * S::STAGES, S::STAGES};
   const Tiles tiles{(m + ROWS * CTAS - 1) / (ROWS * CTAS), (n + WIDTH - 1) / WIDTH, band, int(blockIdx.x) / CTAS,
                     int(gridDim.x) / CTAS};
@@ -315,22 +315,22 @@ __global__ void __launch_bounds__(384, 1)
       barrier_init(ring.full + 8 * i, 1);
       barrier_init(ring.empty + 8 * i, WARPS * CTAS);
     }
-    barriers_are_set();
+    fence_barrier_init();
   }
   if (CTAS == 1) __syncthreads();
-  else meet();
+  else cluster_sync();
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHER_REGISTERS));
-    if (threadIdx.x == 0) fetch<S, END>(ring, &x_map, &w_map, &residual_map, tiles, k / 64, rank, early);
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (threadIdx.x == 0) fetch<S, END>(ring, &x_map, &w_map, &residual_map, tiles, k / 64, rank, pdl);
     __syncwarp();
     wait_for_previous_kernel();
-    if (CTAS > 1) meet();  // a CTA that has ended can be told nothing
+    if (CTAS > 1) cluster_sync();  // a CTA that has ended can be told nothing
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTER_REGISTERS));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     wait_for_previous_kernel();
     const u32 panels = base + S::PANELS + (group - 1) * 2 * PANEL;
     compute<S, END>(ring, &out_map, panels, tiles, m, n, k / 64, rank, group - 1, lag);
     __syncwarp();
-    if (CTAS > 1) meet();
+    if (CTAS > 1) cluster_sync();
   }
 }

@@ -1,6 +1,7 @@
-"""Memory of a device that other processes of the host reach: exported by its owner, opened by them, copied by rows.
+"""Device memory shared between processes of one host: exported by its owner, opened by others, copied by rows.
 
-The driver exports whole allocations, and torch cuts its own from larger ones: so a tensor is a handle and an offset.
+The driver exports whole allocations, and torch places tensors inside larger ones. So a tensor is a handle and an
+offset.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from torch import Tensor
 
 from emberline.kernels.cuda.driver import check, driver
 
-PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: also if it is another device's
-HANDLE = 64  # bytes
-ANYWHERE = 4  # CU_MEMORYTYPE_UNIFIED: the address says where
-MOST_PITCH = (1 << 31) - 1  # bytes between rows that the driver copies at once
+PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: allows memory of another device
+HANDLE = 64
+ANYWHERE = 4  # CU_MEMORYTYPE_UNIFIED: the driver infers the memory type from the address
+MOST_PITCH = (1 << 31) - 1  # the most bytes between rows that one copy by the driver supports
 
 
 class Exported(NamedTuple):
-    handle: bytes  # of an allocation
-    offset: int  # of a tensor in it
+    handle: bytes  # IPC handle of an allocation
+    offset: int  # bytes from its start to the tensor
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_ubyte * HANDLE),)
 
 
-class _Rows(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
+class _Memcpy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D of the driver API."""
 
     _fields_ = (
         *(
@@ -52,8 +53,8 @@ class _Rows(ctypes.Structure):
 
 
 def export(tensor: Tensor) -> Exported:
-    """DriverError if its memory cannot be shared: some ways to allocate do not allow it."""
-    _bind(tensor.device.index)
+    """Export a tensor's memory. Raises CudaDriverError if it cannot be shared, as with some allocators."""
+    _make_context_current(tensor.device.index)
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     at = ctypes.c_uint64(tensor.data_ptr())
     check(driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), at))
@@ -62,32 +63,32 @@ def export(tensor: Tensor) -> Exported:
 
 
 class Opened:
-    """Another process's allocation, until it is closed. DriverError if this device cannot reach it."""
+    """An allocation of another process, until closed. Raises CudaDriverError if this device cannot access it."""
 
     def __init__(self, handle: bytes, device: torch.device) -> None:
         self._index = device.index
         self._address = ctypes.c_uint64()
-        _bind(self._index)
-        told = _Handle.from_buffer_copy(handle)
-        check(driver().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), told, PEER_ACCESS))
+        _make_context_current(self._index)
+        ipc_handle = _Handle.from_buffer_copy(handle)
+        check(driver().cuIpcOpenMemHandle_v2(ctypes.byref(self._address), ipc_handle, PEER_ACCESS))
 
     @property
     def address(self) -> int:
         return self._address.value
 
     def close(self) -> None:
-        """While nobody copies from it."""
-        _bind(self._index)
+        """Unmap the memory. No copy from it may be in progress."""
+        _make_context_current(self._index)
         check(driver().cuIpcCloseMemHandle(self._address))
 
 
 def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, width: int, height: int) -> None:
-    """From address to address, on torch's current stream. Pitch: bytes from row to row."""
+    """Copy `height` rows of `width` bytes on torch's current stream. Pitch: bytes from row to row."""
     if max(source_pitch, target_pitch) > MOST_PITCH:
         for row in range(height):
             copy_rows(source + row * source_pitch, width, target + row * target_pitch, width, width, 1)
         return
-    rows = _Rows(
+    rows = _Memcpy2D(
         source_type=ANYWHERE,
         source_device=source,
         source_pitch=source_pitch,
@@ -101,14 +102,14 @@ def copy_rows(source: int, source_pitch: int, target: int, target_pitch: int, wi
     check(driver().cuMemcpy2DAsync_v2(ctypes.byref(rows), stream))
 
 
-def _bind(index: int) -> None:
-    """The device's context, for the thread that calls."""
-    check(driver().cuCtxSetCurrent(_context(index)))
+def _make_context_current(index: int) -> None:
+    """Make the device's context current in the calling thread."""
+    check(driver().cuCtxSetCurrent(_primary_context(index)))
 
 
 @cache
-def _context(index: int) -> ctypes.c_void_p:
-    """That of torch: there is one for all of a process."""
+def _primary_context(index: int) -> ctypes.c_void_p:
+    """Return the device's primary context, which torch uses too."""
     torch.cuda.init()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     check(driver().cuDeviceGet(ctypes.byref(device), index))

@@ -17,11 +17,11 @@
 
 enum Epilogue { STORE, STORE_F32, ADD, GATED };
 
-struct Rows {
+struct PlainRows {
   static constexpr u32 BLOCK_BYTES = 2048;  // 16 rows x 64 k
   TensorMap map;
 };
-struct Units {
+struct PackedUnits {
   static constexpr u32 BLOCK_BYTES = UNIT_BYTES;
   const u8 *planes, *headers;
   u32 stride;  // of headers
@@ -42,7 +42,7 @@ template <class W, int BLOCKS, int TILES, int WARPS> struct Shape {
 // The map itself is fetched too; this asks for it early.
 DEVICE void prepare(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Two bf16 past the L1: a CTA that started early may find there what was read before the last kernel wrote.
-DEVICE u32 load_fresh(const bf16* at) {
+DEVICE u32 load_past_l1(const bf16* at) {
   u32 pair;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");
   return pair;
@@ -50,25 +50,25 @@ DEVICE u32 load_fresh(const bf16* at) {
 
 // A warp's share of a tile of w into a slot, and how many bytes that is; by one lane.
 template <int BLOCKS>
-DEVICE u32 fetch_bytes(const Rows&, int, int, int) { return Rows::BLOCK_BYTES * BLOCKS; }
+DEVICE u32 fetch_bytes(const PlainRows&, int, int, int) { return PlainRows::BLOCK_BYTES * BLOCKS; }
 template <int BLOCKS>
-DEVICE void fetch(const Rows& w, u32 to, int tile, int unit, int, u32 barrier, u64 policy) {
+DEVICE void fetch(const PlainRows& w, u32 to, int tile, int unit, int, u32 barrier, u64 policy) {
   copy_tile(to, &w.map, 64 * unit, 16 * BLOCKS * tile, barrier, policy);
 }
 // The units of 64 rows lie side by side. Three blocks may be of two such groups, and fewer than three at the end.
 template <int BLOCKS>
-DEVICE u32 fetch_bytes(const Units& w, int tile, int unit, int units) {
+DEVICE u32 fetch_bytes(const PackedUnits& w, int tile, int unit, int units) {
   if (unit >= units) return 0;
   return UNIT_BYTES * (BLOCKS == 3 ? min(3, w.blocks - 3 * tile) : BLOCKS);
 }
 template <int BLOCKS>
-DEVICE void fetch(const Units& w, u32 to, int tile, int unit, int units, u32 barrier, u64 policy) {
+DEVICE void fetch(const PackedUnits& w, u32 to, int tile, int unit, int units, u32 barrier, u64 policy) {
   if (unit >= units) return;
   const int block = BLOCKS * tile, count = BLOCKS == 3 ? min(3, w.blocks - block) : BLOCKS;
   const int near = BLOCKS == 3 ? min(count, 4 - block % 4) : count;
-  copy_bytes(to, w.planes + unit_at(block, unit, units), near * UNIT_BYTES, barrier, policy);
+  copy_bytes(to, w.planes + unit_offset(block, unit, units), near * UNIT_BYTES, barrier, policy);
   if (near < count)
-    copy_bytes(to + near * UNIT_BYTES, w.planes + unit_at(block + near, unit, units), (count - near) * UNIT_BYTES,
+    copy_bytes(to + near * UNIT_BYTES, w.planes + unit_offset(block + near, unit, units), (count - near) * UNIT_BYTES,
                barrier, policy);
 }
 
@@ -88,7 +88,7 @@ template <class W, class S, int BLOCKS> struct Ring {
       prepare(x);
 #pragma unroll 1
       for (int i = 0; i < stages; i++) barrier_init(barriers + 8 * i, 1);
-      barriers_are_set();
+      fence_barrier_init();
     }
     __syncwarp();
   }
@@ -97,7 +97,7 @@ template <class W, class S, int BLOCKS> struct Ring {
     if (left == 0) return;
     if (lane == 0) {
       const u32 at = slots + slot * S::SLOT, barrier = barriers + 8 * slot;
-      barrier_expect(barrier, x_bytes + fetch_bytes<BLOCKS>(*weights, tile, unit_of(unit), all));
+      barrier_expect_bytes(barrier, x_bytes + fetch_bytes<BLOCKS>(*weights, tile, unit_of(unit), all));
       if (with_x) copy_tile(at, x, 64 * unit_of(unit), 0, barrier, often);
       ::fetch<BLOCKS>(*weights, at + S::X_BYTES, tile, unit_of(unit), all, barrier, once);
     }
@@ -126,16 +126,16 @@ template <class W, int BLOCKS> struct Headers {
   DEVICE void fetch(int, int) const {}
   DEVICE u32 wait(int) const { return 0; }
 };
-template <int BLOCKS> struct Headers<Units, BLOCKS> {
-  const Units* weights;
+template <int BLOCKS> struct Headers<PackedUnits, BLOCKS> {
+  const PackedUnits* weights;
   u32 memory, barriers;
-  static DEVICE u32 bytes(const Units& w) { return 2 * BLOCKS * w.stride; }
+  static DEVICE u32 bytes(const PackedUnits& w) { return 2 * BLOCKS * w.stride; }
   // By one thread. Then all threads meet in `are_open`.
-  DEVICE void open(const Units& from, u32 at, u32 barriers_at, int count) {
+  DEVICE void open(const PackedUnits& from, u32 at, u32 barriers_at, int count) {
     weights = &from, memory = at, barriers = barriers_at;
     if (threadIdx.x) return;
     barrier_init(barriers, 1), barrier_init(barriers + 8, 1);
-    barriers_are_set();
+    fence_barrier_init();
     fetch(0, count), fetch(1, count);
   }
   DEVICE void are_open() const { __syncthreads(); }
@@ -145,9 +145,9 @@ template <int BLOCKS> struct Headers<Units, BLOCKS> {
     const int block = BLOCKS * (blockIdx.x + i * gridDim.x);
     const u32 bytes = weights->stride * (BLOCKS == 3 ? min(3, weights->blocks - block) : BLOCKS);
     const u32 barrier = barriers + 8 * (i & 1);
-    barrier_expect(barrier, bytes);
+    barrier_expect_bytes(barrier, bytes);
     copy_bytes(memory + (i & 1) * BLOCKS * weights->stride, weights->headers + i64(block) * weights->stride, bytes,
-               barrier, drop_from_l2());
+               barrier, l2_evict_first());
   }
   DEVICE u32 wait(int i) const {
     barrier_wait(barriers + 8 * (i & 1), i >> 1 & 1);
@@ -161,7 +161,7 @@ template <class W, int BLOCKS> struct Operand {
   DEVICE void begin(const W&, u32, int, int, int, int, int) {}
   DEVICE void load(u32 tile, int, int lane) {
     // Later chunks differ from the first in bits that the swizzle only flips: 2 f chunks on is ^ 32 f.
-    const u32 at = swizzled(lane & 15, lane >> 4);
+    const u32 at = swizzled_offset(lane & 15, lane >> 4);
 #pragma unroll
     for (int r = 0; r < BLOCKS; r++)
 #pragma unroll
@@ -169,7 +169,7 @@ template <class W, int BLOCKS> struct Operand {
   }
   DEVICE void decode(int, int) {}
 };
-template <int BLOCKS> struct Operand<Units, BLOCKS> {
+template <int BLOCKS> struct Operand<PackedUnits, BLOCKS> {
   u32 a[BLOCKS][4][4];
   Unit packed[BLOCKS];
   u32 scale[BLOCKS][2];
@@ -177,7 +177,7 @@ template <int BLOCKS> struct Operand<Units, BLOCKS> {
   u32 headers, stride;
   int blocks, first, step, units;  // unit j of the warp is unit first + j step of k; `blocks` of the tile exist
 
-  DEVICE void begin(const Units& w, u32 at, int tile, int warp, int warps, int all, int lane) {
+  DEVICE void begin(const PackedUnits& w, u32 at, int tile, int warp, int warps, int all, int lane) {
     headers = at, stride = w.stride, first = warp, step = warps, units = all;
     blocks = BLOCKS == 3 ? min(3, w.blocks - 3 * tile) : BLOCKS;
 #pragma unroll
@@ -191,7 +191,7 @@ template <int BLOCKS> struct Operand<Units, BLOCKS> {
   DEVICE void look(int j, int lane) {
 #pragma unroll
     for (int r = 0; r < BLOCKS; r++)
-      if (r < blocks) escapes[r].look(headers + r * stride, first + j * step, step, units, lane);
+      if (r < blocks) escapes[r].read_ranges(headers + r * stride, first + j * step, step, units, lane);
   }
   DEVICE void load(u32 tile, int j, int lane) {
     const bool inside = first + j * step < units;
@@ -206,7 +206,7 @@ template <int BLOCKS> struct Operand<Units, BLOCKS> {
 #pragma unroll
     for (int r = 0; r < BLOCKS; r++) {
       decode_unit(a[r], packed[r], scale[r][0], scale[r][1]);
-      if (escapes[r].in(j & 31)) escapes[r].put(a[r], headers + r * stride + escapes_at(units), j & 31, lane);
+      if (escapes[r].has(j & 31)) escapes[r].restore(a[r], headers + r * stride + escapes_offset(units), j & 31, lane);
     }
   }
 };
@@ -215,7 +215,7 @@ template <int BLOCKS> struct Operand<Units, BLOCKS> {
 template <int TILES> struct Columns {
   u32 b[TILES][2][4];
   DEVICE void load(u32 tile, int lane) {
-    const u32 at = swizzled(lane & 7, lane >> 3);  // 4 chunks on is ^ 64
+    const u32 at = swizzled_offset(lane & 7, lane >> 3);  // 4 chunks on is ^ 64
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
       load_matrices(b[t][0], tile + 1024 * t + at);
@@ -293,7 +293,7 @@ template <class S, int WARPS, Epilogue END> struct Outputs {
       added[i] = 0;
       shift[i] = make_float2(0.f, 0.f);
       if (!ours(i, tile)) continue;
-      if (END == ADD) added[i] = load_fresh(residual + place(i, tile));
+      if (END == ADD) added[i] = load_past_l1(residual + place(i, tile));
       if (END != GATED && bias) shift[i] = *reinterpret_cast<const float2*>(bias + S::ROWS * tile + row(i));
     }
   }
@@ -329,7 +329,7 @@ template <class S, int WARPS, Epilogue END> struct Outputs {
 template <class W, int BLOCKS, int TILES, int WARPS, Epilogue END>
 __global__ void __launch_bounds__(32 * WARPS, 1)
     linear(const __grid_constant__ W weights, const __grid_constant__ TensorMap x, void* out, const bf16* residual,
-           const float* bias, int n, int k, int m, int stages, int buffers, int early) {
+           const float* bias, int n, int k, int m, int stages, int buffers, int pdl) {
   using S = Shape<W, BLOCKS, TILES, WARPS>;
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
@@ -345,13 +345,13 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
   Headers<W, BLOCKS> headers;
   headers.open(weights, headers_at, barriers + 8 * WARPS * stages, count);
   Ring<W, S, BLOCKS> ring{&weights, &x, 128u * m, base + warp * ring_bytes, barriers + 8 * warp * stages, stages, warp,
-                          units, WARPS, all, drop_from_l2(), keep_in_l2(), int(blockIdx.x), 0, 0, count * units};
+                          units, WARPS, all, l2_evict_first(), l2_evict_last(), int(blockIdx.x), 0, 0, count * units};
   const int ahead = min(stages, ring.left);
   ring.open(lane);
 #pragma unroll 1
-  for (int i = 0; i < ahead; i++) ring.fetch(lane, !early);
+  for (int i = 0; i < ahead; i++) ring.fetch(lane, !pdl);
   wait_for_previous_kernel();
-  if (early && lane == 0) ring.fetch_x(ahead);
+  if (pdl && lane == 0) ring.fetch_x(ahead);
   headers.are_open();
 
   Outputs<S, WARPS, END> outputs{out, residual, bias, n, m, END == GATED ? n / 2 : n};
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__(32 * WARPS, 1)
     headers.fetch(i + 2, count);
     outputs.finish(tile, set, pitch);
     if (!buffers && i + 1 < count) {
-      shared_writes_are_done();
+      fence_shared_writes();
       __syncthreads();
       ring.fetch(lane, true);
     }

@@ -1,8 +1,7 @@
-"""linear: y = x w^T for at most 32 rows of x, where reading the weights is all the time there is. `linear.cu` says how.
+"""linear: y = x w^T for at most 32 rows of x, bound by reading the weights; `linear.cu` has the kernel.
 
-A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m that
-`supports` allows. Nor does it depend on whether the weights are packed. Larger m is cuBLAS's, which sums in another
-order.
+A row's result does not depend on the number of rows or its index, bit for bit, for every m that `supports` allows; nor
+on whether the weights are packed. For larger m cuBLAS sums in another order.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from emberline.kernels.cuda.driver import Kernel, Module, TensorMap, tensor_map
 from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed, Units
 
 FILE = "linear.cu"
-MOST_ROWS = 32  # beyond, the tiles of x take more of the L2's bandwidth than the weights do
-UNIT = 64  # k in a slot: rows of 128 bytes, the widest swizzle
+MOST_ROWS = 32  # with more rows, tiles of x take more of the L2's bandwidth than the weights
+UNIT = 64  # columns (k) in a slot of the pipeline: rows of 128 bytes, the widest TMA swizzle
 SMS = 132
 SHARED_LIMIT = 227 << 10
-IN_FLIGHT = 96 << 10  # bytes of weights that a multiprocessor must have asked for to keep memory busy
-WARPS = 8  # they split k, so this is part of what a result is: the same for all shapes
+IN_FLIGHT = 96 << 10  # weights that an SM must have requested to keep memory busy
+WARPS = 8  # warps split k, which determines the order of sums: the same for all shapes
 EPILOGUES = ("STORE", "STORE_F32", "ADD", "GATED")
-# Packed weights: tiles, n, k: blocks, CTAs on a multiprocessor, stages, where a sweep on an H200 knew better.
+# For packed weights, where a sweep on an H200 found better plans: (tiles, n, k): (blocks, CTAs per SM, stages).
 MEASURED_PACKED = {
     (1, 6144, 4096): (2, 2, 3),
     (2, 6144, 4096): (2, 2, 2),
@@ -43,35 +42,38 @@ MEASURED_PACKED = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one shape is computed. `blocks`: of 16 outputs, a CTA's tile. `tiles`: of 8 rows of x."""
+    """How one shape is computed."""
 
-    blocks: int
-    tiles: int
+    blocks: int  # blocks of 16 outputs in a CTA's tile
+    tiles: int  # tiles of 8 rows of x
     warps: int
-    stages: int
-    buffers: int
-    grid: int
-    stride: int = 0  # of the headers of packed weights; 0: rows of bf16
-    at_once: int = 0  # CTAs of a multiprocessor, at most; 0: as many as there is room for
+    stages: int  # stages of each warp's pipeline
+    buffers: int  # sets of partial sums besides the pipeline's own memory
+    grid: int  # CTAs
+    stride: int = 0  # bytes of a header of packed weights; 0: plain bf16 rows
+    at_once: int = 0  # CTAs that shall run on an SM at once; 0: as many as fit
 
     def variant(self, epilogue: str) -> str:
-        source = "Units" if self.stride else "Rows"
+        source = "PackedUnits" if self.stride else "PlainRows"
         return f"linear<{source}, {self.blocks}, {self.tiles}, {self.warps}, {epilogue}>"
 
     @property
     def weights(self) -> int:
-        """Bytes of them in a slot."""
+        """Bytes of weights in a slot."""
         return (UNIT_BYTES if self.stride else 2048) * self.blocks
 
     @property
     def shared(self) -> int:
-        """The bytes of the layout in linear.cu, and what it takes to align it. Where it is small, so much that no more
-        CTAs come together than should: the next kernel's would crowd on some multiprocessors while others are idle."""
-        least = SHARED_LIMIT // (self.at_once + 1) + 16 if self.at_once else 0
-        return max(least, self._layout)
+        """Bytes of shared memory: the layout in linear.cu with padding for alignment.
+
+        A small layout is enlarged so that no more than `max_ctas_per_sm` fit on an SM. Otherwise the next kernel's CTAs
+        would gather on some SMs while others are idle.
+        """
+        minimum = SHARED_LIMIT // (self.at_once + 1) + 16 if self.at_once else 0
+        return max(minimum, self._layout_bytes)
 
     @property
-    def _layout(self) -> int:
+    def _layout_bytes(self) -> int:
         slot = 1024 * (self.tiles + -(-self.weights // 1024))
         partial = 4 * 8 * self.tiles * (16 * self.blocks + 4)
         headers = 2 * (self.blocks * self.stride + 8) if self.stride else 0
@@ -79,8 +81,10 @@ class Plan:
 
 
 class Weight:
-    """w [n, k] in bf16, and its maps for the copy engine. Gated: groups of 32 rows, 16 of gates and then the 16 of up
-    that belong to them: `tiles.GATED_ROWS`."""
+    """A bf16 weight [n, k] and its TMA tensor maps.
+
+    A gated weight has groups of 32 rows: 16 gate rows, then their 16 up rows (`attention_plan.GATE_GROUP_ROWS`).
+    """
 
     def __init__(self, data: Tensor) -> None:
         assert data.dtype is torch.bfloat16 and data.dim() == 2
@@ -89,22 +93,25 @@ class Weight:
         self._maps: dict[tuple[int, bool], TensorMap] = {}
 
     def forget(self) -> None:
-        """The data may lie elsewhere when it is met again."""
+        """Drop the tensor maps, since the data may be at another address on the next use."""
         self._maps.clear()
 
     def map(self, blocks: int, *, paired: bool = False) -> TensorMap:
-        """For tiles of so many times 16 rows. Paired: for half of one, 8 of each 16 gates and their ups."""
+        """Return the tensor map for tiles of 16 * `blocks` rows.
+
+        `paired`: for half of such a tile, 8 of each 16 gate rows with their up rows.
+        """
         if (blocks, paired) not in self._maps:
             if paired:
-                made = tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, UNIT))
+                result = tensor_map(self.data.unflatten(0, (-1, 2, 16)), (blocks // 2, 2, 8, UNIT))
             else:
-                made = tensor_map(self.data, (16 * blocks, UNIT))
-            self._maps[blocks, paired] = made
+                result = tensor_map(self.data, (16 * blocks, UNIT))
+            self._maps[blocks, paired] = result
         return self._maps[blocks, paired]
 
 
 def supports(m: int, n: int, k: int) -> bool:
-    """Gated needs n to be a multiple of 32 besides."""
+    """Return whether `linear` computes this shape. A gated weight also needs n to be a multiple of 32."""
     return 1 <= m <= MOST_ROWS and n > 0 and n % 16 == 0 and k > 0 and k % UNIT == 0
 
 
@@ -119,8 +126,11 @@ def linear(
     pdl: bool = True,
     plan: Plan | None = None,
 ) -> Tensor:
-    """Into `out`: bf16, or float32 where it is so. `bias` is float32 [n], in the order of w's rows. `residual` is added
-    and may be `out` itself. Gated: silu(gate) * up, [m, n / 2]. `plan` overrides the choice, for measurements."""
+    """Write x w^T into `out`, which is bf16 or float32, and return it.
+
+    `bias` is float32 [n], in the order of w's rows. `residual` is added and may be `out` itself. `gated`: silu(gate) *
+    up, [m, n / 2]. `plan` overrides the choice for benchmarks.
+    """
     m, k = x.shape
     assert supports(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous()
@@ -146,28 +156,32 @@ def linear(
 
 @cache
 def choose(m: int, n: int, k: int, *, gated: bool = False, stride: int = 0) -> Plan:
-    """The tile that leaves the busiest CTA the fewest rows, the larger among equals: measured best or within 1 % of it
-    for the shapes of an 8B Llama at 1, 8, 16 and 32 rows. Then only as many CTAs as that takes, and as deep a ring as
-    memory holds. Packed weights come so fast that it pays to read x less often, or to leave the next kernel room."""
+    """Return the plan for a shape.
+
+    The tile is the one that leaves the busiest CTA the fewest rows, the larger among equals. For the shapes of Llama 8B
+    with 1, 8, 16 and 32 rows that measured best or within 1 % of it. The plan has only as many CTAs as the tiles need,
+    and as many stages as fit into shared memory. Packed weights are read so fast that it pays to read x less often, or
+    to leave room for the next kernel: for these, measured plans come first.
+    """
     tiles = next(size for size in (1, 2, 4) if 8 * size >= m)
     if stride and not gated and (tiles, n, k) in MEASURED_PACKED:
-        blocks, beside, stages = MEASURED_PACKED[tiles, n, k]
-        plan = planned(n, k, blocks, tiles, ctas=beside * SMS, shared=SHARED_LIMIT // beside, stride=stride)
+        blocks, ctas_per_sm, stages = MEASURED_PACKED[tiles, n, k]
+        plan = planned(n, k, blocks, tiles, ctas=ctas_per_sm * SMS, shared=SHARED_LIMIT // ctas_per_sm, stride=stride)
         if plan.stages:
-            # Where one is alone, what it leaves is for the next kernel.
-            return replace(plan, stages=min(plan.stages, stages), at_once=beside if beside > 1 else 0)
-    return _chosen(n, k, tiles, gated, stride)
+            # With one CTA per SM, the shared memory that it leaves is for the next kernel.
+            return replace(plan, stages=min(plan.stages, stages), at_once=ctas_per_sm if ctas_per_sm > 1 else 0)
+    return _choose_by_rows(n, k, tiles, gated, stride)
 
 
-def _chosen(n: int, k: int, tiles: int, gated: bool, stride: int) -> Plan:
-    def rows(plan: Plan) -> tuple[int, int]:
-        most = plan.blocks * -(-n // (16 * plan.blocks * SMS))
-        return (0 if stride and tiles == 4 and most > 4 else most), -plan.blocks
+def _choose_by_rows(n: int, k: int, tiles: int, gated: bool, stride: int) -> Plan:
+    def sort_key(plan: Plan) -> tuple[int, int]:
+        blocks = plan.blocks * -(-n // (16 * plan.blocks * SMS))
+        return (0 if stride and tiles == 4 and blocks > 4 else blocks), -plan.blocks
 
     plans = [planned(n, k, blocks, tiles, stride=stride) for blocks in ((2, 4) if gated else (2, 3, 4))]
-    least = min(2, -(-k // (UNIT * WARPS)))
-    fitting = [plan for plan in plans if plan.stages >= least]  # lists of many escapes leave little memory
-    return min(fitting or [planned(n, k, 2 if gated else 1, tiles, stride=stride)], key=rows)
+    min_stages = min(2, -(-k // (UNIT * WARPS)))
+    fitting = [plan for plan in plans if plan.stages >= min_stages]  # headers with many escapes leave little memory
+    return min(fitting or [planned(n, k, 2 if gated else 1, tiles, stride=stride)], key=sort_key)
 
 
 def planned(
@@ -181,23 +195,26 @@ def planned(
     ctas: int = SMS,
     shared: int = SHARED_LIMIT,
 ) -> Plan:
-    """The plan for a tile: CTAs get about as many each; separate sets of partial sums where the ring stays deep enough
-    beside them."""
+    """Return the plan for a tile of so many blocks and tiles, which spreads the work evenly over at most `ctas` CTAs.
+
+    Partial sums get buffers of their own if the pipeline stays deep enough beside them.
+    """
     count = -(-n // (16 * blocks))
     waves = -(-count // ctas)
-    grid, most = -(-count // waves), waves * -(-k // (UNIT * warps))  # steps of a warp: more stages are never used
+    grid = -(-count // waves)
+    max_stages = waves * -(-k // (UNIT * warps))  # steps of a warp
     for buffers in (2, 1) if waves > 1 else ():
-        plan = _filled(Plan(blocks, tiles, warps, most, buffers, grid, stride), shared)
+        plan = _limit_stages(Plan(blocks, tiles, warps, max_stages, buffers, grid, stride), shared)
         if plan.stages * plan.warps * plan.weights >= IN_FLIGHT:
             return plan
-    return _filled(Plan(blocks, tiles, warps, most, 0, grid, stride), shared)
+    return _limit_stages(Plan(blocks, tiles, warps, max_stages, 0, grid, stride), shared)
 
 
-def _filled(plan: Plan, shared: int) -> Plan:
-    """With no more stages than fit."""
-    bare = replace(plan, stages=0)._layout
-    a_stage = replace(plan, stages=1)._layout - bare
-    return replace(plan, stages=max(0, min(plan.stages, (shared - bare) // a_stage)))
+def _limit_stages(plan: Plan, shared: int) -> Plan:
+    """Return the plan with no more stages than fit into shared memory."""
+    base = replace(plan, stages=0)._layout_bytes
+    stage = replace(plan, stages=1)._layout_bytes - base
+    return replace(plan, stages=max(0, min(plan.stages, (shared - base) // stage)))
 
 
 def epilogue_of(out: Tensor, residual: Tensor | None, gated: bool) -> str:
@@ -221,10 +238,10 @@ def _variants() -> Sequence[str]:
     ]
 
 
-VARIANTS = tuple(_variants())  # all that `choose` may choose
+VARIANTS = tuple(_variants())  # all kernels that `choose_plan` may select
 
 
 @cache
 def _kernel(variant: str) -> Kernel:
-    """Compiled one by one, when first used: a model needs few of them."""
+    """Return a kernel that is compiled on first use: a model needs few of the variants."""
     return Module(FILE, [variant]).kernel(variant, SHARED_LIMIT)

@@ -1,7 +1,6 @@
-"""compile: CUDA C++ to machine code with the NVRTC library that torch's CUDA builds bring. compiled: kept on disk once
-made.
+"""compile_kernels: compiles CUDA C++ with the NVRTC library that comes with torch. compile_cached: with a cache.
 
-Needs no GPU and no CUDA toolkit, so that kernels are compiled in tests on any machine. Sources include no headers.
+Compiling needs no GPU and no CUDA toolkit, so that tests can do it on any machine. Sources include no system headers.
 """
 
 from __future__ import annotations
@@ -26,38 +25,38 @@ SOURCES = Path(__file__).parent
 
 
 class CompileError(Exception):
-    """The compiler's log, or why there is no compiler."""
+    """A kernel could not be compiled; the message is the compiler's log, or says that NVRTC is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Binary:
     code: bytes
-    symbols: dict[str, str]  # the kernel as its caller writes it, `decode<128, 4>`, to its name in the code
+    symbols: dict[str, str]  # from the kernel as callers write it, `decode<128, 4>`, to its mangled name
 
 
 def compile(file: str, kernels: Sequence[str]) -> Binary:
-    """The kernels of SOURCES/file; `kernels` are names or template instances."""
+    """Compile kernels of a file in SOURCE_DIR; `kernels` are names or template instances."""
     return _compile(_library(), source(file), file, kernels)
 
 
 def compiled(file: str, kernels: Sequence[str]) -> Binary:
-    """The same, made once for these sources and this compiler."""
+    """Return the compiled kernels from the cache on disk, compiled once for these sources and this compiler."""
     parts = [source(file), *OPTIONS, *kernels, version()]
-    kept = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
-    if (binary := _read(kept)) is None:
+    cache_file = kernel_dir() / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.cubin"
+    if (binary := _read(cache_file)) is None:
         binary = compile(file, kernels)
         head = json.dumps([binary.symbols, zlib.crc32(binary.code)])
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        draft.write_bytes(head.encode() + b"\n" + binary.code)
-        draft.replace(kept)
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = cache_file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        temporary.write_bytes(head.encode() + b"\n" + binary.code)
+        temporary.replace(cache_file)
     return binary
 
 
-def _read(kept: Path) -> Binary | None:
-    """None: there is none, or it is not as it was written, as when the power failed."""
+def _read(cache_file: Path) -> Binary | None:
+    """Return the cached kernels, or None if the file is missing or damaged, as after a power failure."""
     try:
-        head, _, code = kept.read_bytes().partition(b"\n")
+        head, _, code = cache_file.read_bytes().partition(b"\n")
         symbols, checksum = json.loads(head)
     except (OSError, ValueError, TypeError):
         return None
@@ -65,29 +64,29 @@ def _read(kept: Path) -> Binary | None:
 
 
 def version() -> str:
-    """The compiler's."""
+    """Return the version of NVRTC."""
     library, major, minor = _library(), ctypes.c_int(), ctypes.c_int()
     _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return f"{major.value}.{minor.value}"
 
 
 def sources_digest() -> str:
-    """Name all sources of kernels and the compiler's version: it changes when any of them does."""
+    """Return a digest that changes with any kernel source, the options or the compiler's version."""
     texts = [path.read_text() for path in sorted(SOURCES.glob("*.cu*"))]
     return hashlib.sha256(chr(0).join([*texts, *OPTIONS, version()]).encode()).hexdigest()
 
 
 def source(file: str) -> str:
-    """All that is compiled of it."""
-    return _inlined(SOURCES / file)
+    """Return the source text of a file with its includes."""
+    return _read_with_includes(SOURCES / file)
 
 
-def _inlined(path: Path) -> str:
-    """The source with its `#include "file"` lines replaced by our own files of that name."""
+def _read_with_includes(path: Path) -> str:
+    """Return the source with its `#include "file"` lines replaced by those files."""
     lines = []
     for line in path.read_text().splitlines():
         quoted = line.strip().removeprefix('#include "')
-        lines.append(_inlined(path.parent / quoted[:-1]) if quoted != line.strip() else line)
+        lines.append(_read_with_includes(path.parent / quoted[:-1]) if quoted != line.strip() else line)
     return "\n".join(lines)
 
 
@@ -124,26 +123,26 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 
 def _check(library: ctypes.CDLL, status: int) -> None:
     if status:
-        raise CompileError(library.nvrtcGetErrorString(status).decode())
+        raise CompileError(f"NVRTC failed: {library.nvrtcGetErrorString(status).decode()}")
 
 
 @cache
 def _library() -> ctypes.CDLL:
     for name in _candidates():
         try:
-            # It looks for its other half by name alone: found if it is loaded already, wherever it lies.
-            for half in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
-                ctypes.CDLL(str(half))
+            # NVRTC loads its builtins library by name only, which succeeds if it is already loaded from its own folder.
+            for builtins in sorted(Path(name).parent.glob("libnvrtc-builtins.so.*")):
+                ctypes.CDLL(str(builtins))
             library = ctypes.CDLL(name)
         except OSError:
             continue
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         return library
-    raise CompileError("there is no libnvrtc: install a CUDA build of torch, or nvidia-cuda-nvrtc")
+    raise CompileError("libnvrtc not found (hint: install a CUDA build of torch, or nvidia-cuda-nvrtc)")
 
 
 def _candidates() -> list[str]:
-    """Packages of this Python first, then the system's."""
+    """Return the paths where libnvrtc may be: packages of this Python first, then the system."""
     found = importlib.util.find_spec("nvidia")
     roots = [Path(root) for root in (found.submodule_search_locations or [])] if found else []
     packaged = [str(file) for root in roots for file in sorted(root.glob("*/lib/libnvrtc.so.*"))]

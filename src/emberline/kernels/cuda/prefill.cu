@@ -14,11 +14,11 @@
 // of a slot has parity u & 1: a computer waits for FULL with it, the fetcher for EMPTY with the other, which a new
 // barrier has already passed. Q's barriers guard the item too.
 #include "common.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 
 constexpr int ROWS = 128, KEYS = 128, STAGES = 2;  // queries and keys of a tile; tiles of K, and of V, in the rings
 constexpr int COMPUTING_WARPS = 8;
-constexpr int FETCHER_REGISTERS = 40, COMPUTER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;  // 128 * 40 + 256 * 232 = 384 * 168, the launch's
 constexpr u32 PANEL = 128 * 128;  // bytes of 128 rows of 64 bf16, as the copy engine's 128-byte swizzle writes them
 
 struct Work {
@@ -61,7 +61,7 @@ struct Ring {
 
 // As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
 // registers that a warpgroup takes over from another.
-DEVICE void wait_for(u32 barrier, u32 parity) {
+DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
 #pragma unroll 1
   for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
     if (tries > (1u << 22)) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(barrier) : "memory");
@@ -76,7 +76,7 @@ DEVICE void wait_for(u32 barrier, u32 parity) {
 //     A step of 16 of the inner dimension is 32 bytes: steps 0-3 lie in one panel, 4-7 in the next.
 //   V: keys are the inner dimension, and head dimensions contiguous. Stride offset: 1024, from 8 keys to the next 8;
 //     leading offset: PANEL, from 64 head dimensions to the next 64. A step of 16 keys is 2048 bytes.
-DEVICE u64 matrix(u32 address, u32 leading) {
+DEVICE u64 matrix_descriptor(u32 address, u32 leading) {
   return u64(address >> 4) | u64(leading >> 4) << 16 | u64(1024 >> 4) << 32 | 1ull << 62;
 }
 
@@ -84,55 +84,55 @@ DEVICE u64 matrix(u32 address, u32 leading) {
 // Accumulators of m64nN: warp w of the group, lane l holds in d[4 j + 2 r + e] row 16 w + l / 4 + 8 r, column
 // 8 j + 2 (l % 4) + e. Rounded to pairs, d[8 k ..] is the left operand's fragment of columns 16 k .. 16 k + 15.
 template <bool ADD>
-DEVICE void multiply_group(float (&d)[64], u64 a, u64 b) {
+DEVICE void wgmma(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(a), "l"(b), "n"(int(ADD)));
 }
 DEVICE void add_group(float (&d)[64], const u32* a, u64 b) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void add_group(float (&d)[32], const u32* a, u64 b) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
       : FLOATS_32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 template <int D> DEVICE void score(float (&s)[64], u64 q, u64 k) {
-  products_begin();
-  multiply_group<false>(s, q, k);
+  wgmma_fence();
+  wgmma<false>(s, q, k);
 #pragma unroll
   for (int step = 1; step < D / 16; step++) {
     const u32 on = (step / 4 * PANEL + step % 4 * 32) >> 4;
-    multiply_group<true>(s, q + on, k + on);
+    wgmma<true>(s, q + on, k + on);
   }
-  products_end();
+  wgmma_commit();
 }
 template <int D> DEVICE void mix(float (&o)[D / 2], const u32 (&p)[32], u64 v) {
-  products_begin();
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < KEYS / 16; step++) add_group(o, p + 4 * step, v + (step * 2048 >> 4));
-  products_end();
+  wgmma_commit();
 }
 
 // -- the fetching warp ------------------------------------------------------------------------------------------------
 
-DEVICE u64 usual_in_l2() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
+DEVICE u64 l2_evict_normal() { u64 p; asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(p)); return p; }
 
 // One tile of keys or values. Lane i knows the block of piece i. `barriers`: FULL of every stage, then EMPTY.
 template <int D>
 DEVICE void fetch_tile(const TensorMap* map, u32 to, u32 barriers, Ring& ring, int block, int head, int size) {
   const u32 lane = threadIdx.x % 32, at = to + ring.stage * At<D>::TILE, barrier = barriers + 8 * ring.stage;
-  wait_for(barrier + 8 * STAGES, ring.parity ^ 1);
-  if (lane == 0) barrier_expect(barrier, At<D>::TILE);
-  const u64 policy = usual_in_l2();
+  barrier_wait_without_trap(barrier + 8 * STAGES, ring.parity ^ 1);
+  if (lane == 0) barrier_expect_bytes(barrier, At<D>::TILE);
+  const u64 policy = l2_evict_normal();
   for (int piece = 0; piece * size < KEYS; piece++) {
-    const int from = __shfl_sync(ALL, block, piece);
+    const int from = __shfl_sync(ALL_LANES, block, piece);
     if (lane) continue;
 #pragma unroll
     for (int panel = 0; panel < D / 64; panel++)
@@ -157,14 +157,14 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
     const int kv_head = item.head / work.group, final_block = (item.position + item.rows - 1) / size;
     const int* const table = work.tables + i64(tile.x) * work.width;
 
-    wait_for(base + At<D>::Q_EMPTY, q_parity);
+    barrier_wait_without_trap(base + At<D>::Q_EMPTY, q_parity);
     if (lane == 0) {
       *shown = item;
       const u32 barrier = base + At<D>::Q_FULL;
-      barrier_expect(barrier, At<D>::TILE);
+      barrier_expect_bytes(barrier, At<D>::TILE);
 #pragma unroll
       for (int panel = 0, x = item.head * D; panel < D / 64; panel++)
-        copy_tile(base + At<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, drop_from_l2());
+        copy_tile(base + At<D>::Q + panel * PANEL, q_map, x + panel * 64, item.token, barrier, l2_evict_first());
     }
     const int last = item.last_tile(), first = item.first_tile(work.window);
     int newer = 0;
@@ -176,9 +176,9 @@ DEVICE void fetch(u32 base, const TensorMap* q_map, const TensorMap* k_map, cons
       newer = block;
     }
     fetch_tile<D>(v_map, base + At<D>::V, base + At<D>::V_FULL, v, newer, kv_head, size);
-    index = __shfl_sync(ALL, next, 0);
+    index = __shfl_sync(ALL_LANES, next, 0);
   }
-  wait_for(base + At<D>::Q_EMPTY, q_parity);
+  barrier_wait_without_trap(base + At<D>::Q_EMPTY, q_parity);
   if (lane == 0) {
     shown->rows = 0;
     barrier_arrive(base + At<D>::Q_FULL);
@@ -221,8 +221,8 @@ DEVICE void soften(float (&s)[64], float (&most)[2], float (&sum)[2], float (&re
     float top = most[r];
 #pragma unroll
     for (int j = 0; j < 16; j++) top = fmaxf(top, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-    top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
     rescale[r] = power_of_2((most[r] - top) * scale);
     most[r] = top;
   }
@@ -246,8 +246,8 @@ template <int D>
 DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u32 row, const Work& work) {
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    sum[r] += __shfl_xor_sync(ALL, sum[r], 1);
-    sum[r] += __shfl_xor_sync(ALL, sum[r], 2);
+    sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 1);
+    sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 2);
     const float share = inverse(sum[r]);
     bf16* const to = work.out + (i64(item.token + row + 8 * r) * work.q_heads + item.head) * D + threadIdx.x % 4 * 8;
 #pragma unroll
@@ -264,8 +264,8 @@ DEVICE void store(const float (&o)[D / 2], float (&sum)[2], const Item& item, u3
 template <int D>
 DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v, const Work& work) {
   const u32 lane = threadIdx.x % 32, row = group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;  // of the tile, and + 8
-  const u64 q_matrix = matrix(base + At<D>::Q + group * 64 * 128, 16);
-  const u64 k_matrix = matrix(base + At<D>::K, 16), v_matrix = matrix(base + At<D>::V, PANEL);
+  const u64 q_matrix = matrix_descriptor(base + At<D>::Q + group * 64 * 128, 16);
+  const u64 k_matrix = matrix_descriptor(base + At<D>::K, 16), v_matrix = matrix_descriptor(base + At<D>::V, PANEL);
   const int top = item.position + group * 64;  // position of the group's first row
   const int last = item.last_tile(), first = item.first_tile(work.window);
   float s[64], o[D / 2], most[2] = {-1e30f, -1e30f}, sum[2] = {0.f, 0.f}, rescale[2];
@@ -276,10 +276,10 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
     hide(s, {from, from + 8}, work.window);
   };
 
-  wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+  barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
   score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
-  products_wait<0>();
-  ready(s);
+  wgmma_wait<0>();
+  order_after_wait(s);
   release(base + At<D>::K_EMPTY + 8 * k.stage);
   k.advance();
   hide_some(last);
@@ -287,39 +287,39 @@ DEVICE void compute_item(u32 base, u32 group, const Item& item, Ring& k, Ring& v
   round_pairs(p, s);
 #pragma unroll
   for (int i = 0; i < D / 2; i++) o[i] = 0.f;
-  if (first < last) wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+  if (first < last) barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
 
 #pragma unroll 1
   for (int n = last - 1; n >= first; n--) {
     wait_for_turn(group);
     score<D>(s, q_matrix, k_matrix + (k.stage * At<D>::TILE >> 4));
-    wait_for(base + At<D>::V_FULL + 8 * v.stage, v.parity);
+    barrier_wait_without_trap(base + At<D>::V_FULL + 8 * v.stage, v.parity);
     mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
     pass_turn(group);
-    products_wait<1>();
-    ready(s);
+    wgmma_wait<1>();
+    order_after_wait(s);
     release(base + At<D>::K_EMPTY + 8 * k.stage);
     k.advance();
     hide_some(n);
     soften(s, most, sum, rescale, work.scale);
     // the next round's keys. A wait is a loop: without one here, the assembler moves the wait below above the softmax
-    if (first < n) wait_for(base + At<D>::K_FULL + 8 * k.stage, k.parity);
-    products_wait<0>();
-    ready(o), ready(s);  // and p is free
+    if (first < n) barrier_wait_without_trap(base + At<D>::K_FULL + 8 * k.stage, k.parity);
+    wgmma_wait<0>();
+    order_after_wait(o), order_after_wait(s);  // and p is free
     release(base + At<D>::V_EMPTY + 8 * v.stage);
     v.advance();
     round_pairs(p, s);
     // Once a row's largest score has come, nothing of it changes: times one, to the bit.
-    if (__any_sync(ALL, rescale[0] != 1.f || rescale[1] != 1.f)) {
+    if (__any_sync(ALL_LANES, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
       for (int i = 0; i < D / 2; i++) o[i] *= rescale[i / 2 % 2];
     }
   }
   release(base + At<D>::Q_EMPTY);
-  wait_for(base + At<D>::V_FULL + 8 * v.stage, v.parity);
+  barrier_wait_without_trap(base + At<D>::V_FULL + 8 * v.stage, v.parity);
   mix<D>(o, p, v_matrix + (v.stage * At<D>::TILE >> 4));
-  products_wait<0>();
-  ready(o);
+  wgmma_wait<0>();
+  order_after_wait(o);
   release(base + At<D>::V_EMPTY + 8 * v.stage);
   v.advance();
   store<D>(o, sum, item, row, work);
@@ -331,7 +331,7 @@ DEVICE void compute(u32 base, u32 group, const Work& work) {
   Ring k, v;
   if (group == 1) pass_turn(group);  // the first turn is group 0's
   for (u32 parity = 0;; parity ^= 1) {
-    wait_for(base + At<D>::Q_FULL, parity);
+    barrier_wait_without_trap(base + At<D>::Q_FULL, parity);
     const Item item = {shown->position, shown->rows, shown->token, shown->head};
     if (item.rows == 0) break;
     compute_item<D>(base, group, item, k, v, work);
@@ -362,17 +362,17 @@ prefill(const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorM
       barrier_init(base + At<D>::K_EMPTY + 8 * stage, COMPUTING_WARPS);
       barrier_init(base + At<D>::V_EMPTY + 8 * stage, COMPUTING_WARPS);
     }
-    barriers_are_set();
+    fence_barrier_init();
   }
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const u32 warpgroup = __shfl_sync(ALL, threadIdx.x / 128, 0);
+  const u32 warpgroup = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FETCHER_REGISTERS));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (threadIdx.x < 32) fetch<D>(base, &q_map, &k_map, &v_map, work);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTER_REGISTERS));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     compute<D>(base, warpgroup - 1, work);
   }
 }

@@ -1,7 +1,7 @@
-"""prefill_attention: chunks of new tokens over the paged cache, on Hopper's warpgroup products. `prefill.cu` says how.
+"""prefill_attention: attention of chunks of new tokens over the paged cache, with Hopper's wgmma; see `prefill.cu`.
 
-A query's result is a function of its own keys: to the bit, it depends neither on the rest of the batch, nor on how its
-prompt was cut into chunks, nor on which multiprocessor computed what.
+A query's result depends on its own keys only, bit for bit: not on the rest of the batch, the chunking of its prompt, or
+the SM that computes it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FILE = "prefill.cu"
 HEAD_DIMS = (64, 128)
 VARIANTS = tuple(f"prefill<{dim}>" for dim in HEAD_DIMS)
 BLOCK_SIZES = (16, 32, 64, 128)
-ROWS, STAGES, THREADS, PANEL = 128, 2, 384, 128 * 128  # as in the source
+ROWS, STAGES, THREADS, PANEL = 128, 2, 384, 128 * 128  # as in prefill.cu
 NO_WINDOW = 1 << 30
 
 Integers = Sequence[int] | NDArray[np.signedinteger[Any]]
 
 
 class PagedCache:
-    """One layer's keys and values as the copy engine sees them. Made once; it is the caller who keeps the memory."""
+    """TMA tensor maps of one layer's keys and values. The caller must keep the memory alive."""
 
     def __init__(self, k_cache: Tensor, v_cache: Tensor) -> None:
         _, self.kv_heads, self.block_size, self.head_dim = k_cache.shape
-        assert k_cache.shape == v_cache.shape and supports(k_cache) and supports(v_cache), "see `supports`"
-        self.keys, self.values = _map_of_cache(k_cache), _map_of_cache(v_cache)
+        assert k_cache.shape == v_cache.shape and supports(k_cache) and supports(v_cache), "unsupported cache"
+        self.keys, self.values = _cache_map(k_cache), _cache_map(v_cache)
 
 
 def supports(k_cache: Tensor) -> bool:
@@ -46,14 +46,14 @@ def serves(block_size: int, head_dim: int) -> bool:
 
 
 def tiles(query_counts: Integers, contexts: Integers) -> NDArray[np.int32]:
-    """The work: (request, first query in its chunk) of every ROWS new tokens of each request, whatever their count.
+    """Return the tiles: (request, first query in its chunk) for every TILE_QUERIES new tokens of each request.
 
-    Longest first: what starts last is then short, and all multiprocessors end at about the same time.
+    The tiles with most keys come first. The last ones are then short, and all SMs end at about the same time.
     """
     counts, before = np.asarray(query_counts, np.int64), np.asarray(contexts, np.int64)
-    per = -(-counts // ROWS)
-    request = np.repeat(np.arange(len(counts)), per)
-    first = (np.arange(len(request)) - np.repeat(np.cumsum(per) - per, per)) * ROWS
+    tile_counts = -(-counts // ROWS)
+    request = np.repeat(np.arange(len(counts)), tile_counts)
+    first = (np.arange(len(request)) - np.repeat(np.cumsum(tile_counts) - tile_counts, tile_counts)) * ROWS
     keys = before[request] + np.minimum(first + ROWS, counts[request])
     order = np.argsort(-keys, kind="stable")
     return np.stack([request, first], axis=1)[order].astype(np.int32)
@@ -75,11 +75,11 @@ def prefill_attention(
     sms: Tensor | None = None,
     counters: Tensor | None = None,
 ) -> Tensor:
-    """As `ref.paged_attention`; the new keys are in the cache already. `work` is `tiles` of the batch on the device.
-    `sms`: an int32 there, how many multiprocessors to take; the others are left to what runs beside it.
+    """Compute attention as `ref.paged_attention` and return it; the new keys must be in the cache already.
 
-    `counters`: two int32 that are zero between launches. Launches that share them must follow each other, as those
-    without do on one device.
+    `tiles`: the result of `make_tiles`, on the device. `sms`: an int32 on the device, the number of SMs to use; a
+    kernel that runs at the same time has the others. `counters`: two int32 that are zero between launches. Launches
+    that share them must not overlap; without `counters`, launches on one device share a default.
     """
     head_dim = cached.head_dim
     assert qkv.dtype == torch.bfloat16 and qkv.shape[1] == (q_heads + 2 * cached.kv_heads) * head_dim
@@ -94,20 +94,20 @@ def prefill_attention(
         block_tables.stride(0), q_heads, q_heads // cached.kv_heads, cached.block_size, window or NO_WINDOW,
         scale * math.log2(math.e), _counters(qkv.device) if counters is None else counters, sms,
     ]  # fmt: skip
-    grid = min(_multiprocessors(qkv.device), items)
+    grid = min(_count_sms(qkv.device), items)
     _kernel(head_dim)((grid, 1, 1), THREADS, arguments, pdl=pdl)
     return out
 
 
 def shared_bytes(head_dim: int) -> int:
     tile = head_dim // 64 * PANEL
-    return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the item, and room to start on a multiple of 1024
+    return (1 + 2 * STAGES) * tile + 128 + 16 + 1024  # barriers, the work item, and alignment to 1024
 
 
-def _map_of_cache(cache: Tensor) -> TensorMap:
+def _cache_map(cache: Tensor) -> TensorMap:
     blocks, kv_heads, block_size, head_dim = cache.shape
     inner = kv_heads * block_size
-    assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "contiguous but for the first stride"
+    assert cache.stride()[1:] == (block_size * head_dim, head_dim, 1), "a block must be contiguous"
     rows = cache.as_strided((blocks, inner, head_dim), (cache.stride(0), head_dim, 1))
     return tensor_map(rows, (1, block_size, 64))
 
@@ -119,7 +119,7 @@ def _kernel(head_dim: int) -> Kernel:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Left at zero by every launch."""
+    """Return the counters of a launch, which it resets to zero at its end."""
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
@@ -127,5 +127,5 @@ _counters = cache(new_counters)
 
 
 @cache
-def _multiprocessors(device: torch.device) -> int:
+def _count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

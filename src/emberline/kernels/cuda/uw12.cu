@@ -1,4 +1,4 @@
-// Weights into the packed form of uw12.cuh and back, and rows out of it.
+// Packs weights into the format of uw12.cuh, unpacks them, and gathers single rows.
 #include "common.cuh"
 #include "uw12.cuh"
 
@@ -6,7 +6,7 @@ constexpr int EXPONENTS = 256, BASES = 128, WINDOW = 15;
 
 // -- packing ----------------------------------------------------------------------------------------------------------
 
-// A weight as the planes have it, if they can; +0 if not.
+// The code of a weight in the planes, or +0 for an escape.
 struct Code {
   u32 bits;
   bool escape;
@@ -18,7 +18,7 @@ struct Code {
   }
 };
 
-// The weights of a lane of unit `unit` of 16 rows, two in a word, as a matrix product holds them.
+// Loads a lane's weights of unit `unit` of 16 rows, two in a word, in the layout of mma's A operand.
 DEVICE void load_fragments(u32 (&w)[4][4], const u16* rows, int k, int unit, int lane) {
   const u16* at = rows + i64(lane / 4) * k + 64 * unit + 2 * (lane % 4);
 #pragma unroll
@@ -28,7 +28,8 @@ DEVICE void load_fragments(u32 (&w)[4][4], const u16* rows, int k, int unit, int
       w[f][r] = *reinterpret_cast<const u32*>(at + i64(8 * (r % 2)) * k + 16 * f + 8 * (r / 2));
 }
 
-// The base that codes most weights of a row, the smallest among equals. By one warp, with counters of its own.
+// Returns the base that codes most weights of a row, the smallest among equals. Called by one warp with its own
+// counters.
 DEVICE int best_base(const u16* row, int k, u32* counts, int lane) {
   for (int i = lane; i < EXPONENTS; i += 32) counts[i] = 0;
   __syncwarp();
@@ -49,11 +50,11 @@ DEVICE int best_base(const u16* row, int k, u32* counts, int lane) {
     for (int i = 1; i <= WINDOW; i++) coded += counts[base + i];
     best = max(best, coded << 7 | u32(BASES - 1 - base));
   }
-  return BASES - 1 - int(__reduce_max_sync(ALL, best) & (BASES - 1));
+  return BASES - 1 - int(__reduce_max_sync(ALL_LANES, best) & (BASES - 1));
 }
 
-// A CTA packs 16 rows: a warp finds the base of each, then each warp takes every 16th unit. The number of escapes in a
-// unit goes to `counts`.
+// A CTA packs 16 rows: each warp finds the base of one row, then packs every 16th unit. `counts` receives the number of
+// escapes of each unit.
 __global__ void __launch_bounds__(512)
     pack_units(const u16* weights, u8* planes, u8* bases, int* counts, int k) {
   __shared__ u32 histograms[16][EXPONENTS];
@@ -77,28 +78,28 @@ __global__ void __launch_bounds__(512)
       high[f] |= r / 2 ? __funnelshift_r(four, four, 4) : four;
       escapes += code.escape;
     }
-    uint4* const to = reinterpret_cast<uint4*>(planes + unit_at(block, unit, units)) + lane;
+    uint4* const to = reinterpret_cast<uint4*>(planes + unit_offset(block, unit, units)) + lane;
     to[0] = make_uint4(low[0][0], low[0][1], low[1][0], low[1][1]);
     to[32] = make_uint4(low[2][0], low[2][1], low[3][0], low[3][1]);
     to[64] = make_uint4(high[0], high[1], high[2], high[3]);
-    escapes = __reduce_add_sync(ALL, escapes);
+    escapes = __reduce_add_sync(ALL_LANES, escapes);
     if (lane == 0) counts[i64(block) * units + unit] = int(escapes);
   }
 }
 
-// A CTA writes the header of 16 rows. `ends`: of each unit's escapes in its list.
+// A CTA writes the header of 16 rows. `ends`: index in the list after each unit's escapes.
 __global__ void __launch_bounds__(512)
     list_escapes(const u16* weights, const u8* bases, const int* ends, u8* headers, u32 stride, int k) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x, units = k / 64;
   const u16* rows = weights + i64(16 * block) * k;
   u8* const header = headers + i64(block) * stride;
-  u32* const list = reinterpret_cast<u32*>(header + escapes_at(units));
+  u32* const list = reinterpret_cast<u32*>(header + escapes_offset(units));
   ends += i64(block) * units;
   const auto begin = [&](int unit) { return unit ? u32(ends[unit - 1]) : 0; };
   if (threadIdx.x < 16)
     reinterpret_cast<u32*>(header)[threadIdx.x] = (u32(bases[16 * block + threadIdx.x]) + 127) * 0x00800080u;
   for (int unit = threadIdx.x; unit <= units; unit += blockDim.x)
-    reinterpret_cast<u16*>(header + STARTS_AT)[unit] = u16(begin(unit));
+    reinterpret_cast<u16*>(header + STARTS_OFFSET)[unit] = u16(begin(unit));
   const int row_base[2] = {bases[16 * block + lane / 4], bases[16 * block + lane / 4 + 8]};
 #pragma unroll 1
   for (int unit = warp; unit < units; unit += 16) {
@@ -107,21 +108,21 @@ __global__ void __launch_bounds__(512)
     u32 w[4][4];
     load_fragments(w, rows, k, unit, lane);
 #pragma unroll
-    for (int i = 0; i < 32; i++) {  // by half, register, lane
+    for (int i = 0; i < 32; i++) {  // in the order of half, register, lane
       const int p = i / 16, f = i / 4 % 4, r = i % 4;
       const u32 weight = p ? w[f][r] >> 16 : w[f][r] & 0xffff;
       const bool escape = Code(weight, row_base[r % 2]).escape;
-      const u32 who = __ballot_sync(ALL, escape);
-      if (escape) list[next + __popc(who & ((1u << lane) - 1))] = weight << 16 | p << 9 | (4 * f + r) << 5 | lane;
-      next += __popc(who);
+      const u32 escaping = __ballot_sync(ALL_LANES, escape);
+      if (escape) list[next + __popc(escaping & ((1u << lane) - 1))] = weight << 16 | p << 9 | (4 * f + r) << 5 | lane;
+      next += __popc(escaping);
     }
   }
 }
 
 // -- unpacking --------------------------------------------------------------------------------------------------------
 
-// A row's 64 k: four lanes hold two of each 8, and store two times 8 each. `upper`: the row is g + 8 of the unit. Every
-// lane takes part, those with nothing to store too.
+// Stores 64 k of a row: four lanes hold two of each 8 weights, and each stores two times 8. `upper`: the row is g + 8
+// of the unit. All lanes must call it, because of the shuffles, even those with nothing to store.
 DEVICE void store_row(const u32 (&a)[4][4], bool upper, bf16* to, int t, bool stores) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -136,25 +137,25 @@ DEVICE void store_row(const u32 (&a)[4][4], bool upper, bf16* to, int t, bool st
   }
 }
 
-// A header in global memory, for one unit.
+// A header in global memory, and the range of escapes of one unit.
 struct Header {
   const u8* at;
   u32 begin, end;
   DEVICE void open(const u8* header, int unit) {
     at = header;
-    const u16* const starts = reinterpret_cast<const u16*>(header + STARTS_AT) + unit;
+    const u16* const starts = reinterpret_cast<const u16*>(header + STARTS_OFFSET) + unit;
     begin = starts[0], end = starts[1];
   }
   DEVICE u32 scale(int row) const { return reinterpret_cast<const u32*>(at)[row]; }
-  DEVICE void put_escapes(u32 (&a)[4][4], int units, int lane) const {
-    const u32* const list = reinterpret_cast<const u32*>(at + escapes_at(units));
+  DEVICE void restore_escapes(u32 (&a)[4][4], int units, int lane) const {
+    const u32* const list = reinterpret_cast<const u32*>(at + escapes_offset(units));
 #pragma unroll 1
-    for (u32 i = begin; i < end; i++) patch(a, list[i], lane);
+    for (u32 i = begin; i < end; i++) restore_escape(a, list[i], lane);
   }
 };
 
-// A CTA unpacks 64 rows x 256 k, a warp two units, which lie side by side. Weights never change: they are read before
-// the last kernel has ended, and written after.
+// A CTA unpacks 64 rows x 256 k, a warp two adjacent units. Packed weights never change, so they are read before the
+// preceding kernel has ended; the output is written after.
 __global__ void __launch_bounds__(256, 4)
     unpack(const u8* planes, const u8* headers, u32 stride, bf16* out, int k) {
   let_next_kernel_start();
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(256, 4)
   Header header[2];
   u32 scale[2][2];
   if (inside) {
-    const u8* const from = planes + unit_at(block, unit, units);
+    const u8* const from = planes + unit_offset(block, unit, units);
     packed[0].load_global(from, lane);
     packed[1].load_global(from + UNIT_BYTES, lane);
 #pragma unroll
@@ -180,27 +181,27 @@ __global__ void __launch_bounds__(256, 4)
   for (int i = 0; i < 2; i++) {
     u32 a[4][4];
     decode_unit(a, packed[i], scale[i][0], scale[i][1]);
-    header[i].put_escapes(a, units, lane);
+    header[i].restore_escapes(a, units, lane);
     bf16* const to = out + i64(16 * (block + i) + lane / 4) * k + 64 * unit;
     store_row(a, false, to, lane % 4, true);
     store_row(a, true, to + i64(8) * k, lane % 4, true);
   }
 }
 
-DEVICE i64 load_fresh(const i64* at) {
+DEVICE i64 load_past_l1(const i64* at) {
   i64 v;
   asm volatile("ld.relaxed.gpu.global.s64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
   return v;
 }
 
-// A CTA gathers one row: four lanes for each unit.
+// A CTA gathers one row, with four lanes for each unit.
 __global__ void __launch_bounds__(128)
     gather(const i64* ids, const u8* planes, const u8* headers, u32 stride, bf16* out, int k) {
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int warp = threadIdx.x / 32, t = threadIdx.x % 4, quad = threadIdx.x % 32 / 4, units = k / 64;
-  const i64 row = load_fresh(ids + blockIdx.x);
-  const int block = int(row / 16), within = int(row % 16), lane = 4 * (within % 8) + t;  // the lane that holds it
+  const i64 row = load_past_l1(ids + blockIdx.x);
+  const int block = int(row / 16), within = int(row % 16), lane = 4 * (within % 8) + t;  // the lane that holds the row
 #pragma unroll 1
   for (int first = 8 * warp; first < units; first += 32) {
     const int unit = first + quad;
@@ -208,12 +209,12 @@ __global__ void __launch_bounds__(128)
     u32 a[4][4] = {};
     if (inside) {
       Unit packed;
-      packed.load_global(planes + unit_at(block, unit, units), lane);
+      packed.load_global(planes + unit_offset(block, unit, units), lane);
       Header header;
       header.open(headers + i64(block) * stride, unit);
       const u32 scale = header.scale(within);
       decode_unit(a, packed, scale, scale);
-      header.put_escapes(a, units, lane);
+      header.restore_escapes(a, units, lane);
     }
     __syncwarp();
     store_row(a, within >= 8, out + i64(blockIdx.x) * k + 64 * unit, t, inside);

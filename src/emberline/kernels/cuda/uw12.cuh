@@ -1,28 +1,29 @@
-// Packed weights ("uw12"): bf16 in 12 bits and a little, to the bit. After common.cuh; `kernels/uw12_ref.py` is the
-// format in full.
+// Packed weights (uw12): bf16 stored losslessly in a little over 12 bits. Include after common.cuh.
+// `kernels/uw12_ref.py` defines the format.
 //
-// A unit is 16 rows x 64 k in 1536 bytes: the low bytes of fragments 0 and 1, of 2 and 3, then four bits of each
-// weight, 16 bytes a lane each time. Fragment f is k 16f .. 16f + 15 as the A operand of a matrix product has it: lane
-// 4g + t holds in register r, half p the weight of row g + 8 (r % 2), k 16f + 8 (r / 2) + 2t + p. Units lie
-// [n / 64][k / 64][4]. Exponents are counted from a base of the row, so a decoded weight is multiplied by 2^base.
+// A unit is 16 rows x 64 k in 1536 bytes: the low bytes of fragments 0 and 1, those of 2 and 3, then four bits of each
+// weight; each of the three has 16 bytes per lane. Fragment f is k 16f .. 16f + 15 in the layout of mma's A operand:
+// lane 4g + t holds in register r, half p the weight of row g + 8 (r % 2), k 16f + 8 (r / 2) + 2t + p. Units are stored
+// as [n / 64][k / 64][4]. Exponents are relative to a base per row, so a decoded weight is multiplied by 2^base.
 //
-// What does not fit (an escape) is +0 in its unit. Each 16 rows have a header of `stride` bytes: the rows' 2^base twice
-// in a word, u16 start[k / 64 + 1], and from a multiple of 16 on the escapes, a word each: bits << 16 | p << 9 |
-// (4f + r) << 5 | lane. Those of unit i are start[i] .. start[i + 1] - 1.
+// A weight whose exponent does not fit (an escape) is +0 in its unit. Each 16 rows have a header of `stride` bytes:
+// 2^base of each row twice in a word, u16 start[k / 64 + 1], and from the next multiple of 16 bytes the escapes, one
+// word each: bits << 16 | p << 9 | (4f + r) << 5 | lane. The escapes of unit i are start[i] .. start[i + 1] - 1.
 #pragma once
 
 constexpr u32 UNIT_BYTES = 1536;
-constexpr u32 STARTS_AT = 64;  // in a header
+constexpr u32 STARTS_OFFSET = 64;  // byte offset in a header
 
-// Of 16 rows `block` and 64 k `unit`, from the first byte of the planes. `units`: k / 64.
-DEVICE i64 unit_at(int block, int unit, int units) {
+// Byte offset in the planes of unit `unit` (64 k) of block `block` (16 rows). `units`: k / 64.
+DEVICE i64 unit_offset(int block, int unit, int units) {
   return ((i64(block / 4) * units + unit) * 4 + block % 4) * UNIT_BYTES;
 }
-DEVICE u32 escapes_at(int units) { return (STARTS_AT + 2 * (units + 1) + 15) & ~15u; }  // in a header
+DEVICE u32 escapes_offset(int units) { return (STARTS_OFFSET + 2 * (units + 1) + 15) & ~15u; }
 
 // -- decoding ---------------------------------------------------------------------------------------------------------
 
-// 16 bytes that nobody writes and nobody on this multiprocessor reads again.
+// Loads 16 bytes that no kernel writes concurrently and that this SM does not read again: read-only, without L1
+// allocation.
 DEVICE uint4 load_once(const u8* at) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -30,7 +31,7 @@ DEVICE uint4 load_once(const u8* at) {
   return v;
 }
 
-// What one lane holds of a unit: 16 bytes at 16 lane, 512 + 16 lane and 1024 + 16 lane.
+// One lane's part of a unit: 16 bytes each at 16 lane, 512 + 16 lane and 1024 + 16 lane.
 struct Unit {
   uint4 low[2], high;
   DEVICE void load_shared(u32 unit, int lane) {
@@ -45,7 +46,7 @@ struct Unit {
   }
 };
 
-DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) {
+DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
@@ -55,14 +56,14 @@ DEVICE u32 multiply_pairs(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-// The four registers of one fragment. The scales are those of rows g and g + 8, twice in a word.
+// Decodes the four registers of one fragment. The scales are those of rows g and g + 8, twice in a word.
 DEVICE void decode_fragment(u32 (&a)[4], u32 low0, u32 low1, u32 high, u32 scale, u32 scale8) {
   constexpr u32 SIGN_AND_EXPONENT = 0x87878787u;
   const u32 first = high & SIGN_AND_EXPONENT, second = __funnelshift_l(high, high, 4) & SIGN_AND_EXPONENT;
-  a[0] = multiply_pairs(bytes_of(low0, first, 0x5140), scale);
-  a[1] = multiply_pairs(bytes_of(low0, first, 0x7362), scale8);
-  a[2] = multiply_pairs(bytes_of(low1, second, 0x5140), scale);
-  a[3] = multiply_pairs(bytes_of(low1, second, 0x7362), scale8);
+  a[0] = multiply_pairs(select_bytes(low0, first, 0x5140), scale);
+  a[1] = multiply_pairs(select_bytes(low0, first, 0x7362), scale8);
+  a[2] = multiply_pairs(select_bytes(low1, second, 0x5140), scale);
+  a[3] = multiply_pairs(select_bytes(low1, second, 0x7362), scale8);
 }
 DEVICE void decode_unit(u32 (&a)[4][4], const Unit& unit, u32 scale, u32 scale8) {
   decode_fragment(a[0], unit.low[0].x, unit.low[0].y, unit.high.x, scale, scale8);
@@ -73,21 +74,22 @@ DEVICE void decode_unit(u32 (&a)[4][4], const Unit& unit, u32 scale, u32 scale8)
 
 // -- escapes ----------------------------------------------------------------------------------------------------------
 
-// Adds bits to a fragment where it is the one they belong to. No branch: a switch over all registers costs more.
-DEVICE void put_into(u32 (&a)[4], const u32 (&bits)[4], u32 fragment, u32 wanted) {
+// ORs bits into a fragment if it is the wanted one. Predicated instead of a branch: a switch over all registers costs
+// more.
+DEVICE void or_if_equal(u32 (&a)[4], const u32 (&bits)[4], u32 fragment, u32 wanted) {
   asm("{ .reg .pred p;\n setp.eq.u32 p, %8, %9;\n"
       "@p or.b32 %0, %0, %4;\n @p or.b32 %1, %1, %5;\n @p or.b32 %2, %2, %6;\n @p or.b32 %3, %3, %7; }"
       : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])
       : "r"(bits[0]), "r"(bits[1]), "r"(bits[2]), "r"(bits[3]), "r"(fragment), "r"(wanted));
 }
-// Puts an escape where its weight was decoded to +0. It may be the same for all lanes: one of them takes it.
-DEVICE void patch(u32 (&a)[4][4], u32 escape, int lane) {
+// Restores an escape, which was decoded to +0. All lanes may pass the same escape: only the lane that holds it changes.
+DEVICE void restore_escape(u32 (&a)[4][4], u32 escape, int lane) {
   const u32 value = (escape & 31) == u32(lane) ? escape >> 16 << (escape >> 5 & 16) : 0;  // in its half
   u32 bits[4];
 #pragma unroll
   for (u32 r = 0; r < 4; r++) bits[r] = (escape >> 5 & 3) == r ? value : 0;
 #pragma unroll
-  for (u32 f = 0; f < 4; f++) put_into(a[f], bits, escape >> 7 & 3, f);
+  for (u32 f = 0; f < 4; f++) or_if_equal(a[f], bits, escape >> 7 & 3, f);
 }
 
 DEVICE u32 load_shared_4(u32 at) {
@@ -101,26 +103,26 @@ DEVICE u32 load_shared_2(u32 at) {
   return v;
 }
 
-// The escapes of a warp's next 32 units in a header that lies in shared memory: which units have any, at a glance. Lane
-// j knows where those of unit j begin and end.
+// The escapes of a warp's next 32 units, from a header in shared memory: a mask of the units that have any, and in lane
+// j the range of those of unit j.
 struct Escapes {
-  u32 which = 0, range = 0;
-  // Unit j is unit first + j step of k, while that is below `units`. By the whole warp.
-  DEVICE void look(u32 header, int first, int step, int units, int lane) {
+  u32 mask = 0, range = 0;
+  // Reads the ranges. Unit j is unit first + j step of k, if that is below `units`. Called by the whole warp.
+  DEVICE void read_ranges(u32 header, int first, int step, int units, int lane) {
     const int unit = first + lane * step;
     u32 begin = 0, end = 0;
     if (unit < units) {
-      begin = load_shared_2(header + STARTS_AT + 2 * unit);
-      end = load_shared_2(header + STARTS_AT + 2 * unit + 2);
+      begin = load_shared_2(header + STARTS_OFFSET + 2 * unit);
+      end = load_shared_2(header + STARTS_OFFSET + 2 * unit + 2);
     }
     range = begin | end << 16;
-    which = __ballot_sync(0xffffffffu, begin != end);
+    mask = __ballot_sync(0xffffffffu, begin != end);
   }
-  DEVICE bool in(int j) const { return which >> j & 1; }
-  // Into unit j, decoded. `list`: where the header's escapes begin. By the whole warp.
-  DEVICE void put(u32 (&a)[4][4], u32 list, int j, int lane) const {
+  DEVICE bool has(int j) const { return mask >> j & 1; }
+  // Restores the escapes of the decoded unit j. `list`: address of the header's escapes. Called by the whole warp.
+  DEVICE void restore(u32 (&a)[4][4], u32 list, int j, int lane) const {
     const u32 here = __shfl_sync(0xffffffffu, range, j);
 #pragma unroll 1
-    for (u32 i = here & 0xffff; i < here >> 16; i++) patch(a, load_shared_4(list + 4 * i), lane);
+    for (u32 i = here & 0xffff; i < here >> 16; i++) restore_escape(a, load_shared_4(list + 4 * i), lane);
   }
 };

@@ -1,7 +1,7 @@
-"""Packed: a weight in 12 bits and a little, to the bit the bf16 that it was. `uw12.cuh` tells how it lies in memory.
+"""UW12Weight: a bf16 weight stored losslessly in a little over 12 bits per element. `uw12.cuh` describes the layout.
 
-Products read it as it is (`cuda.linear`, `cuda.wide`); for larger batches it is unpacked first, and embeddings are
-gathered from it. All but `pack` may be captured into a graph.
+The products of `cuda.linear` and `cuda.wide` read it directly. For larger batches it is unpacked first, and embeddings
+are gathered from it. All functions except `pack` can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from emberline.kernels.cuda.driver import Kernel, Module
 
 FILE = "uw12.cu"
 VARIANTS = ("pack_units", "list_escapes", "unpack", "gather")
-BLOCK, UNIT = 16, 64  # rows and k of a unit
+BLOCK, UNIT = 16, 64  # rows and columns (k) of a unit
 UNIT_BYTES = 1536
-STARTS_AT = 64  # in a header, after the scales of its rows
-MOST_BITS = 13.5  # a weight, all included: beyond, plain bf16 is not much larger
-MOST_STRIDE = 24 << 10  # headers of a tile's rows lie in shared memory, twice
+STARTS_AT = 64  # bytes in a header before the start indices: the scales of its rows
+MOST_BITS = 13.5  # per weight with headers; if more are needed, plain bf16 is not much larger
+MOST_STRIDE = 24 << 10  # kernels hold the headers of a tile's rows twice in shared memory
 PACK_THREADS, UNPACK_THREADS, GATHER_THREADS = 512, 256, 128
-UNPACK_WIDTH = 256  # k that a CTA unpacks
+UNPACK_WIDTH = 256  # columns (k) that a CTA unpacks
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """w [n, k]. `planes`: [n / 64, k / 64, 4, 1536] bytes; `headers`: [n / 16, stride]."""
+    """A packed weight [n, k]. `planes`: bytes [n / 64, k / 64, 4, 1536]; `headers`: bytes [n / 16, header_stride]."""
 
     planes: Tensor
     headers: Tensor
@@ -44,14 +44,14 @@ class Packed:
         return self.planes.nbytes + self.headers.nbytes
 
     def rows(self, begin: int, end: int) -> Packed:
-        """Some of them; multiples of 64."""
+        """Return the rows [begin, end), both multiples of 64, without a copy."""
         assert begin % 64 == end % 64 == 0
         planes, headers = self.planes[begin // 64 : end // 64], self.headers[begin // BLOCK : end // BLOCK]
         return Packed(planes, headers, end - begin, self.k)
 
 
 class Units(ctypes.Structure):
-    """A packed weight as kernels take it, by value: `Units` of linear.cu."""
+    """A packed weight as a kernel parameter, passed by value: `PackedUnits` of linear.cu."""
 
     _fields_ = (
         ("planes", ctypes.c_void_p),
@@ -71,25 +71,27 @@ def supports(n: int, k: int) -> bool:
 
 
 def lists_at(k: int) -> int:
-    """Where in a header the escapes begin."""
+    """Return the byte offset of the escapes in a header."""
     return -(-(STARTS_AT + 2 * (k // UNIT + 1)) // 16) * 16
 
 
 def stride_of(k: int, most: int) -> int:
-    """The bytes of a header. `most`: the escapes of the 16 rows that have most."""
+    """Return the bytes of a header. `max_escapes`: the most escapes that any block of 16 rows has."""
     return lists_at(k) + -(-4 * most // 16) * 16
 
 
 def fits(n: int, k: int, most: int, most_bits: float = MOST_BITS) -> bool:
-    """Whether it is worth packing, and kernels can read it."""
+    """Return whether the packed weight is small enough, and its headers are short enough for the kernels."""
     stride = stride_of(k, most)
     size = n * k * 3 // 2 + n // BLOCK * stride
     return most < 1 << 16 and stride <= MOST_STRIDE and 8 * size < most_bits * n * k
 
 
 def pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | None:
-    """None where it would take more bits a weight than that, or cannot be. Waits for the device. Scratch: n k / 128
-    bytes."""
+    """Return the packed weight, or None if its shape is unsupported or it would need `max_bits` per weight or more.
+
+    Waits for the device. Needs n * k / 128 bytes of scratch memory.
+    """
     n, k = weight.shape
     assert weight.dtype is torch.bfloat16 and weight.is_contiguous()
     if not supports(n, k):
@@ -106,13 +108,15 @@ def pack(weight: Tensor, *, most_bits: float = MOST_BITS) -> Packed | None:
         return None
     headers = torch.zeros(n // BLOCK, stride_of(k, most), dtype=torch.uint8, device=device)
     _kernel("list_escapes")(grid, PACK_THREADS, (weight, bases, ends, headers, headers.shape[1], k))
-    torch.cuda.current_stream().synchronize()  # kernels read weights before those before them have ended
+    torch.cuda.current_stream().synchronize()  # with PDL, kernels read weights before preceding ones end
     return Packed(planes, headers, n, k)
 
 
 def unpack(packed: Packed, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """The rows as they were, bf16 [n, k], into `out`. A kernel before it may still read `out`: it is written when that
-    has ended."""
+    """Write the unpacked rows, bf16 [n, k], into `out` and return it.
+
+    The preceding kernel may still read `out`: writing starts after it has ended.
+    """
     assert out.shape == (packed.n, packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     grid = (-(-packed.k // UNPACK_WIDTH), packed.n // 64, 1)
     arguments = (packed.planes, packed.headers, packed.stride, out, packed.k)
@@ -121,7 +125,7 @@ def unpack(packed: Packed, out: Tensor, *, pdl: bool = True) -> Tensor:
 
 
 def gather(ids: Tensor, packed: Packed, out: Tensor, *, pdl: bool = True) -> Tensor:
-    """The rows `ids` (int64, each below n) into `out`, bf16 [len(ids), k]."""
+    """Write the rows `ids` (int64, each below n) into `out`, bf16 [len(ids), k], and return it."""
     assert ids.dtype is torch.int64 and ids.is_contiguous()
     assert out.shape == (len(ids), packed.k) and out.dtype is torch.bfloat16 and out.is_contiguous()
     if len(ids):

@@ -22,10 +22,10 @@
 // u & 1: a warpgroup waits for FULL with it, the fetcher for EMPTY with the other, which a new barrier has already
 // passed. No bytes can come early for the use after: their fetcher has seen this CTA's warps leave the slot.
 #include "common.cuh"
-#include "products.cuh"
+#include "wgmma.cuh"
 #include "uw12.cuh"
 #include "wide.cuh"
-#include "apart.cuh"
+#include "global_exchange.cuh"
 
 // -- weights ----------------------------------------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ DEVICE void copy_to_l2(const void* from, u32 bytes) {
 }
 
 // Where weights come from: the bytes of 64 k of a tile, the request for them, and what else to ask for ahead.
-template <class S> struct Rows {
+template <class S> struct PlainRows {
   const TensorMap* map;
   bool gated;
   DEVICE void prepare() const { prefetch_map(map); }
@@ -56,14 +56,14 @@ template <class S> struct Rows {
   }
   DEVICE void ask_for_headers(int) const {}
 };
-template <class S> struct Units {
+template <class S> struct PackedUnits {
   const u8 *planes, *headers;
   int n, units, stride;  // 64 k of all; bytes of a header
   DEVICE void prepare() const {}
   DEVICE int groups(int tile) const { return max(0, min(S::GROUPS, n / 64 - S::GROUPS * tile)); }
   DEVICE u32 bytes(int tile) const { return groups(tile) * S::GROUP_BYTES; }
   DEVICE void fetch(u32 to, int tile, int unit, u32 barrier, u64 policy) const {
-    const u8* const from = planes + unit_at(S::WARPS * tile, unit, units);
+    const u8* const from = planes + unit_offset(S::WARPS * tile, unit, units);
 #pragma unroll 1
     for (int i = 0; i < groups(tile); i++)
       copy_bytes(to + i * S::GROUP_BYTES, from + i64(i) * units * S::GROUP_BYTES, S::GROUP_BYTES, barrier, policy);
@@ -88,14 +88,14 @@ struct Header {
   u32 next, last;
 
   DEVICE u32 start(int unit) const {
-    return reinterpret_cast<const u16*>(at + STARTS_AT)[u32(from + min(unit, units))];
+    return reinterpret_cast<const u16*>(at + STARTS_OFFSET)[u32(from + min(unit, units))];
   }
-  DEVICE u32 escape(u32 i) const { return i < last ? reinterpret_cast<const u32*>(at + escapes_at(all))[i] : 0; }
+  DEVICE u32 escape(u32 i) const { return i < last ? reinterpret_cast<const u32*>(at + escapes_offset(all))[i] : 0; }
   DEVICE void look(int unit, int lane) {
     const u32 end = start(unit + lane + 1), end32 = start(unit + 32 + lane + 1);
     ends = end | end32 << 16;
-    some[0] = __ballot_sync(ALL, start(unit + lane) != end);
-    some[1] = __ballot_sync(ALL, start(unit + 32 + lane) != end32);
+    some[0] = __ballot_sync(ALL_LANES, start(unit + lane) != end);
+    some[1] = __ballot_sync(ALL_LANES, start(unit + 32 + lane) != end32);
   }
   DEVICE void open(const u8* header, int lane) {
     at = header;
@@ -108,14 +108,14 @@ struct Header {
   }
   // Where the escapes of unit i of the part end. By the whole warp, which has looked at the 64 units around it.
   DEVICE u32 end(int i) const {
-    const u32 two = __shfl_sync(ALL, ends, i % 32);
+    const u32 two = __shfl_sync(ALL_LANES, ends, i % 32);
     return i & 32 ? two >> 16 : two & 0xffff;
   }
   // Into a decoded unit, those before `end` that were not put yet: there are some, and units come one after the other.
   DEVICE void put(u32 (&a)[4][4], u32 end, int lane) {
 #pragma unroll 1
     do {
-      patch(a, __shfl_sync(ALL, held, next % 32), lane);
+      restore_escape(a, __shfl_sync(ALL_LANES, held, next % 32), lane);
       if (++next % 32 == 0) held = later, later = escape(next + 32 + lane);
     } while (next < end);
   }
@@ -133,16 +133,16 @@ struct Steps {
 // Step after step into the ring; by a warp, whose `leader` asks. `early`: weights are asked for at once, x when the
 // kernel before ended.
 template <class S, class Weights>
-DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Steps steps, bool early, bool leader) {
-  const u64 once = drop_from_l2(), often = keep_in_l2();
-  const int count = steps.count(), ahead = early ? min(ring.stages, count) : 0;
+DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Steps steps, bool pdl, bool leader) {
+  const u64 once = l2_evict_first(), often = l2_evict_last();
+  const int count = steps.count(), ahead = pdl ? min(ring.stages, count) : 0;
   int tile = steps.tile, unit = 0;
   const auto fetch_x = [&](int stage, int unit) {
     const u32 at = ring.slots + stage * S::SLOT, barrier = ring.full + 8 * stage;
     const int k = 64 * (steps.from + unit);
     if (S::LARGE && ring.sharing.some()) {
       const int row = ring.sharing.rows * ring.sharing.mine;
-      copy_to_all(at + 128 * row, x_map, k, row, barrier, often, ring.sharing);
+      copy_tile_multicast(at + 128 * row, x_map, k, row, barrier, often, ring.sharing);
     } else {
       copy_tile(at, x_map, k, 0, barrier, often);
     }
@@ -157,7 +157,7 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   };
 #pragma unroll 1
   for (int i = 0; leader && i < ahead; i++) {
-    barrier_expect(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
+    barrier_expect_bytes(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_w();
   }
   __syncwarp();
@@ -171,8 +171,8 @@ DEVICE void fetch(Ring ring, const Weights& weights, const TensorMap* x_map, Ste
   }
 #pragma unroll 1
   for (int i = ahead; i < count; i++) {
-    wait_for<S>(ring.empty + 8 * ring.stage, ring.parity ^ 1);
-    barrier_expect(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
+    barrier_wait_without_trap<S>(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+    barrier_expect_bytes(ring.full + 8 * ring.stage, ring.sharing.bytes() + weights.bytes(tile));
     fetch_x(ring.stage, unit);
     fetch_w();
   }
@@ -185,49 +185,49 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, int units, int warp, i
   int last = 0;
 #pragma unroll 1
   for (int i = 0; i < units; i++) {
-    wait_for<S>(ring.full + 8 * ring.stage, ring.parity);
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
     const u32 at = ring.slots + ring.stage * S::SLOT;
-    const u64 x = matrix(at), w = matrix(at + S::X_BYTES + warp / 4 * 8192);
-    products_begin();
+    const u64 x = matrix_descriptor(at), w = matrix_descriptor(at + S::X_BYTES + warp / 4 * 8192);
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) multiply_group(d, w + 2 * step, x + 2 * step, step ? 1 : i);
-    products_end();
-    products_wait<1>();
+    for (int step = 0; step < 4; step++) wgmma(d, w + 2 * step, x + 2 * step, step ? 1 : i);
+    wgmma_commit();
+    wgmma_wait<1>();
     if (i) ring.give_back<S>(last, lane);
     last = ring.stage;
     ring.advance();
   }
-  products_wait<0>();
-  ready(d);
+  wgmma_wait<0>();
+  order_after_wait(d);
   return last;
 }
 
 // The same of packed weights. All warps of a group come to the same products in the same order, whatever each has to
-// patch. Large tiles have two sets of registers: a unit is decoded while the products of the one before run. Others have
-// one, and decode after them: other groups' run meanwhile.
+// patch. Large tiles have two sets of registers: a unit is decoded while the products of the one before run. Others
+// have one, and decode after them: other groups' run meanwhile.
 template <class S>
 DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int units, int warp, int lane) {
   int last = 0;
   u32 sets[S::SETS][4][4], mine = S::X_BYTES + warp * UNIT_BYTES + 16 * lane;
   asm volatile("" : "+r"(mine));  // kept, not computed again for every unit
   const auto step = [&](u32 (&a)[4][4], int i, bool patched) {
-    wait_for<S>(ring.full + 8 * ring.stage, ring.parity);
+    barrier_wait_without_trap<S>(ring.full + 8 * ring.stage, ring.parity);
     const u32 at = ring.slots + ring.stage * S::SLOT;
     Unit unit;
     unit.load_shared(at + mine, 0);
     if (S::SETS == 1) {
-      products_wait<0>();
+      wgmma_wait<0>();
       if (i) ring.give_back<S>(last, lane);
     }
     decode_unit(a, unit, header.scale, header.scale8);
     if (patched) header.put(a, header.end(i), lane);
-    const u64 x = matrix(at);
-    products_begin();
+    const u64 x = matrix_descriptor(at);
+    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; step++) multiply_group(d, a[step], x + 2 * step, step ? 1 : i);
-    products_end();
+    for (int step = 0; step < 4; step++) wgmma(d, a[step], x + 2 * step, step ? 1 : i);
+    wgmma_commit();
     if (S::SETS == 2) {
-      products_wait<1>();
+      wgmma_wait<1>();
       if (i) ring.give_back<S>(last, lane);
     }
     last = ring.stage;
@@ -244,8 +244,8 @@ DEVICE int add_up(float (&d)[S::COLUMNS / 2], Ring& ring, Header& header, int un
       if (S::SETS == 2 && i + 1 < until) step(sets[S::SETS - 1], i + 1, some & 2);
     }
   }
-  products_wait<0>();
-  ready(d);
+  wgmma_wait<0>();
+  order_after_wait(d);
   return last;
 }
 
@@ -255,7 +255,7 @@ struct Call {
   void* out;
   const bf16* residual;
   const float* bias;
-  int n, k, m, stages, split, share, end, early;
+  int n, k, m, stages, split, share, end, pdl;
   Table table;  // null: parts are clusters
   DEVICE bool apart() const { return table.sums; }
 };
@@ -311,13 +311,13 @@ DEVICE void compute(Ring ring, const Weights& weights, const Steps& steps, const
 }
 
 // Shared memory: the ring, then its barriers. The grid: `split` CTAs for each tile; where that is 1, a CTA for some. A
-// cluster: those of `share` tiles, one below the other; none of parts that are apart. `early`: launched while the kernel before
-// may still run.
+// cluster: those of `share` tiles, one below the other; none of parts that are apart. `early`: launched while the
+// kernel before may still run.
 template <class S, class Weights> DEVICE void run(const Weights& weights, const TensorMap* x_map, const Call& call) {
   let_next_kernel_start();
   extern __shared__ u8 unaligned[];
   const u32 base = (shared_address(unaligned) + 1023) & ~1023u;
-  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int stages = call.stages, split = call.split, share = S::LARGE ? call.share : 1;
   const int cluster = blockIdx.x / (split * share), rank = blockIdx.x % (split * share);
   const int index = rank / share, units = call.k / 64, from = units * index / split;
@@ -333,23 +333,23 @@ template <class S, class Weights> DEVICE void run(const Weights& weights, const 
       barrier_init(ring.full + 8 * i, 1);
       barrier_init(ring.empty + 8 * i, S::WARPS * share);
     }
-    barriers_are_set();
+    fence_barrier_init();
   }
   __syncthreads();
   if (S::LARGE && sharing.some()) be_seen();
   if (warp >= S::WARPS) {
-    if (S::TRADES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::FETCHER_REGISTERS));
-    if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, call.early, lane == 0);
+    if (S::TRADES) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
+    if (warp == S::WARPS) fetch<S>(ring, weights, x_map, steps, call.pdl, lane == 0);
     else if (S::LARGE && sharing.some()) see_all();
     __syncwarp();
     wait_for_previous_kernel();
-    if (split > 1 && !call.apart()) meet(), meet();
-    else if (S::LARGE && sharing.some()) meet();  // a CTA that has ended can be told nothing
+    if (split > 1 && !call.apart()) cluster_sync(), cluster_sync();
+    else if (S::LARGE && sharing.some()) cluster_sync();  // a CTA that has ended can be told nothing
   } else {
-    if (S::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::COMPUTER_REGISTERS));
+    if (S::TRADES) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     compute<S>(ring, weights, steps, call, index, warp, lane);
     __syncwarp();
-    if (S::LARGE && sharing.some() && split == 1) meet();
+    if (S::LARGE && sharing.some() && split == 1) cluster_sync();
   }
 }
 
@@ -357,9 +357,9 @@ template <int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), 1)
     wide(const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, void* out,
          const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share, int end,
-         int early) {
+         int pdl) {
   using S = Shape<GROUPS, COLUMNS, false>;
-  run<S>(Rows<S>{&w_map, end == GATED}, &x_map, Call{out, residual, bias, n, k, m, stages, split, share, end, early});
+  run<S>(PlainRows<S>{&w_map, end == GATED}, &x_map, Call{out, residual, bias, n, k, m, stages, split, share, end, pdl});
 }
 
 // With few registers, two CTAs share a multiprocessor where shared memory lets them.
@@ -369,8 +369,8 @@ template <int GROUPS, int COLUMNS>
 __global__ void __launch_bounds__(threads_of(GROUPS, COLUMNS), packed_ctas(GROUPS, COLUMNS))
     wide_packed(const u8* planes, const u8* headers, int stride, const __grid_constant__ TensorMap x_map, void* out,
                 const bf16* residual, const float* bias, int n, int k, int m, int stages, int split, int share,
-                int end, int early, float4* sums, u32* words, int looks) {
+                int end, int pdl, float4* sums, u32* words, int looks) {
   using S = Shape<GROUPS, COLUMNS, true>;
-  run<S>(Units<S>{planes, headers, n, k / 64, stride}, &x_map,
-         Call{out, residual, bias, n, k, m, stages, split, share, end, early, Table{sums, words, looks}});
+  run<S>(PackedUnits<S>{planes, headers, n, k / 64, stride}, &x_map,
+         Call{out, residual, bias, n, k, m, stages, split, share, end, pdl, Table{sums, words, looks}});
 }

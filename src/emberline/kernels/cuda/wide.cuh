@@ -19,7 +19,7 @@ template <int GROUPS_, int WIDTH, bool PACKED_> struct Shape {
   static constexpr bool LARGE = COLUMNS == 256;  // CTAs may stand below each other and share x
   static constexpr bool TRADES = trades(GROUPS, COLUMNS);
   // 128 * 40 + 256 * 232 = 384 * 168, the launch's; 128 * 24 + 512 * 112 < 640 * 96
-  static constexpr int FETCHER_REGISTERS = LARGE ? 40 : 24, COMPUTER_REGISTERS = LARGE ? 232 : 112;
+  static constexpr int PRODUCER_REGISTERS = LARGE ? 40 : 24, CONSUMER_REGISTERS = LARGE ? 232 : 112;
   static constexpr int SETS = LARGE ? 2 : 1;  // of registers that packed weights are decoded to
   static constexpr u32 GROUP_BYTES = PACKED ? 4 * UNIT_BYTES : 8192;
   static constexpr u32 X_BYTES = 128 * COLUMNS, W_BYTES = GROUPS * GROUP_BYTES, SLOT = X_BYTES + W_BYTES;
@@ -55,7 +55,7 @@ struct Ring {
 
 // As barrier_wait, but a hang ends by a store to nowhere: in a kernel with a trap in it, the compiler does not use the
 // registers that a warpgroup takes over from another. Nor in one with a call, as a division is one.
-template <class S> DEVICE void wait_for(u32 barrier, u32 parity) {
+template <class S> DEVICE void barrier_wait_without_trap(u32 barrier, u32 parity) {
   if constexpr (S::TRADES) {
 #pragma unroll 1
     for (u32 tries = 0; !barrier_passed(barrier, parity); tries++)
@@ -70,50 +70,50 @@ template <class S> DEVICE void wait_for(u32 barrier, u32 parity) {
 
 // Rows of 64 k for wgmma: address and offset from 8 rows to the next 8 in units of 16 bytes, 128-byte swizzle. The next
 // 16 k are 32 bytes on.
-DEVICE u64 matrix(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
+DEVICE u64 matrix_descriptor(u32 address) { return u64(address >> 4) | 1ull << 16 | u64(1024 >> 4) << 32 | 1ull << 62; }
 
 // d = w x^T, or more of it, over 16 k.
-DEVICE void multiply_group(float (&d)[32], u64 w, u64 x, int more) {
+DEVICE void wgmma(float (&d)[32], u64 w, u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, %32, %33, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, %32, %33, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0) : "l"(w), "l"(x), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[64], u64 w, u64 x, int more) {
+DEVICE void wgmma(float (&d)[64], u64 w, u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, %64, %65, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32) : "l"(w), "l"(x), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[128], u64 w, u64 x, int more) {
+DEVICE void wgmma(float (&d)[128], u64 w, u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, %128, %129, p, 1, 1, 0, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, %128, %129, p, 1, 1, 0, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96) : "l"(w), "l"(x), "r"(more));
 }
 // The same with w in registers: 16 rows a warp.
-DEVICE void multiply_group(float (&d)[16], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[16], const u32 (&w)[4], u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %21, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" REGISTERS_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
       : FLOATS_16(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[32], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[32], const u32 (&w)[4], u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
       : FLOATS_32(d, 0) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[64], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[64], const u32 (&w)[4], u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32) : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
 }
-DEVICE void multiply_group(float (&d)[128], const u32 (&w)[4], u64 x, int more) {
+DEVICE void wgmma(float (&d)[128], const u32 (&w)[4], u64 x, int more) {
   asm volatile(
       "{ .reg .pred p;\n setp.ne.b32 p, %133, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, "
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" REGISTERS_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, "
       "0; }"
       : FLOATS_32(d, 0), FLOATS_32(d, 32), FLOATS_32(d, 64), FLOATS_32(d, 96)
       : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x), "r"(more));
@@ -128,7 +128,7 @@ DEVICE u32 transposed(u32 pair) {
   return other;
 }
 // Past the L1: a CTA that started early may find there what was read before the last kernel wrote.
-DEVICE void load_fresh(u32 (&x)[4], const bf16* at) {
+DEVICE void load_past_l1(u32 (&x)[4], const bf16* at) {
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(at) : "memory");
 }
@@ -175,7 +175,7 @@ template <class S, Epilogue END_> struct Outputs {
     for (int pair = 0; pair < 2 && END == ADD; pair++) {
       const int column = this->column(quad, pair, lane);
       added[pair][0] = added[pair][1] = added[pair][2] = added[pair][3] = 0;
-      if (column < m && row < n) load_fresh(added[pair], residual + place(row, column, lane));
+      if (column < m && row < n) load_past_l1(added[pair], residual + place(row, column, lane));
     }
   }
   DEVICE void finish(float (&c)[16], int row, int quad, int lane) {
@@ -236,7 +236,7 @@ template <class S, Epilogue END_> struct Outputs {
 // -- clusters, and the parts of k -------------------------------------------------------------------------------------
 
 // All threads of the cluster; what they wrote to each other's shared memory is there after.
-DEVICE void meet() {
+DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // The same in two steps, once barriers are set, which is all that need be there after.
@@ -244,7 +244,7 @@ DEVICE void be_seen() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" :
 DEVICE void see_all() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // To the same place in each CTA that shares it; each is told by its own barrier.
-DEVICE void copy_to_all(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy, Sharing sharing) {
+DEVICE void copy_tile_multicast(u32 to, const TensorMap* map, int x, int y, u32 barrier, u64 policy, Sharing sharing) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;"
@@ -294,12 +294,12 @@ DEVICE void push_fragments(const float (&d)[S::COLUMNS / 2], Part part, int warp
 template <class S, Epilogue END>
 DEVICE void finish_together(const float (&d)[S::COLUMNS / 2], Outputs<S, END> outputs, Part part, int tile, int warp,
                             int lane) {
-  meet();  // nobody uses a ring any more
+  cluster_sync();  // nobody uses a ring any more
   push_fragments<S, END>(d, part, warp, lane);
   const int fragments = (S::WARPS - part.index + part.split - 1) / part.split;
   const auto fragment = [&](int item) { return item / S::QUADS * part.split + part.index; };
   if (warp < fragments * S::QUADS) outputs.ask(outputs.row(tile, fragment(warp)), warp % S::QUADS, lane);
-  meet();
+  cluster_sync();
 #pragma unroll 1
   for (int item = warp; item < fragments * S::QUADS; item += S::WARPS) {
     const int quad = item % S::QUADS, row = outputs.row(tile, fragment(item));
@@ -379,7 +379,7 @@ template <class S>
 DEVICE void finish_in_pairs(const float (&d)[S::COLUMNS / 2], Outputs<S, GATED> outputs, const Ring& ring, int last,
                             int tile, int warp, int lane) {
   trade(d, outputs, ring.slots + last * S::SLOT + S::X_BYTES, tile, warp, lane);
-  shared_writes_are_done();
+  fence_shared_writes();
   __syncwarp();
   ring.give_back<S>(last, lane);
 }

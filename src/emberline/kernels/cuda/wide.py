@@ -1,8 +1,10 @@
-"""linear: y = x w^T for 33 to 256 rows of x, where reading the weights is still most of the time, or not much less than
-the products; packed weights of many rows from 17 rows of x on. `wide.cu` says how.
+"""linear: y = x w^T for 33 to 256 rows of x, and for packed weights with many rows from 17 rows of x on.
 
-A row's result does not depend on how many rows there are, nor on which of them it is: to the bit, for every m up to 32,
-up to 64, up to 128, and beyond. Nor does it depend on whether the weights are packed, for the same split of k.
+In this range reading the weights takes most of the time, or not much less than the arithmetic. `wide.cu` has the
+kernel.
+
+A row's result does not depend on its index, nor on the number of rows m within each of the ranges up to 32, up to 64,
+up to 128, and above, bit for bit. For the same split of k it does not depend on whether the weights are packed.
 """
 
 from __future__ import annotations
@@ -21,46 +23,45 @@ from emberline.kernels.cuda.uw12 import UNIT_BYTES, Packed
 
 FILE = "wide.cu"
 LEAST_ROWS, MOST_ROWS = 33, 256
-LEAST_LARGE = 225  # of plain weights: for fewer than this, and more than 128, cuBLAS is faster
-GROUPS = (1, 2, 3, 4)  # warpgroups, 64 rows of w each
-COLUMNS = (64, 128, 256)  # rows of x
-LARGE = 256  # of them: tiles whose sums leave registers for two groups, and whose x CTAs may share
+LEAST_LARGE = 225  # rows of x; for 129 to 224 rows and plain weights cuBLAS is faster
+GROUPS = (1, 2, 3, 4)  # warpgroups of a CTA, each with 64 rows of w
+COLUMNS = (64, 128, 256)  # columns of a tile: rows of x
+LARGE = 256  # columns of large tiles: registers suffice for two warpgroups, and CTAs of a cluster may share x
 LARGE_GROUPS, SHARES = 2, (1, 2)
-TRADES = 512  # groups * columns: a whole warpgroup fetches, and leaves its registers to the others
-# Fewer, of packed weights: where their rows keep so many CTAs with tall tiles busy, which read x less often.
+TRADES = 512  # groups * columns from which a whole warpgroup only fetches and gives its registers to the others
+# Tiles for 17 to 32 rows of x and packed weights: tall tiles read x less often. Used if w has enough rows for so many.
 FEW, LEAST_OF_FEW, TALL, TALL_TILES = 32, 17, 4, 112
 SPLITS = (1, 2, 3, 4)
-SHARED_LIMITS = {1: SHARED_LIMIT, 2: 113 << 10}  # of a CTA, by how many share a multiprocessor
-MOST_OF_TWO = 128  # groups * columns of packed weights, where registers are enough for two CTAs
-CLUSTERS = {1: SMS, 2: 66, 3: 40, 4: 30, 6: 18, 8: 15}  # of a size an H200 runs so many at once; of 3 and 6 at least
-# What bounds a plan, in bytes a microsecond: memory, what the L2 hands out, and what a multiprocessor takes in. Then
-# what the parts of k cost in a cluster: to meet, in microseconds, and to hand sums over, in bytes a microsecond.
+SHARED_LIMITS = {1: SHARED_LIMIT, 2: 113 << 10}  # shared memory of a CTA, by the number of CTAs on an SM
+MOST_OF_TWO = 128  # groups * columns of packed weights up to which registers suffice for two CTAs on an SM
+CLUSTERS = {1: SMS, 2: 66, 3: 40, 4: 30, 6: 18, 8: 15}  # clusters of a size that an H200 runs at once; 3, 6: at least
+# Limits of a plan: bytes per microsecond from memory, from the L2, and into one SM. Then the cost of splitting k within
+# a cluster: its synchronisation, and the bytes per microsecond at which CTAs exchange sums.
 MEMORY_RATE, L2_RATE, SM_RATE = 4.39e6, 7.8e6, 0.1e6
 MEETING, HANDING_RATE = 0.7, 0.06e6
-# Of packed weights, in microseconds: a step of a CTA; what each group adds, and each column of a group.
+# Packed weights: a step of a CTA, plus each warpgroup, plus each column of a warpgroup.
 STEP, GROUP_STEP, COLUMN_STEP = 0.15, 0.12, 0.0004
-# Of large tiles, in microseconds: the products of a group's step, as gemm.cu has them; what a tile takes besides; and
-# what the L2 hands out while they run. And cuBLAS for as many rows: FLOP a microsecond, what a call takes besides.
+# Large tiles: a step of a warpgroup, as in gemm.cu; the fixed time of a tile; the L2's rate meanwhile. And cuBLAS for
+# as many rows: FLOP per microsecond and the fixed time of a call.
 LARGE_MULTIPLYING, LARGE_FINISH, LARGE_L2_RATE = 0.36, 1.5, 6.0e6
 CUBLAS_RATE, CUBLAS_CALL = 7.0e8, 6.0
-# What CTAs that are no cluster leave for each other: room for the sums of a device's tiles, a word for each of their
-# fragments, and looks at one, some 0.4 us each, before a CTA goes.
+# Unclustered CTAs exchange sums in global memory: floats for the sums of all tiles, a counter word for each fragment,
+# and how often a CTA polls a counter (about 0.4 us each) before it leaves its sums to another CTA.
 MOST_SUMS, MOST_FRAGMENTS, LOOKS = SMS * 256 * 128, SMS * 32, 256
 
 
 class Row(NamedTuple):
-    """What a plan is made of: warpgroups; parts of k; CTAs on a multiprocessor; of large tiles, how many share x; and
-    whether the parts are no cluster."""
+    """The parameters from which a plan is made."""
 
-    groups: int
-    split: int = 1
-    beside: int = 1
-    share: int = 1
-    apart: bool = False  # packed weights only
+    groups: int  # warpgroups of a CTA
+    split: int = 1  # parts of k
+    beside: int = 1  # CTAs on an SM
+    share: int = 1  # CTAs that share x; large tiles only
+    apart: bool = False  # whether the parts of k are separate CTAs, not a cluster; packed weights only
 
 
-# columns, n, k: where a sweep on an H200 knew better than the estimate. None: cuBLAS is faster. Large tiles of plain
-# weights that are not named here should beat it.
+# (columns, n, k) for which a sweep on an H200 found a better plan than the estimate. None: cuBLAS is faster. For large
+# tiles of plain weights that are not listed, `beats_cublas` estimates.
 MEASURED: dict[tuple[int, int, int], Row | None] = {
     (128, 6144, 4096): Row(1),
     (64, 4096, 4096): Row(1, 2),
@@ -98,17 +99,16 @@ MEASURED_PACKED: dict[tuple[int, int, int], Row] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one shape is computed: a tile of w and x, the slots of a ring, and the CTAs that share a tile's k. `share`:
-    CTAs that share tiles of x. `apart`: those that share k are no cluster."""
+    """How one shape is computed."""
 
-    groups: int
-    columns: int
-    stages: int
-    split: int
-    grid: int
+    groups: int  # warpgroups of a CTA, each with 64 rows of w
+    columns: int  # rows of x in a tile
+    stages: int  # stages of the shared-memory pipeline
+    split: int  # CTAs that share a tile's k
+    grid: int  # CTAs
     packed: bool = False
-    share: int = 1
-    apart: bool = False
+    share: int = 1  # CTAs that share a tile of x
+    apart: bool = False  # whether the CTAs that share k are not a cluster
 
     @property
     def cluster(self) -> int:
@@ -129,23 +129,26 @@ class Plan:
 
     @property
     def fetched(self) -> int:
-        """Bytes of a slot that its own CTA asks for, at most."""
+        """Bytes of a slot that its own CTA fetches, at most."""
         return self.slot - 128 * self.columns * (self.share - 1) // self.share
 
     @property
     def shared(self) -> int:
-        """The ring, its barriers, and what it takes to align them."""
+        """Bytes of shared memory: the pipeline, its barriers, and padding for alignment."""
         return 1024 + self.stages * (self.slot + 16)
 
     @property
     def fits_the_table(self) -> bool:
-        """Sums of parts that are apart: of two at least, and as many as a word can count."""
+        """Whether unclustered parts can exchange their sums: two or more parts, few enough for the counter words."""
         return 1 < self.split < 256 and self.share == 1 and self.grid * 64 * self.groups * self.columns <= MOST_SUMS
 
     @property
     def least_stages(self) -> int:
-        """Partial sums take the ring's place, but not that of its barriers: a warp's last arrival may come after the
-        CTAs have met."""
+        """The stages whose memory the exchange of partial sums needs.
+
+        Partial sums overwrite the pipeline's slots but not its barriers, since a warp's last arrival may come after the
+        cluster has synchronised.
+        """
         fragments = -(-4 * self.groups // self.split) * self.split
         return -(-64 * self.columns * fragments // self.slot) if self.split > 1 and not self.apart else 1
 
@@ -156,8 +159,11 @@ VARIANTS = tuple(Plan(*tile, 1, 1, 1, tiles is PACKED).variant for tiles in (PLA
 
 
 def supports(m: int, n: int, k: int, *, packed: bool = False) -> bool:
-    """Whether it can be done, and should: for few rows `cuda.linear` may be faster, for more than 128 and plain weights
-    cuBLAS. That would have packed ones unpacked first, which takes as long again."""
+    """Return whether `linear` computes this shape and should.
+
+    For few rows `cuda.linear` may be faster, and for more than 128 rows and plain weights cuBLAS. For packed weights
+    cuBLAS would need them unpacked first, which takes as long again.
+    """
     if m < LEAST_ROWS:
         return fits(m, n, k) and packed and m >= LEAST_OF_FEW and n >= 64 * TALL * TALL_TILES
     return fits(m, n, k) and (m <= COLUMNS[-2] or packed or (m >= LEAST_LARGE and beats_cublas(n, k)))
@@ -169,7 +175,7 @@ def fits(m: int, n: int, k: int) -> bool:
 
 @cache
 def beats_cublas(n: int, k: int) -> bool:
-    """With large tiles of plain weights."""
+    """Return whether large tiles of plain weights are faster than cuBLAS."""
     if (LARGE, n, k) in MEASURED:
         return bool(MEASURED[LARGE, n, k])
     return estimate(choose(LARGE, n, k), n, k) < 2 * LARGE * n * k / CUBLAS_RATE + CUBLAS_CALL
@@ -187,8 +193,10 @@ def linear(
     plan: Plan | None = None,
     looks: int = LOOKS,
 ) -> Tensor:
-    """As `cuda.linear.linear`. `plan` and `looks` override the choice, for measurements and tests. Launches on one
-    stream must follow each other: they share what parts leave there."""
+    """Compute as `cuda.linear.linear`. `plan` and `polls` override the defaults for benchmarks and tests.
+
+    Launches on one stream must not overlap, since they share the memory for the exchange of sums.
+    """
     m, k = x.shape
     assert fits(m, w.n, k) and k == w.k and x.dtype is torch.bfloat16
     assert out.shape == (m, w.n // 2 if gated else w.n) and out.is_contiguous() and out.data_ptr() % 16 == 0
@@ -198,21 +206,22 @@ def linear(
     packed = isinstance(w, Packed)
     plan = plan or choose(columns_of(m, packed=packed), w.n, k, packed=packed, gated=gated)
     assert plan.columns >= m and plan.split <= k // UNIT and plan.packed is packed
-    assert plan.stages > 1 or k <= UNIT * plan.split, "a slot is given back when the next one's products are issued"
+    assert plan.stages > 1 or k <= UNIT * plan.split, "a slot is released when the next slot's products are issued"
     assert plan.stages >= plan.least_stages
     teams = -(-w.n // (64 * plan.groups * plan.share))
-    assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "one tile, or one of each that shares x"
+    assert plan.split == 1 or plan.grid == plan.split * plan.share * teams, "with a split, a CTA has one tile"
     assert plan.grid % plan.cluster == 0 and (plan.share == 1 or plan.columns == LARGE)
-    assert not plan.apart or (packed and plan.fits_the_table and not gated), "gates and ups must trade"
+    # A gated epilogue needs a cluster, within which CTAs exchange gates and ups.
+    assert not plan.apart or (packed and plan.fits_the_table and not gated)
     _kernel(plan.variant)(
         (plan.grid, 1, 1),
         plan.threads,
         (
-            *_weights(w, plan, gated),
+            *_weight_arguments(w, plan, gated),
             tensor_map(x, (-(-m // (8 * plan.share)) * 8, UNIT)),
             *(out, residual, bias, w.n, k, m),
             *(plan.stages, plan.split, plan.share, epilogue, int(pdl)),
-            *_apart(plan, x.device, looks),
+            *_exchange_arguments(plan, x.device, looks),
         ),
         pdl=pdl,
         cluster=plan.cluster,
@@ -227,12 +236,15 @@ def columns_of(m: int, *, packed: bool = False) -> int:
 
 @cache
 def choose(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = False) -> Plan:
-    """The plan that should take the least time. It must not depend on more: the split is part of what a result is."""
+    """Return the plan with the least estimated time.
+
+    It must depend on these arguments only, because the split of k determines the result's last bits.
+    """
     row = MEASURED_PACKED.get((columns, n, k)) if packed else MEASURED.get((columns, n, k))
     if row is not None and not (row.apart and gated):
         return planned(columns, n, k, row, packed=packed)
-    known = [groups for groups, wide in (PACKED if packed else PLAIN) if wide == columns]
-    tiles = product(known, SPLITS, SHARES if columns == LARGE else (1,))
+    group_counts = [groups for groups, wide in (PACKED if packed else PLAIN) if wide == columns]
+    tiles = product(group_counts, SPLITS, SHARES if columns == LARGE else (1,))
     rows = (Row(groups, split, share=share) for groups, split, share in tiles)
     plans = [planned(columns, n, k, row, packed=packed) for row in rows]
     fitting = [plan for plan in plans if plan.split == 1 or plan.grid <= plan.cluster * CLUSTERS[plan.cluster]]
@@ -240,19 +252,21 @@ def choose(columns: int, n: int, k: int, *, packed: bool = False, gated: bool = 
 
 
 def planned(columns: int, n: int, k: int, row: Row, *, packed: bool = False, ctas: int | None = None) -> Plan:
-    """With as deep a ring as memory holds. CTAs that go from tile to tile get about as many each; where k is split, a
-    CTA has one. `ctas`: so many at most go from tile to tile."""
-    groups, split, beside, share, apart = row
-    ctas, shared = beside * SMS if ctas is None else ctas, SHARED_LIMITS[beside]
-    teams = -(-n // (64 * groups * share))  # of tiles that share x
+    """Return the plan for a configuration, with as many pipeline stages as fit into shared memory.
+
+    Without a split, at most `ctas` CTAs share the tiles evenly. With a split, each CTA has one tile.
+    """
+    groups, split, ctas_per_sm, share, unclustered = row
+    ctas, shared = ctas_per_sm * SMS if ctas is None else ctas, SHARED_LIMITS[ctas_per_sm]
+    teams = -(-n // (64 * groups * share))  # groups of tiles that share x
     waves = -(-teams // (ctas // share)) if split == 1 else 1
-    bare = Plan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share, apart)
-    most = waves * -(-k // (UNIT * split))  # steps of a CTA: more stages are never used
-    return replace(bare, stages=max(bare.least_stages, min(most, (shared - 1024) // (bare.slot + 16))))
+    base = Plan(groups, columns, 1, split, split * share * -(-teams // waves), packed, share, unclustered)
+    max_stages = waves * -(-k // (UNIT * split))  # steps of a CTA: more stages are never used
+    return replace(base, stages=max(base.least_stages, min(max_stages, (shared - 1024) // (base.slot + 16))))
 
 
 def estimate(plan: Plan, n: int, k: int) -> float:
-    """Microseconds. What does not bound still gets in the way: a tenth of it is counted."""
+    """Return the estimated microseconds: the tightest limit, plus a tenth of all limits, since they interfere."""
     tiles, units = -(-n // (64 * plan.groups)), k // UNIT
     waves = -(-tiles * plan.split // plan.grid)
     steps = waves * -(-units // plan.split)  # of a CTA
@@ -261,37 +275,37 @@ def estimate(plan: Plan, n: int, k: int) -> float:
         tiles * units * plan.fetched / (LARGE_L2_RATE if plan.columns == LARGE else L2_RATE),
         steps * plan.slot / SM_RATE,
     ]
-    handed = 4 * 64 * plan.groups * plan.columns * (plan.split - 1) / plan.split
-    parted = MEETING + handed / HANDING_RATE if plan.split > 1 else 0.0
+    exchanged = 4 * 64 * plan.groups * plan.columns * (plan.split - 1) / plan.split
+    split_cost = MEETING + exchanged / HANDING_RATE if plan.split > 1 else 0.0
     if plan.columns == LARGE:
-        return max(*limits, steps * plan.groups * LARGE_MULTIPLYING) + waves * LARGE_FINISH + parted
+        return max(*limits, steps * plan.groups * LARGE_MULTIPLYING) + waves * LARGE_FINISH + split_cost
     if plan.packed:
         limits.append(steps * (STEP + plan.groups * (GROUP_STEP + plan.columns * COLUMN_STEP)))
-    return max(limits) + sum(limits) / 10 + parted
+    return max(limits) + sum(limits) / 10 + split_cost
 
 
-def _weights(w: Weight | Packed, plan: Plan, gated: bool) -> tuple[Argument, ...]:
-    """As the kernel of the plan takes them."""
+def _weight_arguments(w: Weight | Packed, plan: Plan, gated: bool) -> tuple[Argument, ...]:
+    """Return the weight as arguments of the plan's kernel."""
     if isinstance(w, Packed):
         return w.planes, w.headers, w.stride
     return (w.map(4 * plan.groups, paired=gated),)
 
 
-def _apart(plan: Plan, device: torch.device, looks: int) -> tuple[Argument, ...]:
+def _exchange_arguments(plan: Plan, device: torch.device, looks: int) -> tuple[Argument, ...]:
     if not plan.packed:
         return ()
-    table = _table(device, torch.cuda.current_stream().cuda_stream) if plan.apart else (None, None)
-    return *table, looks
+    memory = _exchange_memory(device, torch.cuda.current_stream().cuda_stream) if plan.apart else (None, None)
+    return *memory, looks
 
 
 @cache
-def _table(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Where parts that are apart leave their sums, and the words for it, which are zero between launches."""
-    assert not torch.cuda.is_current_stream_capturing(), "it would be zeroed with every replay, and not before"
+def _exchange_memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Return the memory where unclustered parts leave their sums, and its counters, which are zero between launches."""
+    assert not torch.cuda.is_current_stream_capturing(), "a captured graph would zero the counters in every replay"
     return torch.empty(MOST_SUMS, device=device), torch.zeros(MOST_FRAGMENTS, dtype=torch.int32, device=device)
 
 
 @cache
 def _kernel(variant: str) -> Kernel:
-    """Compiled one by one, when first used: a model needs few of them."""
+    """Return a kernel that is compiled on first use: a model needs few of the variants."""
     return Module(FILE, [variant]).kernel(variant, SHARED_LIMIT)

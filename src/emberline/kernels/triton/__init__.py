@@ -1,1 +1,1 @@
-"""Kernels in Triton: any shape and float type; they also run in Triton's interpreter, without a GPU."""
+"""Triton kernels for any shape and float type. They also run in Triton's interpreter, without a GPU."""

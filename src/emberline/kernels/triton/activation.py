@@ -1,4 +1,4 @@
-"""silu_mul: silu(gate) * up of a product whose columns hold both, in groups; rounded as torch does, after each step."""
+"""silu_mul: silu(gate) * up of a product whose columns alternate between both. It rounds after each step as torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit
 
-FEW_ROWS = 128  # up to here more programs matter more than wide ones
+FEW_ROWS = 128  # up to this many rows, smaller blocks are faster, since they give more programs
 
 
 @jit
@@ -34,7 +34,10 @@ def _silu_mul(
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, group: int, *, pdl: bool = False) -> Tensor:
-    """gate_up [T, 2F]: `group` gate columns, their `group` up columns, and so on (F: plain halves). out [T, F]."""
+    """Write silu(gate) * up into `out` [T, F] and return it.
+
+    `gate_up` [T, 2F] has `group` gate columns, then their `group` up columns, and so on; with group = F, two halves.
+    """
     rows, columns = out.shape
     assert gate_up.shape == (rows, 2 * columns) and columns % group == 0
     assert gate_up.stride(1) == out.stride(1) == 1

@@ -1,8 +1,8 @@
 """paged_attention: ref.paged_attention for any mix of chunks and single tokens, any head, cache type and block size.
 
-A program takes one tile: some queries of one request, with all heads that share one head of keys. Its rows are pairs
-(query, head), so that keys and values are read once for the whole group. Keys go by in spans; the sums are relative to
-the largest score so far, and scores are exponents of two.
+A program computes one tile: some queries of one request, with all query heads that share one KV head. Its rows are
+pairs (query, head), so that keys and values are read once for the whole group. It loops over spans of keys with an
+online softmax: sums are relative to the largest score so far, and scores are in base 2.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit, power_of_two
 
-BLOCK_M = 16  # queries of a tile, unless said
-MOST_ROWS = 128  # of a program
+BLOCK_M = 16  # default number of queries in a tile
+MOST_ROWS = 128  # (query, head) pairs of a program
 
 
 @jit
@@ -33,7 +33,7 @@ def _paged_attention(
     WINDOWED: constexpr, TYPE: constexpr, PDL: constexpr,
 ) -> None:  # fmt: skip
     begin(PDL)
-    part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries see most keys: they go first
+    part = (tl.num_programs(0) - 1 - tl.program_id(0)) // KV_HEADS  # late queries have most keys, so they start first
     head = tl.program_id(0) % KV_HEADS
     tile = tiles + part // PARTS * 2
     request = tl.load(tile)
@@ -50,11 +50,11 @@ def _paged_attention(
     query, member = first + row // GROUP_PADDED, row % GROUP_PADDED
     d = tl.arange(0, DIM_PADDED)
     token, column = (start + query).to(tl.int64)[:, None], ((head * GROUP + member) * HEAD_DIM)[:, None] + d[None, :]
-    asked = (query < tl.minimum(first + QUERIES, count)) & (member < GROUP)
-    inside = asked[:, None] & (d < HEAD_DIM)[None, :]
+    is_query = (query < tl.minimum(first + QUERIES, count)) & (member < GROUP)
+    inside = is_query[:, None] & (d < HEAD_DIM)[None, :]
     q = tl.load(qkv + token * qkv_stride + column, inside, 0.0).to(TYPE)
 
-    top = tl.full([ROWS], -1e30, tl.float32)  # finite: a row may see no key of its first spans
+    top = tl.full([ROWS], -1e30, tl.float32)  # finite, since a row may attend to no key of its first spans
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIM_PADDED], tl.float32)
     position, end = before + query, before + tl.minimum(first + QUERIES, count)
@@ -64,11 +64,11 @@ def _paged_attention(
     table, offset = tables + request.to(tl.int64) * table_stride, head * (BLOCK_SIZE * HEAD_DIM)
     k_head, v_head = k_cache + offset, v_cache + offset
     if not WINDOWED:
-        mixed, total, top = _attend(
+        mixed, total, top = _add_keys(
             mixed, total, top, q, position, k_head, v_head, table, cache_stride, 0, begin_masked, end, scale, window,
             HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, False, False,
         )  # fmt: skip
-    mixed, total, top = _attend(
+    mixed, total, top = _add_keys(
         mixed, total, top, q, position, k_head, v_head, table, cache_stride, begin_masked, end, end, scale, window,
         HEAD_DIM, DIM_PADDED, BLOCK_SIZE, SPAN, True, WINDOWED,
     )  # fmt: skip
@@ -77,13 +77,13 @@ def _paged_attention(
 
 
 @jit
-def _attend(
+def _add_keys(
     mixed: tensor, total: tensor, top: tensor, q: tensor, position: tensor, k_head: tensor, v_head: tensor,
     table: tensor, cache_stride: tensor, low: tensor, high: tensor, end: tensor, scale: tensor, window: tensor,
     HEAD_DIM: constexpr, DIM_PADDED: constexpr, BLOCK_SIZE: constexpr, SPAN: constexpr,
     MASKED: constexpr, WINDOWED: constexpr,
 ) -> tensor:  # fmt: skip
-    """The keys [low, high) added. Unmasked spans are whole, and every query sees all of them."""
+    """Add the keys [low, high). Spans without a mask are complete, and every query attends to all their keys."""
     d = tl.arange(0, DIM_PADDED)[None, :]
     for at in range(low, high, SPAN):
         key = at + tl.arange(0, SPAN)
@@ -92,34 +92,34 @@ def _attend(
         else:
             block = tl.load(table + key // BLOCK_SIZE, key < end, 0)
         rows = block.to(tl.int64) * cache_stride + key % BLOCK_SIZE * HEAD_DIM
-        cell, inside = rows[:, None] + d, d < HEAD_DIM
+        offsets, inside = rows[:, None] + d, d < HEAD_DIM
         if MASKED:
             inside = (key < end)[:, None] & inside
-        k = tl.load(k_head + cell, inside, 0.0).to(q.dtype)
-        v = tl.load(v_head + cell, inside, 0.0).to(q.dtype)
+        k = tl.load(k_head + offsets, inside, 0.0).to(q.dtype)
+        v = tl.load(v_head + offsets, inside, 0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
-            seen = key[None, :] <= position[:, None]
+            is_visible = key[None, :] <= position[:, None]
             if WINDOWED:
-                seen = seen & (key[None, :] > position[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
-        weight = tl.exp2(scores * scale - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weight, 1)
-        mixed = tl.dot(weight.to(q.dtype), v, mixed * fade[:, None], input_precision="ieee")
-        top = higher
+                is_visible = is_visible & (key[None, :] > position[:, None] - window)
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weight = tl.exp2(scores * scale - new_top[:, None])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(q.dtype), v, mixed * rescale[:, None], input_precision="ieee")
+        top = new_top
     return mixed, total, top
 
 
 def tile_queries(most: int, group: int) -> int:
-    """A good `block_m` where the longest chunk has `most` queries and `group` heads share one of keys."""
+    """Return a fast `block_m` if the longest chunk has `max_queries` and `group` query heads share a KV head."""
     padded = power_of_two(group)
     return max(1, min(max(16, power_of_two(most * padded)), MOST_ROWS) // padded)
 
 
 def make_tiles(query_counts: NDArray[np.integer[Any]], block_m: int = BLOCK_M) -> NDArray[np.int32]:
-    """[n, 2]: (request, first of at most block_m queries), until each request's queries are all in one."""
+    """Return tiles [n, 2] of (request, first query), each of at most block_m queries, that cover all queries."""
     tiles = -(-query_counts // block_m)
     requests = np.repeat(np.arange(len(tiles)), tiles)
     nth = np.arange(len(requests)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
@@ -144,15 +144,18 @@ def paged_attention(
     block_m: int = BLOCK_M,
     pdl: bool = False,
 ) -> Tensor:
-    """`tiles` as from make_tiles with the same `block_m`, a power of two; a negative request is no tile."""
+    """Compute attention as `ref.paged_attention` and return it.
+
+    `tiles` come from make_tiles with the same `block_m`, a power of two; a tile with a negative request is padding.
+    """
     out = torch.empty((len(qkv), q_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if out is None else out
     assert k_cache.stride() == v_cache.stride() and tiles.is_contiguous() and scale > 0
     group, dim = q_heads // kv_heads, max(16, power_of_two(head_dim))
     padded = power_of_two(group)
     exact = torch.float32 in (qkv.dtype, k_cache.dtype)
-    queries = max(1, min(block_m, _most_rows(dim, exact) // padded))
+    queries = max(1, min(block_m, _max_rows(dim, exact) // padded))
     rows, parts = max(16, queries * padded), block_m // queries
-    span, warps, stages = _shape(rows, dim, exact)
+    span, warps, stages = _choose_shape(rows, dim, exact)
     if len(tiles):
         _paged_attention[(len(tiles) * parts * kv_heads,)](
             qkv, k_cache, v_cache, block_tables, query_start, context, tiles, out, scale * math.log2(math.e), window,
@@ -163,13 +166,13 @@ def paged_attention(
     return out
 
 
-def _most_rows(dim: int, exact: bool) -> int:
-    """That the registers hold; a tile of more is computed in parts."""
+def _max_rows(dim: int, exact: bool) -> int:
+    """Return the rows whose sums fit into registers; a larger tile is computed in parts."""
     return min(MOST_ROWS, max(16, (4096 if exact else 16384) // dim))
 
 
-def _shape(rows: int, dim: int, exact: bool) -> tuple[int, int, int]:
-    """Keys of a span, warps, stages of the pipeline."""
+def _choose_shape(rows: int, dim: int, exact: bool) -> tuple[int, int, int]:
+    """Return the keys of a span, the warps, and the stages of the software pipeline."""
     if exact:  # no tensor cores
         return 16, (8 if rows * dim > 2048 else 4), 1
     return (64 if dim <= 128 else 32), (8 if rows >= 128 else 4), 3

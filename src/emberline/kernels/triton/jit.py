@@ -1,4 +1,4 @@
-"""jit: how a Triton kernel is declared here; `begin` is what one does first, or right after reading weights."""
+"""jit: declares a Triton kernel. Kernels call `pdl_trigger_and_wait` first, or right after reading their weights."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from triton.language import constexpr
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, with a type. What a kernel is given as `tensor` is a tensor's address, or a number."""
+    """Apply triton.jit, with a type. A kernel parameter of type `tensor` is an address or a number."""
     return triton.jit(function)
 
 
 @jit
 def begin(PDL: constexpr) -> None:
-    """Under programmatic dependent launch: lets the next kernel start, then waits for the one before."""
+    """With programmatic dependent launch (PDL), let the next kernel start, then wait for the preceding one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""rms_norm: ref.rms_norm with the roundings of transformers, where x * scale is rounded before the weight applies."""
+"""rms_norm: ref.rms_norm, rounded as in transformers: x * scale is rounded before the weight is applied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit, power_of_two
 
-MOST_WARPS = 4224  # 32 for each of 132 multiprocessors: a program keeps the weight in registers for all its rows
+MOST_WARPS = 4224  # 32 for each of 132 SMs; a program keeps the weight in registers for all its rows
 
 
 @jit
@@ -31,18 +31,21 @@ def _rms_norm(
     begin(PDL)
     first = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0)
-    ahead = tl.load(x + first * x_stride + column, inside, 0.0)
+    next_values = tl.load(x + first * x_stride + column, inside, 0.0)
     for row in range(first, rows, step):
-        value = ahead.to(tl.float32)
-        following = row + step
-        ahead = tl.load(x + following * x_stride + column, inside & (following < rows), 0.0)
+        value = next_values.to(tl.float32)
+        next_row = row + step
+        next_values = tl.load(x + next_row * x_stride + column, inside & (next_row < rows), 0.0)
         size = tl.sum(value * value, 0) / COLUMNS
         normed = (value * tl.rsqrt(size + eps)).to(x.dtype.element_ty).to(tl.float32)
         tl.store(out + row * out_stride + column, (normed * scale).to(out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None, *, pdl: bool = False) -> Tensor:
-    """`weight` is float32, and read before the kernel in front ends. `out` may be x."""
+    """Return the normalised rows, in `out` if given, which may be x.
+
+    `weight` is float32. With `pdl` it is read before the preceding kernel ends, so that kernel must not write it.
+    """
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device) if out is None else out
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous() and weight.dtype == torch.float32

@@ -1,6 +1,6 @@
-"""rope_and_cache: ref.rope_and_cache for a cache whose keys lie row by row, like the values.
+"""rope_and_cache: ref.rope_and_cache for a cache that stores keys row by row, like the values.
 
-A program is one warp with a few heads of one token: all are loaded before any is stored, so q turns in place.
+A program is one warp with a few heads of one token. It loads all of them before it stores any, so q rotates in place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit, power_of_two
 
-HEADS = 16  # of a program
+HEADS = 16
 
 
 @jit
@@ -33,49 +33,51 @@ def _rope_and_cache(
     to_k, to_v = (slot >= 0) & (head >= Q_HEADS) & (head < Q_HEADS + KV_HEADS), (slot >= 0) & is_v & is_head
 
     d = tl.arange(0, HALF_PADDED)[None, :]
-    turns = d < HALF
+    is_rotated = d < HALF
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * (2 * HALF) + d
-    cos, sin = tl.load(angle, turns, 0.0), tl.load(angle + HALF, turns, 0.0)
-    a = tl.load(at + d, is_head & turns, 0.0).to(tl.float32)
-    b = tl.load(at + HALF + d, is_head & turns, 0.0).to(tl.float32)
+    cos, sin = tl.load(angle, is_rotated, 0.0), tl.load(angle + HALF, is_rotated, 0.0)
+    a = tl.load(at + d, is_head & is_rotated, 0.0).to(tl.float32)
+    b = tl.load(at + HALF + d, is_head & is_rotated, 0.0).to(tl.float32)
     e = 2 * HALF + tl.arange(0, REST_PADDED)[None, :]
-    stays = e < HEAD_DIM
-    rest = tl.load(at + e, is_head & stays, 0.0).to(tl.float32)
+    is_rest = e < HEAD_DIM
+    rest = tl.load(at + e, is_head & is_rest, 0.0).to(tl.float32)
     if NORM:
         size = tl.sum(a * a + b * b, 1) + tl.sum(rest * rest, 1)
         scale = tl.rsqrt(size / HEAD_DIM + eps)[:, None]
-        a = tl.where(is_v, a, a * scale * _weight(q_norm, k_norm, d, turns, is_q))
-        b = tl.where(is_v, b, b * scale * _weight(q_norm, k_norm, d + HALF, turns, is_q))
-        rest = tl.where(is_v, rest, rest * scale * _weight(q_norm, k_norm, e, stays, is_q))
-    _store(a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & turns, to_k & turns, to_v & turns)
+        a = tl.where(is_v, a, a * scale * _load_norm(q_norm, k_norm, d, is_rotated, is_q))
+        b = tl.where(is_v, b, b * scale * _load_norm(q_norm, k_norm, d + HALF, is_rotated, is_q))
+        rest = tl.where(is_v, rest, rest * scale * _load_norm(q_norm, k_norm, e, is_rest, is_q))
+    _store(a * cos - b * sin, a, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated)
     d += HALF
-    _store(b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & turns, to_k & turns, to_v & turns)
-    _store(rest, rest, at + e, k_at + e, v_at + e, is_q & stays, to_k & stays, to_v & stays)
+    _store(b * cos + a * sin, b, at + d, k_at + d, v_at + d, is_q & is_rotated, to_k & is_rotated, to_v & is_rotated)
+    _store(rest, rest, at + e, k_at + e, v_at + e, is_q & is_rest, to_k & is_rest, to_v & is_rest)
 
 
 @jit
-def _weight(q_norm: tensor, k_norm: tensor, d: tensor, inside: tensor, is_q: tensor) -> tensor:
+def _load_norm(q_norm: tensor, k_norm: tensor, d: tensor, inside: tensor, is_q: tensor) -> tensor:
     return tl.where(is_q, tl.load(q_norm + d, inside, 0.0), tl.load(k_norm + d, inside, 0.0))
 
 
 @jit
 def _store(
-    turned: tensor, plain: tensor, at: tensor, k_at: tensor, v_at: tensor, is_q: tensor, to_k: tensor, to_v: tensor
+    rotated: tensor, plain: tensor, at: tensor, k_at: tensor, v_at: tensor, is_q: tensor, to_k: tensor, to_v: tensor
 ) -> None:
-    """Each head goes to one of the three places; v is not turned."""
-    tl.store(at, turned.to(at.dtype.element_ty), is_q)
-    tl.store(k_at, _rounded(turned, k_at.dtype.element_ty), to_k)
-    tl.store(v_at, _rounded(plain, v_at.dtype.element_ty), to_v)
+    """Store each head to `qkv`, the key cache or the value cache; v is not rotated."""
+    tl.store(at, rotated.to(at.dtype.element_ty), is_q)
+    tl.store(k_at, _round_to_cache(rotated, k_at.dtype.element_ty), to_k)
+    tl.store(v_at, _round_to_cache(plain, v_at.dtype.element_ty), to_v)
 
 
 @jit
-def _rounded(x: tensor, TYPE: constexpr) -> tensor:
-    """In the cache's type; float8 saturates. What is not finite becomes zero: whoever is given the block next reads it
-    with no weight, and no weight times infinity would be no number for them too."""
+def _round_to_cache(x: tensor, TYPE: constexpr) -> tensor:
+    """Round to the cache's type; float8 saturates, and values that are not finite become zero.
+
+    The next request that gets the block reads stale values with weight zero, and zero times infinity would be NaN.
+    """
     if tl.float8e4nv == TYPE:
         x = tl.clamp(tl.where(x == x, x, 0.0), -448.0, 448.0)
-    kept = x.to(TYPE).to(tl.float32)
-    return tl.where(tl.abs(kept) < float("inf"), kept, 0.0).to(TYPE)
+    stored = x.to(TYPE).to(tl.float32)
+    return tl.where(tl.abs(stored) < float("inf"), stored, 0.0).to(TYPE)
 
 
 def rope_and_cache(
@@ -94,15 +96,15 @@ def rope_and_cache(
     eps: float = 0.0,
     pdl: bool = False,
 ) -> None:
-    """Rotates q inside `qkv`; writes the rotated k, and v, at `slots`. The k in `qkv` stays as it was."""
+    """Rotate q inside `qkv`, and write the rotated k and v at `slots`. The k inside `qkv` stays unrotated."""
     heads, half = q_heads + 2 * kv_heads, cos_sin.shape[1] // 2
-    normed = q_norm is not None
-    assert normed == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
+    has_norm = q_norm is not None
+    assert has_norm == (k_norm is not None) and k_cache.stride() == v_cache.stride() and cos_sin.is_contiguous()
     if not len(qkv):
         return
     _rope_and_cache[(len(qkv), -(-heads // HEADS))](
         qkv, positions, cos_sin, k_cache, v_cache, slots,
-        q_norm if normed else cos_sin, k_norm if normed else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
+        q_norm if has_norm else cos_sin, k_norm if has_norm else cos_sin, qkv.stride(0), k_cache.stride(0), eps,
         q_heads, kv_heads, head_dim, half, power_of_two(half), power_of_two(head_dim - 2 * half), k_cache.shape[2],
-        HEADS, normed, pdl, num_warps=1, launch_pdl=pdl,
+        HEADS, has_norm, pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

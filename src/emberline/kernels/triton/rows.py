@@ -1,4 +1,4 @@
-"""gather_tokens: the last token of every row stays on the GPU, and no step waits for the host."""
+"""gather_tokens: inserts each row's newest token, which stays on the GPU, so that no step waits for the host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _gather_tokens(
     token = tl.load(tokens + i, i < count, 0)
     missing = (token < 0) & (i < count)
     row = tl.load(rows + i, missing, 0)
-    known = tl.load(last + row, missing, 0)
-    tl.store(out + i, tl.where(missing, known, token), i < count)
+    newest_token = tl.load(last + row, missing, 0)
+    tl.store(out + i, tl.where(missing, newest_token, token), i < count)
 
 
 def gather_tokens(tokens: Tensor, rows: Tensor, last: Tensor, out: Tensor, *, pdl: bool = False) -> Tensor:
-    """out[i] = tokens[i], or last[rows[i]] where tokens[i] is negative."""
+    """Set out[i] to tokens[i], or to newest[rows[i]] where tokens[i] is negative, and return out."""
     if count := len(tokens):
         _gather_tokens[(-(-count // BLOCK),)](tokens, rows, last, out, count, BLOCK, pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -1,4 +1,4 @@
-"""widen: blocks of a float8 cache as bf16 in a place of their own, for a kernel that reads bf16 alone."""
+"""widen_blocks: copies float8 KV blocks as bf16, for a kernel that reads bf16 only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.language import constexpr, tensor
 
 from emberline.kernels.triton.jit import begin, jit
 
-PROGRAMS = 528  # four of a multiprocessor of an H200
+PROGRAMS = 528  # four for each SM of an H200
 
 
 @jit
@@ -38,8 +38,11 @@ def widen(
     *,
     pdl: bool = False,
 ) -> None:
-    """Block i of `keys` and `values` becomes entry pieces[i, 1] of row pieces[i, 0] of the tables, for i < count[0].
-    All caches are [blocks, heads, size, dim], contiguous but for the first stride."""
+    """Copy KV blocks as bf16 into blocks 0 .. count[0] - 1 of `keys` and `values`.
+
+    The source of block i is tables[sources[i, 0], sources[i, 1]]. All caches are [blocks, heads, size, dim] and
+    contiguous except for the first stride.
+    """
     _, heads, size, dim = k_cache.shape
     assert keys.is_contiguous() and values.is_contiguous() and keys.shape[1:] == k_cache.shape[1:]
     assert k_cache.stride() == v_cache.stride() and k_cache.stride()[1:] == (size * dim, dim, 1)

@@ -1,9 +1,9 @@
 // Parts of k whose CTAs are no cluster: their sums meet in the L2. After common.cuh and wide.cuh.
 //
-// Clusters of four and more leave multiprocessors idle, as a cluster must fit into one of the groups they come in; parts
-// that are none can have them all. Nothing says that such CTAs run at once, so nobody may wait for another for good: a
-// warp that has come waits a little for those with the other parts of its fragment, and then each of them adds up some
-// of its quads. Who has waited long enough leaves its own to whoever comes last, and goes.
+// Clusters of four and more leave multiprocessors idle, as a cluster must fit into one of the groups they come in;
+// parts that are none can have them all. Nothing says that such CTAs run at once, so nobody may wait for another for
+// good: a warp that has come waits a little for those with the other parts of its fragment, and then each of them adds
+// up some of its quads. Who has waited long enough leaves its own to whoever comes last, and goes.
 //
 // Order of sums. The same as in a cluster: the parts of k, in order, whoever adds them up.
 #pragma once
@@ -76,7 +76,7 @@ DEVICE void finish_apart(const float (&d)[S::COLUMNS / 2], const Table& table, i
       sums[(part * S::BLOCKS + j) * 32] = float4{d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]};
   __syncwarp();
   const int finishers = min(parts, S::QUADS);
-  const u32 whose = __shfl_sync(ALL, lane == 0 ? come(word, part, parts, finishers, table.looks) : 0, 0);
+  const u32 whose = __shfl_sync(ALL_LANES, lane == 0 ? come(word, part, parts, finishers, table.looks) : 0, 0);
   __syncwarp();
 #pragma unroll 1
   for (int quad = 0; quad < S::QUADS && 32 * quad < m; quad++) {
