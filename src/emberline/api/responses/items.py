@@ -25,7 +25,7 @@ class InputText(Wire, tag_field="type", tag="input_text"):
 
 
 class ResultText(Wire):
-    """An input text in a list that allows no other part; not tagged, as msgspec would let a lone struct omit its tag."""
+    """An input text in a list of no other parts; not tagged, as msgspec would let a lone struct omit its tag."""
 
     type: Literal["input_text"]
     text: str

@@ -39,7 +39,7 @@ Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
 _STATE_HINT = "send the whole conversation as input, or continue a stored response with previous_response_id"
 
-# Data that a request may ask for beside the answer. All but the first two are about built-in tools, which no reply uses.
+# Data that a request may ask for beside the answer. All but the first two are about built-in tools: no reply has any.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -194,7 +194,7 @@ def parse(body: bytes) -> Call:
 
 
 def _add_item_types(body: bytes) -> bytes:
-    """Add the `type` that the protocol lets items omit and the structs require; an invalid body is returned unchanged."""
+    """Add the `type` that the protocol lets items omit and the structs require; return an invalid body unchanged."""
     try:
         raw = msgspec.json.decode(body)
         items = raw.get("input") if isinstance(raw, dict) else None
