@@ -29,9 +29,7 @@ class TokenizeRequest(Wire):
     model: Name | None = None  # None: the server's only model
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = (
-        None  # default: true for a prompt, false for messages, as templates write their own
-    )
+    add_special_tokens: bool | None = None  # default: true for a prompt; false for messages: templates write their own
     return_token_strs: bool | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None

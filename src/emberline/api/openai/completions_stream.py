@@ -139,9 +139,7 @@ class Renderer:
     def _body(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
         body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
-        body["prompt_logprobs"] = (
-            choice.prompt if self._call.show_prompt_logprobs else None
-        )  # a field of vLLM's clients
+        body["prompt_logprobs"] = choice.prompt if self._call.show_prompt_logprobs else None  # vLLM's clients read it
         if choice.ids is not None:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
         return body

@@ -118,9 +118,7 @@ class ResponsesRequest(ChatFields, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's field
     store: bool | None = None
-    previous_response_id: Annotated[str, Meta(max_length=256)] | None = (
-        None  # the server has prepended its conversation
-    )
+    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # `input` already has its conversation
     background: Off = None
     include_reasoning: On = None
     echo: Off = None
