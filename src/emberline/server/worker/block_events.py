@@ -29,7 +29,7 @@ class BlockEvents:
     async def _stream(self, exchange: Exchange, incarnation: str, seq: int) -> None:
         self._engine.watch()
         ledger = self._engine.ledger
-        await exchange.start(200, "application/exchange-ndjson", {"cache-control": "no-cache"})
+        await exchange.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
         while not ledger.closed:
             batches = ledger.after(incarnation, seq)
             if batches:

@@ -131,7 +131,7 @@ def _result_json(output: Output) -> dict[str, Any]:
 
 async def _send(exchange: Exchange, lines: list[bytes], *, last: bool) -> None:
     if exchange.status is None:
-        await exchange.start(200, "application/exchange-ndjson", {"cache-control": "no-cache"})
+        await exchange.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
     await exchange.send(b"".join(lines), last=last)
 
 

@@ -178,7 +178,7 @@ class EngineApp:
         is_progressing = engine.state is State.READY and engine.silent_seconds < STUCK
         await exchange.json(
             {
-                "status": "is_progressing"
+                "status": "moving"
                 if is_progressing
                 else "stuck"
                 if engine.state is State.READY

@@ -17,11 +17,11 @@ from emberline.server.exchange import Exchange
 from emberline.server.keys import tenant_of
 from emberline.trace.span import Span
 
-SEED = "exchange-emberline-seed"
-CREATED = "exchange-emberline-created"
-TRACK = "exchange-emberline-track"
-CHAIN = "exchange-emberline-chain"
-TENANT = "exchange-emberline-tenant"
+SEED = "x-emberline-seed"
+CREATED = "x-emberline-created"
+TRACK = "x-emberline-track"
+CHAIN = "x-emberline-chain"
+TENANT = "x-emberline-tenant"
 LATEST = 1 << 37  # Unix time; later dates are outside the range of datetime
 
 

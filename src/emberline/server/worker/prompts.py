@@ -185,7 +185,7 @@ def _cut_at_mark(text: str, mark: str) -> str:
     at = text.rfind(mark)
     if at < 0:
         raise InvalidRequest(
-            "the last of messages cannot be continued: the chat template writes none of its text",
+            "the last message cannot be continued: the chat template writes none of its text",
             param="messages",
             hint="send text as the content of the last message",
         )

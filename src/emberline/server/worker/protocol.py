@@ -59,7 +59,7 @@ def parse_large(path: str, body: bytes, contexts: Mapping[str, int]) -> ChatCall
 def _check_size(size: int, max_size: int, prompt: str | list[int], param: str) -> None:
     if size > max_size:
         what = "characters" if isinstance(prompt, str) else "tokens"
-        message = f"{param} has {size} {what}; the model's context holds at max_size {max_size}"
+        message = f"{param} has {size} {what}; the model's context holds at most {max_size}"
         raise ContextLengthExceeded(message, param=param, hint=f"shorten {param}")
 
 
