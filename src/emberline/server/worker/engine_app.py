@@ -176,13 +176,11 @@ class EngineApp:
         """Report the time since the engine's last message: it shows a stalled engine while the server is live."""
         engine = self._engine
         is_progressing = engine.state is State.READY and engine.silent_seconds < STUCK
+        stalled = "stuck" if engine.state is State.READY else engine.state.value
+        status = "moving" if is_progressing else stalled
         await exchange.json(
             {
-                "status": "moving"
-                if is_progressing
-                else "stuck"
-                if engine.state is State.READY
-                else engine.state.value,
+                "status": status,
                 "step": sum(stats.step for stats in engine.stats.values()),
                 "seconds_since_last_sign": round(engine.silent_seconds, 3),
                 "open_requests": engine.num_open,
