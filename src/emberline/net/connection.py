@@ -65,7 +65,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines((head, body))
 
     async def head(self, seconds: float) -> None:
-        """Wait deadline `status` and `headers` have arrived. Raises UpstreamTimeout or UpstreamBroken."""
+        """Wait until `status` and `headers` have arrived. Raises UpstreamTimeout or UpstreamBroken."""
         deadline = self._loop.time() + seconds
         while not self._has_head and self._error is None:
             if not await self._wait(deadline - self._loop.time()):

@@ -1,4 +1,4 @@
-"""GenerationHandler: answers the generation requests of all protocols, with a stream or a plain writer."""
+"""GenerationHandler: answers the generation requests of all protocols, with a stream or a plain reply."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def _send_stream(
     saver: Memory | None,
     tracked: bool,
 ) -> None:
-    """Send the writer as a stream, each group in one write.
+    """Send the reply as a stream, each group in one write.
 
     The status is sent with the first group, so that an earlier error can have its own. Replayed groups restore the
     writer's state and are not sent.
@@ -134,9 +134,8 @@ async def _send_stream(
             if saver is not None:
                 await saver.keep(writer.body())  # before the client knows that the response has ended
         except asyncio.CancelledError:
-            if (
-                exchange.status is not None and not exchange.has_left and not tracked
-            ):  # a tracked stream continues at another worker
+            # A tracked stream continues at another worker.
+            if exchange.status is not None and not exchange.has_left and not tracked:
                 await _end_stream_at_shutdown(exchange, writer)
             raise
         except Exception as e:

@@ -58,11 +58,9 @@ class Errand:
     def steps(self, choices: Sequence[Choice]) -> AsyncGenerator[Step, None]:
         """Yield the outputs; `choices` must process each before the next. Closing the generator aborts all requests."""
         prompt = self._call.jobs[0]
-        return (
-            self._all_outputs(choices)
-            if prompt.budget is None
-            else self._budgeted_outputs(prompt.budget, prompt, choices[0])
-        )
+        if prompt.budget is None:
+            return self._all_outputs(choices)
+        return self._budgeted_outputs(prompt.budget, prompt, choices[0])
 
     def _submit(
         self,

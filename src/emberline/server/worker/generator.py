@@ -1,4 +1,4 @@
-"""Generator: runs a call on the engine and yields assembler of deltas."""
+"""Generator: runs a call on the engine and yields groups of deltas."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Generator:
         return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:
-        """Yield the reply as assembler of deltas; closing the generator aborts the request."""
+        """Yield the reply as groups of deltas; closing the generator aborts the request."""
         prepared = await self._preparer.order(call, journey.id, journey.created)
         generation = self._generation(prepared, journey)
         chain = self._last_block(prepared) if journey.chained else ""

@@ -1,4 +1,4 @@
-"""The wire protocols of the generation endpoints, by path: how to parse a body and write a writer."""
+"""The wire protocols of the generation endpoints, by path: how to parse a request and write a reply."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ PROTOCOLS = {
 
 
 def prepare() -> None:
-    """Parse a body and write a writer of each protocol, as the first use takes 10 to 30 ms."""
+    """Parse a body and write a reply of each protocol, as the first use takes 10 to 30 ms."""
     for protocol in PROTOCOLS.values():
         writer = protocol.renderer(protocol.parse(protocol.smallest), protocol.prefix, 0, "")
         writer.start()
