@@ -196,9 +196,7 @@ class Visitor(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > LARGEST_HEAD or len(self._headers) > MOST_HEADERS:
             raise _TooLarge
-        if (
-            self._in_head
-        ):  # else it is a trailer, which must not pass as a header: the checks of the head did not see it
+        if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
