@@ -141,7 +141,7 @@ def test_the_limit_as_llama_cpp_names_it() -> None:
         assert parsed(protocol, n_predict=7) == parsed(protocol, max_tokens=7)
         assert parsed(protocol, n_predict=-1, max_tokens=7).params.max_tokens == 7
         assert parsed(protocol, n_predict=-1).params.max_tokens is None
-        with pytest.raises(InvalidRequest, match="max_tokens and n_predict differ"):
+        with pytest.raises(InvalidRequest, match="max_tokens is 8 and n_predict is 7"):
             parsed(protocol, n_predict=7, max_tokens=8)
     with pytest.raises(InvalidRequest) as caught:
         parsed("chat", n_predict=0)

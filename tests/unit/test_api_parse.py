@@ -134,11 +134,11 @@ def test_any_bytes_parse_or_are_refused(parse: Any, body: bytes) -> None:
 
 
 def test_parsers_are_prepared_before_the_first_request() -> None:
-    for cached in (fields._table, fields._hints):
+    for cached in (fields._rules_of, fields._hints):
         cached.cache_clear()
     assembly.read_parts(ServerConfig({"m": "m"}, embedder=None), {})
-    tables, hints = fields._table.cache_info(), fields._hints.cache_info()
+    tables, hints = fields._rules_of.cache_info(), fields._hints.cache_info()
     for each in protocol.PROTOCOLS.values():
         each.parse(each.smallest)
-    assert fields._table.cache_info().misses == tables.misses
+    assert fields._rules_of.cache_info().misses == tables.misses
     assert fields._hints.cache_info().misses == hints.misses

@@ -38,7 +38,7 @@ def test_an_echos_tokens_are_where_it_is_said() -> None:
     text = "a \U0001f600 b \xfc c"
     ids = tokenizer.encode(text, add_special=False)
     groups = cast("Groups", SimpleNamespace(_tokenizer=tokenizer))
-    echoed = Groups._echoed(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
+    echoed = Groups._prompt_delta(groups, 0, ids, [TokenLogprob(-1.0, 1)] * (len(ids) - 1))
     assert echoed.text == text
     for info in echoed.tokens:
         if "\ufffd" not in info.text:

@@ -414,7 +414,7 @@ def test_a_large_request_of_the_responses_api_is_read_beside_the_loop(used: Any)
         more = json.dumps({"model": "m", "input": TEXT, "previous_response_id": "resp_1"}).encode()
         joined, memory = await responses.completed(more, "")
         assert memory is not None
-        return joined, memory._given
+        return joined, memory._items
 
     joined, given = asyncio.run(run())
     assert used() == 3
@@ -427,7 +427,7 @@ def test_a_request_with_too_many_values_does_not_come_back_from_the_child() -> N
     schema = {"type": "object", "enum": [{}] * 30_000}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": tools}
-    with pytest.raises(WorkTooLarge, match="beside its prompt"):
+    with pytest.raises(WorkTooLarge, match="without its prompt"):
         parse_large("/v1/chat/completions", json.dumps(body).encode(), {"m": 10**6})
     with pytest.raises(WorkTooLarge, match="has more than"):
         parse_light(json.loads, b"[" + b"1," * 1_000_000 + b"1]")

@@ -44,7 +44,7 @@ def house() -> House:
     made = House(lambda before, index: before + "abc")
     (served,) = made.catalog
     catalog = Catalog([replace(served, defaults=MEANT)])
-    made.app._catalog = made.app._calls._catalog = catalog
+    made.app._catalog = made.app._handler._catalog = catalog
     return made
 
 

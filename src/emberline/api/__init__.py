@@ -1,1 +1,1 @@
-"""Wire JSON to our nouns and back, for every protocol we speak. No I/O."""
+"""Parse the JSON of each wire protocol into calls, and write replies from deltas. No I/O."""

@@ -1,4 +1,4 @@
-"""What a client asked for, whichever protocol it spoke: the nouns between the wire formats and the generator."""
+"""Parsed API calls, independent of the wire protocol: what the parsers return and the generator takes."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks and how urgent it is: the part every kind of call has."""
+    """The fields that every kind of call has."""
 
-    model: str  # empty: the one that is served
+    model: str  # empty: the server's only model
     priority: Priority = Priority.INTERACTIVE
     salt: str = ""
-    user: str | None = None  # goes to the request log
-    request_id: str | None = None  # the reply's id, without its protocol's prefix; None: a new one
+    user: str | None = None  # written to the request log
+    request_id: str | None = None  # the reply's id without the protocol's prefix; None: the server generates one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
-    """What chats and text completions have alike."""
+    """The fields that chats and text completions share."""
 
-    bad_words: Sequence[str] = ()  # texts that are never written
-    truncate: int | None = None  # tokens of the prompt that are kept, its last ones; -1: what the context holds
-    keep_first: bool = False  # `truncate` keeps the first tokens instead
+    bad_words: Sequence[str] = ()  # texts that the output must not contain
+    truncate: int | None = None  # number of prompt tokens to keep, the last ones; -1: as many as the context holds
+    keep_first: bool = False  # truncation keeps the first tokens instead of the last
     return_token_ids: bool = False
-    tokens_as_ids: bool = False  # logprobs show each token as "token_id:N"
-    unset: frozenset[str] = frozenset()  # sampling settings that are left to the checkpoint's defaults
-    ignored: Sequence[str] = ()  # fields that have no effect
+    tokens_as_ids: bool = False  # logprobs write each token as "token_id:N"
+    unset: frozenset[str] = frozenset()  # sampling parameters that take the checkpoint's defaults
+    ignored: Sequence[str] = ()  # names of request fields without effect
     stream: bool = False
-    running_usage: bool = False  # push a Progress before each output's pieces
+    running_usage: bool = False  # a RunningUsage precedes the deltas of each engine output
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall(GenerationCall):
     caller: Caller
-    messages: Sequence[dict[str, Any]]  # as chat templates take them: content is text, tool arguments are objects
+    messages: Sequence[dict[str, Any]]  # in the form chat templates take: content is text, tool arguments are objects
     params: SamplingParams
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     template_args: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking
-    wishes: Sequence[Wish] = ()  # the fields that template_args come from
-    thinking_budget: int | None = None  # tokens of reasoning, after which it is closed; with n = 1
-    continue_last: bool = False  # the last message is the assistant's and is to be continued
-    generation_prompt: bool = True  # end the prompt with the opening of the assistant's turn
-    add_special_tokens: bool = False  # tokenize the rendered prompt with them too; templates write their own
+    wishes: Sequence[Wish] = ()  # the request fields from which template_args were made
+    thinking_budget: int | None = None  # tokens of reasoning after which the server closes it; requires n = 1
+    continue_last: bool = False  # the output continues the last message, which is the assistant's
+    generation_prompt: bool = True  # the prompt ends with the template's opening of an assistant message
+    add_special_tokens: bool = False  # the tokenizer adds special tokens to those that the template writes
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall(GenerationCall):
     caller: Caller
-    prompts: Sequence[str | list[int]]  # each gives params.n choices
+    prompts: Sequence[str | list[int]]  # params.n choices are generated for each
     params: SamplingParams
     echo: bool = False
     add_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""The typed stream every protocol renders: what a generation says, piece by piece. Plain replies are folds of it."""
+"""The deltas of a reply, which each protocol's writer turns into stream events or one plain reply."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Reason = Literal["stop", "length", "tool_calls", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """One token as logprobs show it."""
+    """One token with its log-probability."""
 
     id: int
     text: str
     bytes: bytes
-    logprob: float | None  # None: the first prompt token has none
+    logprob: float | None  # None for the first token of a prompt
     top: Sequence[TokenInfo] = ()
-    offset: int = 0  # where its text begins: in the prompt's text, or in what was generated
+    offset: int = 0  # character position of its text, in the prompt or in the generated text
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The first delta of every stream: the prompt's cost, known before the first token is."""
+    """The first delta of every reply: the prompt's tokens, known before the first generated token."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -33,7 +33,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What all choices have cost so far, before the pieces it counts: only when running_usage was asked for."""
+    """Tokens of all choices so far, sent before the deltas they count; only with `running_usage`."""
 
     completion_tokens: int
     reasoning_tokens: int = 0
@@ -41,26 +41,26 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PromptDelta:
-    """The prompt itself, before a choice's first text: only when echo or prompt_logprobs were asked for."""
+    """The prompt's text, sent before a choice's first text; only with echo or prompt_logprobs."""
 
     index: int
     text: str
-    tokens: Sequence[TokenInfo] = ()  # with prompt_logprobs
+    tokens: Sequence[TokenInfo] = ()  # only with prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIds:
-    """A choice's newest tokens, before the pieces made of them: only when return_token_ids was asked for."""
+    """A choice's newest token ids, sent before the deltas made of them; only with return_token_ids."""
 
     index: int
     ids: Sequence[int]
-    prompt: Sequence[int] = ()  # those of the prompt, with a choice's first
+    prompt: Sequence[int] = ()  # ids of the prompt, with a choice's first tokens
 
 
-class TextDelta(msgspec.Struct, frozen=True):  # no dataclass: one is made for every event
-    index: int  # which choice
+class TextDelta(msgspec.Struct, frozen=True):  # a Struct, not a dataclass: one is created for every event
+    index: int  # number of the choice
     text: str
-    tokens: Sequence[TokenInfo] = ()  # when logprobs were asked for
+    tokens: Sequence[TokenInfo] = ()  # only with logprobs
 
 
 class ReasoningDelta(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ class ReasoningDelta(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
     index: int
-    slot: int  # which call of this choice, from 0
+    slot: int  # number of the call within the choice, from 0
     id: str
     name: str
 
@@ -85,26 +85,26 @@ class ToolCallArguments(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one choice; each has exactly one."""
+    """The end of one choice; each choice has exactly one."""
 
     index: int
     reason: Reason
     stop_sequence: str | None = None
-    stop_token: int | None = None  # the token that ended it, if it is one of those that do
+    stop_token: int | None = None  # the end token or requested stop token that ended it
     asked_stop: bool = False  # `stop_token` is one of the request's stop_token_ids
 
     def reasons(self) -> dict[str, str | int | None]:
-        """What ended it, as vLLM (without the model's own end tokens) and SGLang (with them) tell it."""
-        asked = self.stop_token if self.asked_stop else None
+        """Return vLLM's `stop_reason` (without the model's own end tokens) and SGLang's `matched_stop` (with them)."""
+        requested = self.stop_token if self.asked_stop else None
         return {
-            "stop_reason": asked if self.stop_sequence is None else self.stop_sequence,
+            "stop_reason": requested if self.stop_sequence is None else self.stop_sequence,
             "matched_stop": self.stop_token if self.stop_sequence is None else self.stop_sequence,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Comes once, last, after every choice has finished."""
+    """Token counts of the whole reply; the last delta, after every choice has finished."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -127,8 +127,11 @@ Delta = (
 
 
 class Renderer(Protocol):
-    """One reply in one protocol. The server pushes every delta; a stream sends what start, push and end return,
-    a plain reply sends `body()` after the last push."""
+    """Writes one reply in one protocol.
+
+    The server pushes every delta. A stream sends the events that start, push and end return; a plain reply sends
+    `body()` after the last push.
+    """
 
     def start(self) -> list[bytes]: ...
 
@@ -137,7 +140,7 @@ class Renderer(Protocol):
     def end(self) -> list[bytes]: ...
 
     def fail(self, error: Exception) -> list[bytes]:
-        """The stream breaks after it began: the protocol's error event, and its ending."""
+        """Return the protocol's error event and end of stream, for a stream that has already started."""
         ...
 
     def body(self) -> dict[str, Any]: ...

@@ -1,5 +1,7 @@
-"""An exception as a reply in the shape of each protocol: status, headers, body. Anything not ours is a 500 that tells
-nothing of its inside."""
+"""Error replies in the format of each protocol: status, headers and body.
+
+An exception that is not an EmberlineError becomes a 500 without details of the server's internals.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from emberline.core.errors import EmberlineError, EngineUnavailable, Overloaded, Unauthorized
 
-UNAVAILABLE_RETRY_AFTER = 2  # seconds: about what an engine takes to come back
+UNAVAILABLE_RETRY_AFTER = 2  # about the time that an engine process takes to restart
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -34,23 +36,23 @@ class ErrorReply:
 
 
 def openai_error(error: Exception) -> ErrorReply:
-    ours = _ours(error)
-    kind = _OPENAI_TYPES.get(ours.status, "server_error" if ours.status >= 500 else "invalid_request_error")
-    body = {"error": {"message": str(ours), "type": kind, "param": ours.param, "code": ours.code}}
-    return ErrorReply(ours.status, body, _headers(ours))
+    wrapped = _as_emberline_error(error)
+    kind = _OPENAI_TYPES.get(wrapped.status, "server_error" if wrapped.status >= 500 else "invalid_request_error")
+    body = {"error": {"message": str(wrapped), "type": kind, "param": wrapped.param, "code": wrapped.code}}
+    return ErrorReply(wrapped.status, body, _headers(wrapped))
 
 
 def anthropic_error(error: Exception) -> ErrorReply:
-    ours = _ours(error)
-    kind = _ANTHROPIC_TYPES.get(ours.status, "api_error" if ours.status >= 500 else "invalid_request_error")
-    body = {"type": "error", "error": {"type": kind, "message": str(ours)}}
-    return ErrorReply(ours.status, body, _headers(ours))
+    wrapped = _as_emberline_error(error)
+    kind = _ANTHROPIC_TYPES.get(wrapped.status, "api_error" if wrapped.status >= 500 else "invalid_request_error")
+    body = {"type": "error", "error": {"type": kind, "message": str(wrapped)}}
+    return ErrorReply(wrapped.status, body, _headers(wrapped))
 
 
-def _ours(error: Exception) -> EmberlineError:
+def _as_emberline_error(error: Exception) -> EmberlineError:
     if isinstance(error, EmberlineError):
         return error
-    return EmberlineError("the server made a mistake", hint="its log says more; please report it")
+    return EmberlineError("internal server error", hint="the server log has the traceback; please report it")
 
 
 def _headers(error: EmberlineError) -> dict[str, str]:

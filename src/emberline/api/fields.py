@@ -1,11 +1,11 @@
-"""What a request's field may say that has no effect here: the one table of every protocol, written as field types.
+"""Types of request fields that have no effect on this server, for all protocols.
 
-    store: Hint = None                                    any value is accepted; the reply's header lists the field
-    length_penalty: Annotated[Any, only(1.0)] = None      these values are accepted, as they ask for what happens anyway
-    web_search_options: None = None                       known and not served: null alone (`parse`)
+    store: IgnoredField = None                                  accepts any value; a reply header lists the field
+    length_penalty: Annotated[Any, accepts_only(1.0)] = None    accepts only values that ask for the default behaviour
+    web_search_options: None = None                             known and not supported: accepts only null (`parse`)
 
-A field of any other type is honoured. Null is accepted for every field that may be left out (`without_nulls`). What is
-left is refused by name.
+Fields of other types have an effect. Null is accepted for every optional field (`remove_nulls`). Every other field is
+rejected by name.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from msgspec import Meta
 
 from emberline.core.errors import InvalidRequest
 
-IGNORED = "x-emberline-ignored"  # header of a reply: the fields that had no effect
+IGNORED = "x-emberline-ignored"  # reply header that lists the request fields without effect
 
 Hint = Annotated[Any, Meta(description="Accepted without effect", extra={"accepts": None})]
 
 
 def only(*values: Any) -> Meta:
-    """The values that a field may have, as they ask for what happens anyway."""
-    # The description also keeps `typing` from taking only(1) for only(True), as it caches types that are equal.
-    about = f"Without effect; may be {values!r}"
-    return Meta(description=about, extra={"accepts": values}, extra_json_schema={"enum": [*values, None]})
+    """Return the annotation of a field that accepts only these values, which ask for the default behaviour."""
+    # The description also keeps the cache of `typing` from merging accepts_only(1) and accepts_only(True).
+    description = f"Without effect; may be {values!r}"
+    return Meta(description=description, extra={"accepts": values}, extra_json_schema={"enum": [*values, None]})
 
 
-Off = Annotated[Any, only(False)]  # a switch that has its off position alone
+Off = Annotated[Any, only(False)]
 Empty = Annotated[Any, only("", [], {})]
 
 
 def ignored_fields(asked: msgspec.Struct, path: str = "") -> list[str]:
-    """The names of the fields without effect. Raises InvalidRequest for a value that its field does not accept."""
+    """Return the names of the fields without effect. Raises InvalidRequest for a value that is not accepted."""
     found: list[str] = []
-    rules, nested = _table(type(asked))
+    rules, nested = _rules_of(type(asked))
     for attribute, name, accepted in rules:
         value = getattr(asked, attribute)
         if value is None:
@@ -48,25 +48,26 @@ def ignored_fields(asked: msgspec.Struct, path: str = "") -> list[str]:
             found.append(path + name)
         elif not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted):
             shown = " or ".join(msgspec.json.encode(each).decode() for each in accepted)
-            hint = f"leave it out, or send {shown}"
-            raise InvalidRequest(f"{path}{name} is not served with this value", param=path + name, hint=hint)
+            hint = f"remove {path}{name}, or send {shown}"
+            given = msgspec.json.encode(value).decode()[:100]
+            raise InvalidRequest(f"{path}{name} is {given}, which is not supported", param=path + name, hint=hint)
     for attribute, name in nested:
         value = getattr(asked, attribute)
         if isinstance(value, msgspec.Struct):
             found += ignored_fields(value, f"{path}{name}.")
         elif isinstance(value, list):
-            for at, item in enumerate(value):
+            for i, item in enumerate(value):
                 if isinstance(item, msgspec.Struct):
-                    found += ignored_fields(item, f"{path}{name}[{at}].")
+                    found += ignored_fields(item, f"{path}{name}[{i}].")
     return found
 
 
 def without_nulls(value: Any, kind: Any) -> Any:
-    """Decoded JSON without the nulls of optional or unknown fields, where `kind` has a struct; elsewhere as it is."""
+    """Remove the nulls of optional and unknown fields from decoded JSON, wherever its declared type is a struct."""
     if isinstance(value, list):
-        items = [each for each in _parts(kind) if get_origin(each) is list]
+        items = [each for each in _union_members(kind) if get_origin(each) is list]
         return [without_nulls(item, get_args(items[0])[0]) for item in value] if items else value
-    if not isinstance(value, dict) or (struct := _struct_of(value, kind)) is None:
+    if not isinstance(value, dict) or (struct := _select_struct(value, kind)) is None:
         return value
     fields, hints = {field.encode_name: field for field in msgspec.structs.fields(struct)}, _hints(struct)
     kept = {}
@@ -82,8 +83,8 @@ Table = tuple[list[tuple[str, str, tuple[Any, ...] | None]], list[tuple[str, str
 
 
 @cache
-def _table(struct: type[msgspec.Struct]) -> Table:
-    """Its fields with a rule, and those that hold structs with such fields."""
+def _rules_of(struct: type[msgspec.Struct]) -> Table:
+    """Return the struct's fields that have a rule, and its fields that hold structs with such fields."""
     rules, nested = [], []
     hints = _hints(struct)
     for field in msgspec.structs.fields(struct):
@@ -93,7 +94,7 @@ def _table(struct: type[msgspec.Struct]) -> Table:
         ]
         if accepts:
             rules.append((field.name, field.encode_name, accepts[0]))
-        elif any(any(_table(inner)) for inner in _structs(kind)):
+        elif any(any(_rules_of(inner)) for inner in _structs_in(kind)):
             nested.append((field.name, field.encode_name))
     return rules, nested
 
@@ -103,29 +104,29 @@ def _hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 
 
-def _parts(kind: Any) -> Iterator[Any]:
-    """The members of a union, without what they are annotated with."""
+def _union_members(kind: Any) -> Iterator[Any]:
+    """Yield the members of a union without their annotations."""
     if get_origin(kind) is Annotated:
-        yield from _parts(get_args(kind)[0])
+        yield from _union_members(get_args(kind)[0])
     elif get_origin(kind) in (list, dict) or not get_args(kind):
         yield kind
     else:
         for inner in get_args(kind):
             if inner is not NoneType:
-                yield from _parts(inner)
+                yield from _union_members(inner)
 
 
-def _structs(kind: Any) -> Iterator[type[msgspec.Struct]]:
-    for part in _parts(kind):
+def _structs_in(kind: Any) -> Iterator[type[msgspec.Struct]]:
+    for part in _union_members(kind):
         if get_origin(part) is list:
-            yield from _structs(get_args(part)[0])
+            yield from _structs_in(get_args(part)[0])
         elif isinstance(part, type) and issubclass(part, msgspec.Struct):
             yield part
 
 
-def _struct_of(value: dict[str, Any], kind: Any) -> type[msgspec.Struct] | None:
-    """Of the structs that this may be, the one that its tag names."""
-    structs = [part for part in _parts(kind) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
+def _select_struct(value: dict[str, Any], kind: Any) -> type[msgspec.Struct] | None:
+    """Return the struct that the value's tag selects among those that `kind` allows."""
+    structs = [part for part in _union_members(kind) if isinstance(part, type) and issubclass(part, msgspec.Struct)]
     if len(structs) == 1:
         return structs[0]
     for struct in structs:

@@ -1,4 +1,4 @@
-"""Lark grammars, written safely: literals, patterns, markers that are tokens of their own, and how grammars combine."""
+"""Builds Lark grammars with correct escaping: literals, patterns, special tokens, and combinations of grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.params import Grammar
 
 
 def literal(text: str, special: Mapping[str, int] | None = None) -> str:
-    """Matches exactly this text; markers in `special` match their token, which text does not spell."""
+    """Return a term that matches exactly this text; a marker in `special_tokens` matches its token id, not its text."""
     if not special:
         return json.dumps(text)
     pieces = re.split(f"({'|'.join(map(re.escape, special))})", text)
@@ -19,13 +19,13 @@ def literal(text: str, special: Mapping[str, int] | None = None) -> str:
 
 
 def pattern(regex: str) -> str:
-    """The regex between slashes."""
+    """Return the regex as a Lark pattern, between slashes."""
     escaped = re.sub(r"\\.|/|\n", lambda m: {"/": r"\/", "\n": r"\n"}.get(m[0], m[0]), regex, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
 def parts(grammar: Grammar) -> list[dict[str, Any]]:
-    """The same grammar as llguidance's list of grammars, the first of which is the start."""
+    """Convert a grammar to llguidance's list of grammars; the first is the start."""
     match grammar.kind:
         case "json_object":
             return [{"json_schema": {"type": "object"}}]
@@ -42,7 +42,7 @@ def parts(grammar: Grammar) -> list[dict[str, Any]]:
 
 
 def either(first: Grammar, second: Grammar) -> Grammar:
-    """What matches one or the other. Only one of them may have named parts of its own."""
+    """Return a grammar that matches either one. At most one of them may have named parts."""
     a, *rest_a = parts(first)
     b, *rest_b = parts(second)
     top = {"lark_grammar": "start: @first | @second"}

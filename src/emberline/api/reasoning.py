@@ -1,4 +1,4 @@
-"""Reasoning: the text a model writes to itself before it answers, between two markers."""
+"""Reasoning: the text between two markers that some models write before their answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ReasoningStyle:
         return (self.begin, self.end)
 
     def opened_by(self, prompt: str) -> bool:
-        """Templates of some models write the first marker themselves: the output then starts inside."""
+        """Return whether the prompt ends with the opening marker, so that the output starts inside the reasoning."""
         return prompt.rstrip().endswith(self.begin)
 
 
@@ -35,8 +35,11 @@ def style_for(template: str) -> ReasoningStyle | None:
 
 
 def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Mapping[str, int]) -> Grammar:
-    """The same constraint, on what follows the reasoning. `special`: the ids of markers that are tokens of their own.
-    One that cannot be read comes back as it is: whoever compiles it says why."""
+    """Return the grammar that allows reasoning first and then applies the given grammar to the answer.
+
+    `special_tokens`: the ids of the markers that are special tokens. A grammar that cannot be parsed is returned
+    unchanged: the grammar compiler reports its error.
+    """
     try:
         first, *rest = parts(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -48,18 +51,18 @@ def reasoned(grammar: Grammar, style: ReasoningStyle, opened: bool, special: Map
         inside = f"(.|\\n)*{re.escape(style.end)}"
         thought = f"thought[lazy]: {pattern(inside if opened else re.escape(style.begin) + inside)}"
         lead = f"lead: thought{'' if opened else '?'}\n{thought}"
-    return _behind(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
+    return _with_prefix(f"lead GAP @body\n{lead}\nTEXT: /(.|\\n)*/", first, rest)
 
 
 def answered(grammar: Grammar) -> Grammar:
-    """The same constraint where the reasoning has been closed already: only the white space after it may come first."""
+    """Return the grammar for output after closed reasoning: white space, then what the given grammar matches."""
     try:
         first, *rest = parts(grammar)
     except (ValueError, TypeError, KeyError, RecursionError):
         return grammar
-    return _behind("GAP @body", first, rest)
+    return _with_prefix("GAP @body", first, rest)
 
 
-def _behind(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> Grammar:
+def _with_prefix(start: str, body: dict[str, Any], rest: list[dict[str, Any]]) -> Grammar:
     top = {"lark_grammar": f"start: {start}\nGAP: /[ \\n]{{0,4}}/\n"}
     return Grammar("grammar", json.dumps({"grammars": [top, {**body, "name": "body"}, *rest]}))

@@ -1,4 +1,4 @@
-"""The shapes of our replies, for the OpenAPI document. Renderers build plain dicts; a test holds them to these."""
+"""Schemas of the replies, for the OpenAPI document. The writers build plain dicts; a test checks them against these."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Tokens(Wire):
 
 class Text(Wire):
     prompt: str
-    content: str | UnsetType = UNSET  # the same, as llama.cpp names it
+    content: str | UnsetType = UNSET  # llama.cpp's name for the same text
 
 
 class TokenCount(Wire):
@@ -193,7 +193,7 @@ class TokenCount(Wire):
 
 
 class Message(Wire):
-    """Anthropic's."""
+    """A reply of Anthropic's Messages API."""
 
     id: str
     type: Literal["message"]
@@ -206,7 +206,7 @@ class Message(Wire):
 
 
 class Response(msgspec.Struct):
-    """Of the Responses protocol; it also repeats what the request asked for."""
+    """A reply of the Responses API; it also repeats fields of the request."""
 
     id: str
     object: Literal["response"]

@@ -1,4 +1,4 @@
-"""Server-sent events: the bytes of one event, built once."""
+"""Server-sent events: encoding of one event to bytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-DONE = b"data: [DONE]\n\n"  # how the OpenAI protocols end a stream
+DONE = b"data: [DONE]\n\n"  # ends a stream of the OpenAI protocols
 
-_ENCODER = msgspec.json.Encoder()  # not orjson: it refuses integers beyond 64 bits, which replies may repeat
+_ENCODER = msgspec.json.Encoder()  # not orjson, which rejects integers above 64 bits: replies may repeat such values
 
 
 def dumps(payload: Any) -> bytes:
-    """JSON as every reply carries it, streamed or not."""
+    """Encode the JSON of a reply, streamed or not."""
     return _ENCODER.encode(payload)
 
 

@@ -24,12 +24,12 @@ from emberline.core.params import SamplingParams
 
 
 class TokenizeRequest(Wire):
-    """A prompt, or messages with what belongs to them."""
+    """A text (`prompt` or `content`), or `messages` with the fields that render them."""
 
-    model: Name | None = None  # None: the one that is served
+    model: Name | None = None  # None: the server's only model
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None  # of a prompt true, of messages false: templates write their own
+    add_special_tokens: bool | None = None  # default: true for a prompt; false for messages: templates write their own
     return_token_strs: bool | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
@@ -37,11 +37,11 @@ class TokenizeRequest(Wire):
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
     mm_processor_kwargs: None = None
-    # llama.cpp's
-    content: str | None = None  # as `prompt`, without special tokens unless asked for
+    # llama.cpp's fields
+    content: str | None = None  # a text like `prompt`, by default without special tokens
     add_special: bool | None = None
     parse_special: Annotated[Any, only(True)] = None
-    with_pieces: bool | None = None  # each token with its text
+    with_pieces: bool | None = None  # the reply has each token's text
 
 
 class DetokenizeRequest(Wire):
@@ -53,9 +53,9 @@ class DetokenizeRequest(Wire):
 class TokenizeCall:
     model: str | None
     prompt: str | ChatCall
-    add_special_tokens: bool  # of a text; a ChatCall has its own
-    strings: bool  # the tokens' texts are wanted too
-    pieces: bool = False  # as objects, in place of the ids
+    add_special_tokens: bool  # for a text; a ChatCall has its own field
+    strings: bool  # the reply includes the tokens' texts
+    pieces: bool = False  # the reply has objects with id and text in place of ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,27 +66,37 @@ class DetokenizeCall:
 
 def parse(body: bytes) -> TokenizeCall:
     try:
-        asked = decode(body, TokenizeRequest)
+        request = decode(body, TokenizeRequest)
     except InvalidRequest as error:
         raise explain_parts(error) from None
-    ignored_fields(asked)
-    if sum(each is not None for each in (asked.prompt, asked.content, asked.messages)) != 1:
-        raise InvalidRequest("exactly one of prompt, content and messages is needed", param="prompt")
-    if asked.content is not None:
-        _plain(asked)
+    ignored_fields(request)
+    if sum(each is not None for each in (request.prompt, request.content, request.messages)) != 1:
+        given = [name for name in ("prompt", "content", "messages") if getattr(request, name) is not None]
+        found = " and ".join(given) or "none of them"
+        raise InvalidRequest(
+            f"exactly one of prompt, content and messages is required; the request has {found}", param="prompt"
+        )
+    if request.content is not None:
+        _plain_text(request)
         return TokenizeCall(
-            asked.model, asked.content, bool(asked.add_special), bool(asked.with_pieces), bool(asked.with_pieces)
+            request.model,
+            request.content,
+            bool(request.add_special),
+            bool(request.with_pieces),
+            bool(request.with_pieces),
         )
     for param in ("add_special", "with_pieces"):
-        if getattr(asked, param) is not None:
-            raise InvalidRequest(f"{param} goes with content", param=param, hint="send content in place of prompt")
-    prompt = _chat(asked, asked.messages) if asked.messages is not None else _plain(asked)
-    return TokenizeCall(asked.model, prompt, asked.add_special_tokens is not False, bool(asked.return_token_strs))
+        if getattr(request, param) is not None:
+            raise InvalidRequest(
+                f"{param} requires the field content", param=param, hint="send content in place of prompt"
+            )
+    prompt = _chat_call(request, request.messages) if request.messages is not None else _plain_text(request)
+    return TokenizeCall(request.model, prompt, request.add_special_tokens is not False, bool(request.return_token_strs))
 
 
 def parse_detokenize(body: bytes) -> DetokenizeCall:
-    asked = decode(body, DetokenizeRequest)
-    return DetokenizeCall(asked.model, asked.tokens)
+    request = decode(body, DetokenizeRequest)
+    return DetokenizeCall(request.model, request.tokens)
 
 
 def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_context: int) -> dict[str, Any]:
@@ -100,29 +110,29 @@ def render(call: TokenizeCall, ids: Sequence[int], strings: Sequence[str], max_c
 
 
 def render_detokenized(call: DetokenizeCall, text: str) -> dict[str, Any]:
-    """llama.cpp's clients read `content` and name no model; vLLM's reply has `prompt` alone."""
+    """Return vLLM's reply; a request without a model gets `content` too, which llama.cpp's clients read."""
     return {"prompt": text} if call.model else {"prompt": text, "content": text}
 
 
-def _plain(asked: TokenizeRequest) -> str:
-    """The text, if no field is given that goes with messages."""
+def _plain_text(request: TokenizeRequest) -> str:
+    """Return the text. Raises InvalidRequest if the request has a field that applies to messages only."""
     for param in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
-        if getattr(asked, param) is not None:
-            raise InvalidRequest(f"{param} goes with messages, not with a prompt", param=param)
-    return asked.prompt or ""
+        if getattr(request, param) is not None:
+            raise InvalidRequest(f"{param} applies to messages, not to a prompt", param=param, hint=f"remove {param}")
+    return request.prompt or ""
 
 
-def _chat(asked: TokenizeRequest, messages: list[Message]) -> ChatCall:
-    tools = toolbox(asked.tools, None, None)
-    continue_last = continues_last(messages, asked.continue_final_message, asked.add_generation_prompt)
+def _chat_call(request: TokenizeRequest, messages: list[Message]) -> ChatCall:
+    tools = toolbox(request.tools, None, None)
+    continue_last = continues_last(messages, request.continue_final_message, request.add_generation_prompt)
     return ChatCall(
-        caller=Caller(asked.model or ""),
+        caller=Caller(request.model or ""),
         messages=for_template(messages),
         params=SamplingParams(),
         tools=tools.tools,
-        template_args=template_args(asked.chat_template_kwargs),
-        wishes=wishes(asked.chat_template_kwargs),
+        template_args=template_args(request.chat_template_kwargs),
+        wishes=wishes(request.chat_template_kwargs),
         continue_last=continue_last,
-        generation_prompt=asked.add_generation_prompt is not False and not continue_last,
-        add_special_tokens=bool(asked.add_special_tokens),
+        generation_prompt=request.add_generation_prompt is not False and not continue_last,
+        add_special_tokens=bool(request.add_special_tokens),
     )

@@ -1,4 +1,4 @@
-"""Tools: how they are shown to a model, and the grammar that makes it call them."""
+"""Tools in the prompt, and the grammar that constrains a model's tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emberline.core.params import Grammar
 
 Message = dict[str, Any]
 
-MAX_CALLS = 16  # in one reply that is made to call
+MAX_CALLS = 16  # of a reply whose grammar forces tool calls
 
 
 def knows_tools(template: str) -> bool:
@@ -23,7 +23,7 @@ def knows_tools(template: str) -> bool:
 
 
 def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As chat templates take them."""
+    """Return the tools in the form that chat templates take."""
     return [
         {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": _parameters(t)}}
         for t in tools
@@ -31,7 +31,7 @@ def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def inject(messages: Sequence[Message], tools: Sequence[Tool], style: ToolStyle) -> list[Message]:
-    """For a template that knows no tools: they go into the system message, past calls and results into plain text."""
+    """Describe the tools in the system message, and earlier calls and results as text, for a template without tools."""
     plain: list[Message] = []
     for message in messages:
         if message["role"] == "tool":
@@ -41,12 +41,12 @@ def inject(messages: Sequence[Message], tools: Sequence[Tool], style: ToolStyle)
             else:
                 plain.append({"role": "user", "content": answer, "answers": True})
         else:
-            plain.append(_spelled(message, style))
+            plain.append(_calls_as_text(message, style))
     plain = [{k: v for k, v in message.items() if k != "answers"} for message in plain]
-    return _instructed(plain, _instructions(tools, style)) if tools else plain
+    return _add_instructions(plain, _instructions(tools, style)) if tools else plain
 
 
-def _spelled(message: Message, style: ToolStyle) -> Message:
+def _calls_as_text(message: Message, style: ToolStyle) -> Message:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
@@ -58,7 +58,7 @@ def _spelled(message: Message, style: ToolStyle) -> Message:
 
 
 def written(calls: Sequence[tuple[str, str]], style: ToolStyle) -> str:
-    """These calls (name, arguments' JSON) as a model of this style writes them."""
+    """Write calls, given as (name, JSON of the arguments), in the format of this style."""
     bodies = [style.head % name + arguments + style.tail for name, arguments in calls]
     if style.listed is None:
         return style.joint.join(style.begin + body for body in bodies)
@@ -66,7 +66,7 @@ def written(calls: Sequence[tuple[str, str]], style: ToolStyle) -> str:
     return ("" if style.bare else style.begin) + opening + style.joint.join(bodies) + closing
 
 
-def _instructed(messages: list[Message], text: str) -> list[Message]:
+def _add_instructions(messages: list[Message], text: str) -> list[Message]:
     if messages and messages[0]["role"] in ("system", "developer"):
         first = {**messages[0], "content": f"{messages[0].get('content') or ''}\n\n{text}".lstrip()}
         return [first, *messages[1:]]
@@ -85,21 +85,21 @@ def _instructions(tools: Sequence[Tool], style: ToolStyle) -> str:
 
 
 def fit_ids(messages: Sequence[Message], style: ToolStyle) -> list[Message]:
-    """Mistral's templates take only ids of nine letters and digits; elsewhere they stay as they are."""
+    """Shorten tool call ids to the nine letters or digits that Mistral's templates require; no change for others."""
     if style not in (MISTRAL, MISTRAL_ARGS):
         return list(messages)
     fitted = []
     for message in messages:
         message = dict(message)
         if "tool_call_id" in message:
-            message["tool_call_id"] = _nine(message["tool_call_id"])
+            message["tool_call_id"] = _nine_char_id(message["tool_call_id"])
         if message.get("tool_calls"):
-            message["tool_calls"] = [{**call, "id": _nine(call["id"])} for call in message["tool_calls"]]
+            message["tool_calls"] = [{**call, "id": _nine_char_id(call["id"])} for call in message["tool_calls"]]
         fitted.append(message)
     return fitted
 
 
-def _nine(id_: str) -> str:
+def _nine_char_id(id_: str) -> str:
     return re.sub(r"[^A-Za-z0-9]", "", id_)[-9:].rjust(9, "0")
 
 
@@ -110,11 +110,14 @@ def grammar_for(
     parallel: bool,
     special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """What holds the model to its choice. `special`: the ids of the style's markers that are tokens of their own.
+    """Return the grammar that enforces the tool choice, or None where it needs none.
 
-    required, named   the reply is a call, or several (required and parallel)
-    auto              free text; but once a call begins it is held to the tools' names and the schemas of strict ones.
-                      None, when there is nothing to hold to: no tool is strict and calls may be many
+    required, named   the output is one call, or several (required and parallel)
+    auto              free text; once a call begins, its tool name and, for strict tools, its schema are enforced.
+                      None if no tool is strict and several calls are allowed
+
+    `special_tokens`: the ids of the style's markers that are special tokens. Raises InvalidRequest if the choice names
+    no tool of the list.
     """
     if choice.mode == "none" or not tools:
         return None
@@ -122,10 +125,15 @@ def grammar_for(
         return None
     callable_ = [t for t in tools if t.name == choice.name] if choice.mode == "named" else tools
     if not callable_:
-        raise InvalidRequest(f"tool_choice names {choice.name!r}, which is not among the tools", param="tool_choice")
+        hint = "use the name of one of the tools"
+        raise InvalidRequest(
+            f"tool_choice names {choice.name!r}, which is not in tools", param="tool_choice", hint=hint
+        )
     several = parallel and choice.mode != "named"
     special = {m: i for m, i in (special or {}).items() if m in style.markers}
-    rules = [_free(style, several, special) if choice.mode == "auto" else _forced(style, several, special)]
+    rules = [
+        _optional_rule(style, several, special) if choice.mode == "auto" else _forced_rule(style, several, special)
+    ]
     rules.append("call: " + " | ".join(f"call{i}" for i in range(len(callable_))))
     for i, tool in enumerate(callable_):
         ends = (literal(style.head % tool.name, special), literal(style.tail, special) if style.tail else "")
@@ -134,30 +142,30 @@ def grammar_for(
     return Grammar("grammar", json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *schemas]}))
 
 
-def _forced(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
-    unit = f"{literal(style.begin, special)} {_region(style, several)}"
+def _forced_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
+    unit = f"{literal(style.begin, special)} {_calls_rule(style, several)}"
     if style.bare:
-        unit = _region(style, several)
+        unit = _calls_rule(style, several)
     joint = literal(style.joint) if style.joint else ""
     more = f" ({joint} {unit}){{0,{MAX_CALLS - 1}}}" if several and style.listed is None else ""
     return f"start: {unit}{more}"
 
 
-def _free(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
-    region = _region(style, several)
+def _optional_rule(style: ToolStyle, several: bool, special: Mapping[str, int]) -> str:
+    region = _calls_rule(style, several)
     text = r"(\s*[^{\s](.|\n)*)?" if style.bare else r"(.|\n)*"
     if style.begin in special:
         lead = f"lead: TEXT {literal(style.begin, special)}"
     else:
         lead = f"lead[lazy]: {pattern(text + re.escape(style.begin))}"
     start = f"(lead {region})* TEXT" if several and style.listed is None else f"TEXT | lead {region}"
-    if style.bare:  # then a reply that starts with a brace is a call too
+    if style.bare:  # an output that starts with a brace is a call too
         start = f"{start} | {region}"
     return f"start: {start}\n{lead}\nTEXT: {pattern(text)}"
 
 
-def _region(style: ToolStyle, several: bool) -> str:
-    """What follows `begin`."""
+def _calls_rule(style: ToolStyle, several: bool) -> str:
+    """Return the rule for the text after the opening marker."""
     if style.listed is None:
         return "call"
     opening, closing = (literal(text) if text else "" for text in style.listed)
@@ -170,5 +178,5 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    """Arguments are an object even if the schema forgot to say so; only strict tools insist on every keyword."""
+    """Return the arguments' schema, always of type object; unknown schema keywords are errors for strict tools only."""
     return {**_parameters(tool), "type": "object", "x-guidance": {"lenient": not tool.strict}}

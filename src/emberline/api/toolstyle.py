@@ -1,4 +1,4 @@
-"""How a family of models writes a tool call: the markers and JSON around its name and arguments."""
+"""Tool call formats by model family: the markers and JSON around a call's name and arguments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from emberline.core.errors import InvalidRequest
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
     name: str
-    begin: str  # the marker that opens a call in running text
-    end: str  # the one that closes it; empty: the JSON ends by itself
-    markers: tuple[str, ...]  # what the detokenizer must not drop, should it be a special token
-    head: str  # what stands before a call's arguments, after `begin`; %s is the name
-    tail: str  # and after them, `end` included
-    joint: str  # between calls
-    listed: tuple[str, str] | None = None  # around several calls that share one `begin`
-    bare: bool = False  # a reply that starts with { may be a call without `begin`
-    named: bool = False  # `begin` may be followed by a plain name, or by a list of calls
+    begin: str  # marker that opens a call in the text
+    end: str  # marker that closes a call; empty: the call ends with its JSON
+    markers: tuple[str, ...]  # texts that the detokenizer must keep where they are special tokens
+    head: str  # text between `begin` and the arguments; %s is the tool's name
+    tail: str  # text after the arguments, including `end`
+    joint: str  # text between two calls
+    listed: tuple[str, str] | None = None  # texts before and after several calls that share one `begin`
+    bare: bool = False  # an output that starts with { may be a call without `begin`
+    named: bool = False  # a plain tool name, or a list of calls, may follow `begin`
 
 
 _MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 HERMES = ToolStyle(
-    name="hermes",  # and Qwen 2.5, Qwen 3
+    name="hermes",  # also Qwen 2.5 and Qwen 3
     begin="<tool_call>",
     end="</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
@@ -44,7 +44,7 @@ LLAMA3 = ToolStyle(
     bare=True,
 )
 MISTRAL = ToolStyle(
-    name="mistral",  # up to the v7 tokenizers
+    name="mistral",  # tokenizers up to v7
     begin="[TOOL_CALLS]",
     end="",
     markers=_MISTRAL,
@@ -55,7 +55,7 @@ MISTRAL = ToolStyle(
     named=True,
 )
 MISTRAL_ARGS = ToolStyle(
-    name="mistral-args",  # from v11 on
+    name="mistral-args",  # tokenizers from v11 on
     begin="[TOOL_CALLS]",
     end="",
     markers=_MISTRAL,
@@ -69,10 +69,13 @@ STYLES: dict[str, ToolStyle] = {style.name: style for style in (HERMES, LLAMA3, 
 
 
 def style_for(template: str, name: str = "auto") -> ToolStyle:
-    """The style called `name`; with "auto", the one whose markers the chat template has, and Hermes if it has none."""
+    """Return the style called `name`; with "auto", the one whose markers the chat template contains, else Hermes.
+
+    Raises InvalidRequest for an unknown name.
+    """
     if name != "auto":
         if name not in STYLES:
-            raise InvalidRequest(f"no tool style {name!r}", hint=f"auto, {', '.join(STYLES)}")
+            raise InvalidRequest(f"unknown tool style {name!r}", hint=f"--tool-style takes auto, {', '.join(STYLES)}")
         return STYLES[name]
     if "[TOOL_CALLS]" in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL

@@ -1,5 +1,8 @@
-"""Transcript: a conversation as chat templates take it, built from a protocol's finer pieces. Neighbours of one role
-become one message, because the protocols allow them and many templates do not."""
+"""Transcript: builds the messages that chat templates take from a protocol's content parts.
+
+Adjacent parts of one role become one message: the protocols allow several messages of one role in a row, and many
+templates do not.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Message:
     role: Role
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    answers: dict[str, str] = field(default_factory=dict)  # a tool's turn: which call it answers
+    result_of: dict[str, str] = field(default_factory=dict)  # of a tool result: the call's id and the tool's name
 
-    def message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts), **self.answers}
+    def to_dict(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self.role, "content": "\n".join(self.texts), **self.result_of}
         if self.thoughts:
             message["reasoning_content"] = "\n".join(self.thoughts)
         if self.calls:
@@ -30,34 +33,39 @@ class _Turn:
 
 class Transcript:
     def __init__(self) -> None:
-        self._turns: list[_Turn] = []
-        self._names: dict[str, str] = {}  # of the tools called so far, by call id
+        self._messages: list[_Message] = []
+        self._tool_names: dict[str, str] = {}  # by the id of the call
 
     def say(self, role: Role, text: str) -> None:
-        self._turn(role).texts.append(text)
+        self._last_message(role).texts.append(text)
 
     def think(self, text: str) -> None:
-        self._turn("assistant").thoughts.append(text)
+        self._last_message("assistant").thoughts.append(text)
 
     def call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
-        self._names[id] = name
+        self._tool_names[id] = name
         function = {"name": name, "arguments": arguments}
-        self._turn("assistant").calls.append({"id": id, "type": "function", "function": function})
+        self._last_message("assistant").calls.append({"id": id, "type": "function", "function": function})
 
     def answer(self, id: str, text: str, *, param: str) -> None:
-        if (name := self._names.get(id)) is None:
-            raise InvalidRequest(f"{param} is {id[:100]!r}, and no earlier tool call has this id", param=param)
-        self._turns.append(_Turn("tool", [text], answers={"tool_call_id": id, "name": name}))
+        """Add the result of a tool call. Raises InvalidRequest if no earlier call has this id."""
+        if (name := self._tool_names.get(id)) is None:
+            hint = "send the tool call in an earlier message"
+            raise InvalidRequest(
+                f"{param} is {id[:100]!r}, but no earlier tool call has this id", param=param, hint=hint
+            )
+        self._messages.append(_Message("tool", [text], result_of={"tool_call_id": id, "name": name}))
 
     def messages(self, *, param: str) -> list[dict[str, Any]]:
-        if not self._turns:
-            raise InvalidRequest(f"{param} says nothing", param=param)
-        if self._turns[-1].calls:
-            hint = "append the call's result"
-            raise InvalidRequest(f"{param} ends with a tool call, which awaits its result", param=param, hint=hint)
-        return [turn.message() for turn in self._turns]
+        """Return the messages. Raises InvalidRequest if there are none or the last is a call without a result."""
+        if not self._messages:
+            raise InvalidRequest(f"{param} has no content", param=param, hint="send at least one message with text")
+        if self._messages[-1].calls:
+            hint = "append the result of the tool call"
+            raise InvalidRequest(f"{param} ends with a tool call that has no result", param=param, hint=hint)
+        return [message.to_dict() for message in self._messages]
 
-    def _turn(self, role: Role) -> _Turn:
-        if not self._turns or self._turns[-1].role != role:
-            self._turns.append(_Turn(role))
-        return self._turns[-1]
+    def _last_message(self, role: Role) -> _Message:
+        if not self._messages or self._messages[-1].role != role:
+            self._messages.append(_Message(role))
+        return self._messages[-1]

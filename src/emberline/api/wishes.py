@@ -1,5 +1,8 @@
-"""Wishes: what a request asks of the chat template. One without effect is ignored where it is a hint about reasoning,
-and refused by the name of its field otherwise."""
+"""Request fields that set variables of the chat template.
+
+A setting that the model's template does not use is ignored if it is a hint about reasoning; any other is an error that
+names its field.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,26 @@ from emberline.core.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    field: str  # as the protocol names it
-    names: tuple[str, ...]  # variables that carry it: a template that uses none of them does not hear of it
-    thinks: bool | None = None  # it asks for reasoning, or for none; None: for something else
+    field: str  # name in the protocol
+    names: tuple[str, ...]  # template variables that carry it; without effect if the template uses none of them
+    thinks: bool | None = None  # whether it turns reasoning on or off; None: neither
 
 
 def wishes_of_kwargs(given: dict[str, Any]) -> list[Wish]:
-    return [Wish(f"chat_template_kwargs.{name[:100]}", (name,), _thinks(name, value)) for name, value in given.items()]
+    return [
+        Wish(f"chat_template_kwargs.{name[:100]}", (name,), _reasoning_switch(name, value))
+        for name, value in given.items()
+    ]
 
 
-HINTS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})  # how much to reason
+HINTS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})
 
 
 def ignored_wishes(wishes: Sequence[Wish], known: frozenset[str], reasons: bool) -> list[str]:
-    """The fields that have no effect, as they ask for more or less reasoning than there is a way to ask for.
+    """Return the fields about reasoning that have no effect with this template.
 
-    `known`: the variables that a request may set; `reasons`: whether the model does. What holds anyway is granted.
-    Raises InvalidRequest for any other variable that the template does not use.
+    `known`: the variables that a request may set; `model_reasons`: whether the model reasons, so that a setting which
+    states the same is not ignored. Raises InvalidRequest for any other variable that the template does not use.
     """
     ignored = []
     for wish in wishes:
@@ -39,13 +45,13 @@ def ignored_wishes(wishes: Sequence[Wish], known: frozenset[str], reasons: bool)
             raise InvalidRequest(
                 f"{wish.field} has no effect: this model's chat template does not use {names}",
                 param=wish.field,
-                hint="leave it out" + (f"; chat_template_kwargs that it uses: {others}" if others else ""),
+                hint=f"remove {wish.field}" + (f"; variables that the template uses: {others}" if others else ""),
             )
         ignored.append(wish.field)
     return ignored
 
 
-def _thinks(name: str, value: Any) -> bool | None:
+def _reasoning_switch(name: str, value: Any) -> bool | None:
     if name in ("enable_thinking", "thinking") and isinstance(value, bool):
         return value
     return False if name == "reasoning_effort" and value == "none" else None

@@ -1,1 +1,1 @@
-"""HTTP/1.1 and WebSockets, both ways: `pool` asks others, `server` is asked."""
+"""HTTP/1.1 and WebSockets: a client (`connection_pool`) and a server (`server`)."""

@@ -1,5 +1,8 @@
-"""Connection: HTTP/1.1 to one place, one request at a time, kept from one to the next. What has come and was not taken
-yet is bounded: who reads slowly is sent slowly. Little else, because every event of every stream passes here."""
+"""HTTPClientConnection: an HTTP/1.1 connection to a server, for one request at a time, reused for later ones.
+
+Unread data is bounded: reading from the socket pauses while the caller reads slowly. The code is kept small because
+every event of every stream passes through it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import httptools
 
 from emberline.net.errors import Broken, TimedOut
 
-FOREVER = math.inf  # seconds
-BUFFER = 1 << 16  # bytes of a reply that may wait here before its sender has to
-LARGEST_HEAD = 1 << 16  # bytes of a reply's headers; of its trailers
-INFLATED_AT_ONCE = 1 << 18  # bytes that are unpacked between two turns of the event loop
-CUT_OFF = "what the reply had packed is cut off"
+FOREVER = math.inf
+BUFFER = 1 << 16  # above it, reading from the socket pauses
+LARGEST_HEAD = 1 << 16  # of a reply's headers; likewise of its trailers
+INFLATED_AT_ONCE = 1 << 18  # of decompressed data before the event loop runs other tasks
+CUT_OFF = "the compressed body of the reply is cut off"
 
 
 class Connection(asyncio.Protocol):
@@ -25,57 +28,57 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[bool] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._due = 0.0  # when the one who waits has waited long enough
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = 0.0  # time at which the current wait ends
         self.closed = False
         self.idle_since = 0.0
-        self._begin(False)
+        self._reset(False)
 
-    def _begin(self, bodyless: bool) -> None:
+    def _reset(self, is_bodyless: bool) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
-        self._head_size = 0  # bytes of headers
-        self._extra = 0  # of all that came since they were whole, or since a piece of the body
-        self._moved = False  # what came last had one of those
-        self._headed = False  # the head is whole
-        self._bodyless = bodyless
+        self._head_size = 0  # bytes of the headers so far
+        self._bytes_without_progress = 0  # bytes received since the head ended or since a piece of the body
+        self._made_progress = False  # the last bytes received made progress
+        self._has_head = False  # the whole head has arrived
+        self._is_bodyless = is_bodyless
         self._chunks: list[bytes] = []
         self._size = 0
         self._paused = False
         self._inflater: zlib._Decompress | None = None
-        self._packed = False  # some of what it is to inflate has come
-        self._tail = b""  # what has come and is not inflated yet
-        self._message_ended = False  # all of it has come, inflated or not
+        self._has_compressed_data = False  # some compressed data has arrived
+        self._compressed = b""  # received data that is not decompressed yet
+        self._message_ended = False  # the whole reply has arrived, decompressed or not
         self._error: Broken | None = None
-        self._keep = False
+        self._keep_alive = False
         self.complete = False
-        self.silent = True  # not one byte has come
+        self.silent = True  # no byte of the reply has arrived
 
     # -- an exchange ---------------------------------------------------------------------------------------------------
 
     def send(self, method: str, head: bytes, body: bytes) -> None:
         assert self._transport is not None and not self.closed
-        self._begin(method == "HEAD")
+        self._reset(method == "HEAD")
         if len(body) < BUFFER:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
 
     async def head(self, seconds: float) -> None:
-        """Until `status` and `headers` are there."""
-        until = self._loop.time() + seconds
-        while not self._headed and self._error is None:
-            if not await self._wait(until - self._loop.time()):
-                raise TimedOut(f"no reply began within {seconds:.3g} s")
-        if not self._headed:
+        """Wait until `status` and `headers` have arrived. Raises UpstreamTimeout or UpstreamBroken."""
+        deadline = self._loop.time() + seconds
+        while not self._has_head and self._error is None:
+            if not await self._wait(deadline - self._loop.time()):
+                raise TimedOut(f"no reply within {seconds:.3g} s")
+        if not self._has_head:
             assert self._error is not None
             raise self._error
 
     async def read(self, seconds: float) -> bytes:
-        """What has come, b"" at the end."""
+        """Return the bytes that have arrived, b"" at the end. Raises UpstreamTimeout or UpstreamBroken."""
         while not self._chunks:
-            if self._error is None and self._tail:
-                await asyncio.sleep(0)  # a little packed may be much: others have their turn between two pieces
+            if self._error is None and self._compressed:
+                await asyncio.sleep(0)  # a little compressed data may be much: other tasks run between two pieces
                 self._inflate_next()
                 continue
             if self._error is not None:
@@ -83,60 +86,63 @@ class Connection(asyncio.Protocol):
             if self.complete:
                 return b""
             if not await self._wait(seconds):
-                raise TimedOut(f"nothing came for {seconds:.3g} s in the middle of a reply")
+                raise TimedOut(f"no data for {seconds:.3g} s within a reply")
         return self.taken()
 
     def taken(self) -> bytes:
-        """What has come, without waiting."""
+        """Return the bytes that have arrived, without waiting."""
         chunks, self._chunks, self._size = self._chunks, [], 0
-        if self._paused and not self._tail:
+        if self._paused and not self._compressed:
             self._paused = False
             if self._transport is not None and not self.closed:
                 self._transport.resume_reading()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _wait(self, seconds: float) -> asyncio.Future[bool]:
-        """Until something comes; False: nothing came."""
-        assert self._waiter is None or self._waiter.done(), "one reader at a time"
+        """Return a future that becomes True when data arrives, False at the timeout."""
+        assert self._waiter is None or self._waiter.done(), "the connection is already being read"
         self._waiter = waiter = self._loop.create_future()
         if seconds <= 0:
             waiter.set_result(False)
             return waiter
-        self._due = self._loop.time() + seconds
-        if self._due < FOREVER and (self._alarm is None or self._due < self._alarm.when()):
-            self._set_alarm()
+        self._deadline = self._loop.time() + seconds
+        if self._deadline < FOREVER and (self._timer is None or self._deadline < self._timer.when()):
+            self._start_timer()
         return waiter
 
-    def _set_alarm(self) -> None:
-        """One for many waits: it is moved when it goes off too early, not each time something comes, and going off
-        while nobody waits it does nothing."""
-        self._unset_alarm()
-        self._alarm = self._loop.call_at(self._due, self._rings)
+    def _start_timer(self) -> None:
+        """Start the one timer of the connection.
 
-    def _unset_alarm(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        It is moved when it fires too early, not at each wait, which would cost time for every event; firing while no
+        read waits it does nothing.
+        """
+        self._cancel_timer()
+        self._timer = self._loop.call_at(self._deadline, self._on_timer)
 
-    def _rings(self) -> None:
-        self._alarm = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
         if self._waiter is None or self._waiter.done():
             return
-        if self._loop.time() >= self._due:
+        if self._loop.time() >= self._deadline:
             self._waiter.set_result(False)
-        elif self._due < FOREVER:
-            self._set_alarm()
+        elif self._deadline < FOREVER:
+            self._start_timer()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 
     def rest(self) -> bool:
-        """The exchange is over. True: there can be another. The alarm stays set, for that one."""
-        return self.complete and self._keep and not self._chunks and self._error is None and not self.closed
+        """Return whether the reply is complete and the connection can take another request. The timer keeps running."""
+        return self.complete and self._keep_alive and not self._chunks and self._error is None and not self.closed
 
     def cut(self, reason: str) -> None:
-        """Whoever reads learns at once that the reply broke, unless all of it has come."""
+        """Close the connection and make a pending read raise UpstreamBroken, unless the whole reply has arrived."""
         if not self.complete:
             self._chunks, self._size = [], 0
             self._error = self._error or Broken(reason)
@@ -144,65 +150,65 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     def abort(self) -> None:
-        self._unset_alarm()
+        self._cancel_timer()
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
-    # -- told by the loop ----------------------------------------------------------------------------------------------
+    # -- callbacks of the event loop -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by descent
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
-        if self._message_ended or self.complete or self._error is not None:  # nobody asked
+        if self._message_ended or self.complete or self._error is not None:  # data without a request
             self.abort()
             return
-        self.silent = self._moved = False
+        self.silent = self._made_progress = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, zlib.error, Broken) as e:
-            self._failed(e)
-        self._extra = 0 if self._moved else self._extra + len(data)
-        if self._extra > LARGEST_HEAD and not self.closed:
-            self._failed(self._large())
-        if self._size + len(self._tail) > BUFFER and not self._paused and not self.closed:
+            self._fail_parsing(e)
+        self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
+        if self._bytes_without_progress > LARGEST_HEAD and not self.closed:
+            self._fail_parsing(self._head_too_large())
+        if self._size + len(self._compressed) > BUFFER and not self._paused and not self.closed:
             assert self._transport is not None
             self._paused = True
             self._transport.pause_reading()
         self._wake()
 
-    def _failed(self, error: Exception) -> None:
-        if not self.complete:  # else it is what followed a good reply, which nobody asked for
-            said = error.__context__ if isinstance(error.__context__, Broken) else error
-            what = f"the reply is not HTTP ({type(error).__name__}: {error})"
-            self._error = said if isinstance(said, Broken) else Broken(what)
+    def _fail_parsing(self, error: Exception) -> None:
+        if not self.complete:  # else the bad data followed a complete reply
+            cause = error.__context__ if isinstance(error.__context__, Broken) else error
+            what = f"the reply is not valid HTTP/1.1: {type(error).__name__}: {error}"
+            self._error = cause if isinstance(cause, Broken) else Broken(what)
         self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._unset_alarm()
+        self._cancel_timer()
         self.closed = True
         if not self.complete and self._error is None and not self._message_ended:
-            if error is None and self._headed and not {"content-length", "transfer-encoding"} & self.headers.keys():
-                self._message_ended = True  # its end is the connection's
-                self.complete = not self._tail and not self._cut_off
-                self._error = Broken(CUT_OFF) if self._cut_off and not self._tail else None
+            if error is None and self._has_head and not {"content-length", "transfer-encoding"} & self.headers.keys():
+                self._message_ended = True  # a reply without a length ends with the connection
+                self.complete = not self._compressed and not self._is_cut_off
+                self._error = Broken(CUT_OFF) if self._is_cut_off and not self._compressed else None
             else:
-                where = "in the middle of a reply" if self._headed else "before a reply began"
-                self._error = Broken(f"the connection ended {where}" + (f" ({error})" if error else ""))
+                where = "within a reply" if self._has_head else "before a reply"
+                self._error = Broken(f"the server closed the connection {where}" + (f" ({error})" if error else ""))
         self._wake()
 
-    # -- told by the parser --------------------------------------------------------------------------------------------
+    # -- callbacks of the parser ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._message_ended or self.complete:
-            raise Broken("there are two replies to one request")
+            raise Broken("the server sent two replies to one request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_size += len(name) + len(value)
         if self._head_size > LARGEST_HEAD:
-            raise self._large()
-        if self._headed:  # it is a trailer
+            raise self._head_too_large()
+        if self._has_head:  # a trailer
             return
         key, text = name.decode("latin-1").lower(), value.decode("latin-1")
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
@@ -212,20 +218,20 @@ class Connection(asyncio.Protocol):
         if 100 <= self.status < 200:
             self.headers, self._head_size = {}, 0
             return
-        self._headed = self._moved = True
+        self._has_head = self._made_progress = True
         self._head_size = 0
         if (coding := self.headers.get("content-encoding", "identity").lower()) != "identity":
             if coding not in ("gzip", "deflate"):
-                raise Broken(f"the reply is in an encoding that was not asked for: {coding[:40]}")
+                raise Broken(f"the reply has content-encoding {coding[:40]!r}; only gzip and deflate are supported")
             self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32)
-        if self._bodyless:  # which the parser does not know: it would wait for one
+        if self._is_bodyless:  # the parser would wait for a body: it does not see that the request was HEAD
             self.complete = True
 
     def on_body(self, body: bytes) -> None:
-        self._moved = True
+        self._made_progress = True
         if self._inflater is not None:
-            self._packed = True
-            self._tail += body
+            self._has_compressed_data = True
+            self._compressed += body
             if not self._chunks:
                 self._inflate()
         elif body:
@@ -233,25 +239,25 @@ class Connection(asyncio.Protocol):
             self._size += len(body)
 
     def on_message_complete(self) -> None:
-        if self._headed:  # else it was a provisional one
+        if self._has_head:  # else it was an informational (1xx) reply
             self._message_ended = True
-            self._keep = not self._bodyless and self._parser.should_keep_alive()
+            self._keep_alive = not self._is_bodyless and self._parser.should_keep_alive()
             self._complete_if_inflated()
 
     def _complete_if_inflated(self) -> None:
-        if self._message_ended and not self._tail:
-            if self._cut_off:
+        if self._message_ended and not self._compressed:
+            if self._is_cut_off:
                 raise Broken(CUT_OFF)
             self.complete = True
 
     def _inflate_next(self) -> None:
-        """One more piece, for a reader that has taken all before it."""
+        """Decompress one more piece after all before it were read."""
         try:
             self._inflate()
             self._complete_if_inflated()
         except (zlib.error, Broken) as e:
-            self._failed(e)
-        if not self._tail and self._paused and self._transport is not None and not self.closed:
+            self._fail_parsing(e)
+        if not self._compressed and self._paused and self._transport is not None and not self.closed:
             self._paused = False
             self._transport.resume_reading()
 
@@ -259,17 +265,18 @@ class Connection(asyncio.Protocol):
         assert self._inflater is not None
         if self._inflater.eof:
             raise Broken("more follows what the reply had packed")
-        made = self._inflater.decompress(self._tail, INFLATED_AT_ONCE)
-        self._tail = self._inflater.unconsumed_tail
+        data = self._inflater.decompress(self._compressed, INFLATED_AT_ONCE)
+        self._compressed = self._inflater.unconsumed_tail
         if self._inflater.unused_data:
             raise Broken("more follows what the reply had packed")
-        if made:
-            self._chunks.append(made)
-            self._size += len(made)
+        if data:
+            self._chunks.append(data)
+            self._size += len(data)
 
     @property
-    def _cut_off(self) -> bool:
-        return self._inflater is not None and self._packed and not self._inflater.eof
+    def _is_cut_off(self) -> bool:
+        return self._inflater is not None and self._has_compressed_data and not self._inflater.eof
 
-    def _large(self) -> Broken:
-        return Broken(f"the reply's {'trailer' if self._headed else 'head'} has more than {LARGEST_HEAD} bytes")
+    def _head_too_large(self) -> Broken:
+        part = "trailer" if self._has_head else "head"
+        return Broken(f"the {part} of the reply is larger than the limit of {LARGEST_HEAD} bytes")

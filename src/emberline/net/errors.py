@@ -1,10 +1,10 @@
-"""What goes wrong with somebody who is asked over the network.
+"""Errors of a request to another server.
 
 EmberlineError
-└── UpstreamFailed          502  upstream_failed         what they did, whatever it was
-    ├── Unreached           502  upstream_unreached      refused, no such name, TLS: they got nothing
-    ├── TimedOut            504  upstream_timeout        no beginning, or silence in the middle
-    └── Broken              502  upstream_broken         cut off, malformed, empty, no ending
+└── UpstreamFailed              502  upstream_failed         any failure
+    ├── UpstreamUnreachable     502  upstream_unreached      no connection (refused, DNS, TLS): the request was not sent
+    ├── UpstreamTimeout         504  upstream_timeout        no reply, or a pause within a reply, within the time limit
+    └── UpstreamBroken          502  upstream_broken         a reply that is cut off, malformed or empty
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from emberline.core.errors import EmberlineError
 class UpstreamFailed(EmberlineError):
     status = 502
     code = "upstream_failed"
-    retryable = True  # at the same place
+    retryable = True  # at the same server
 
     def __init__(self, message: str, *, provider: str = "", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -29,7 +29,7 @@ class Unreached(UpstreamFailed):
 class TimedOut(UpstreamFailed):
     status = 504
     code = "upstream_timeout"
-    retryable = False  # who was silent once is not asked again: the next one is
+    retryable = False  # after a timeout another server is tried, not the same one again
 
 
 class Broken(UpstreamFailed):

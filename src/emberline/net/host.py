@@ -1,4 +1,4 @@
-"""Host: what all connections of a server share: the application, who is here, and what is done for them."""
+"""ServerState: what all connections of a server share: the application, open connections and running tasks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Guest(Protocol):
-    """A connection of any kind."""
+    """An open connection of the server, HTTP or WebSocket."""
 
     def leave(self) -> None:
-        """As soon as what is under way is done."""
+        """Close the connection after the request in progress."""
         ...
 
     def abort(self) -> None: ...
@@ -24,7 +24,7 @@ class Guest(Protocol):
 
 class Host:
     def __init__(self, app: App, *, largest_message: int) -> None:
-        """`largest_message`: bytes of one over a WebSocket; 0: there are none."""
+        """`max_message_bytes`: limit of one WebSocket message; 0: WebSockets are not accepted."""
         self.app = app
         self.largest_message = largest_message
         self.loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""NOT_JSON: what reading a text that should be JSON may raise: it is none, is not in UTF-8, or is nested too deep."""
+"""The exceptions that decoding invalid JSON may raise: malformed, not UTF-8, or nested too deep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Place: where connections lead; all to one are alike, and those that nobody uses wait here for the next request."""
+"""OriginConnections: one origin (scheme, host, port) and its idle connections."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class Place:
     host: str
     port: int
     tls: bool
-    header: str  # as the Host header has it
-    checked: bool  # its addresses are looked at before one is connected to
-    idle: deque[Connection] = field(default_factory=deque)  # the last used last
+    header: str  # value of the Host header
+    checked: bool  # `dial` connects, and may refuse the host's addresses
+    idle: deque[Connection] = field(default_factory=deque)  # the most recently used one last
 
     @staticmethod
     def of(origin: str, checked: bool = False) -> Place:
-        """From a URL without a path."""
+        """Parse a URL without a path. Raises InvalidRequest if it is not an http or https URL of a host."""
         try:
             parts = urlsplit(origin)
             host, port = parts.hostname, parts.port
         except ValueError as e:
-            raise InvalidRequest(f"{origin[:200]!r} is not a URL: {e}") from e
+            raise InvalidRequest(f"{origin[:200]!r} is not a valid URL: {e}") from e
         if parts.scheme not in ("http", "https") or not host or "@" in parts.netloc:
-            raise InvalidRequest(f"{origin[:200]!r} is not an http or https URL of a host")
+            raise InvalidRequest(f"{origin[:200]!r} is not a URL of the form http://HOST[:PORT] or https://HOST[:PORT]")
         tls = parts.scheme == "https"
         return Place(host, port or (443 if tls else 80), tls, parts.netloc, checked)
 
     def kept(self, since: float) -> Connection | None:
-        """The one used last; those not used `since` then go."""
+        """Return the most recently used idle connection, if any, after closing those not used since this time."""
         self.tidy(since)
         while self.idle:
             if not (connection := self.idle.pop()).closed:
@@ -41,7 +41,7 @@ class Place:
         return None
 
     def tidy(self, since: float) -> None:
-        """Those not used `since` then go."""
+        """Close the idle connections not used since this time."""
         while self.idle and self.idle[0].idle_since < since:
             self.idle.popleft().abort()
 

@@ -1,5 +1,7 @@
-"""Pool: requests over HTTP, on connections that are kept for the next. Whom to ask, and what a failure means, is for
-whoever has one to say."""
+"""HTTPConnectionPool: sends HTTP requests and keeps the connections for later ones.
+
+The choice of the server and the reaction to a failure are the caller's.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,33 @@ from emberline.net.errors import Broken, Unreached
 from emberline.net.place import Place
 from emberline.net.reply import Reply
 
-MOST_IDLE = 256  # connections to one place
-MOST_PLACES = 4096  # remembered
-SOON = 1.0  # seconds after a request: who hangs up later may have worked on it
+MOST_IDLE = 256  # connections
+MOST_PLACES = 4096
+SOON = 1.0  # a server that closes the connection later than this may have processed the request
 
 Dial = Callable[[str, int], Awaitable[socket.socket]]  # host and port
 
 
 class Pool:
     def __init__(self, *, connect: float, idle: float, again: bool = False, dial: Dial | None = None) -> None:
-        """`connect`: seconds for a connection to be made; `idle`: that one is kept. `again`: one that was kept, and
-        ended soon, before a byte of the reply, is taken for closed by then, and a new one is asked, once. `dial`
-        connects to what is to be checked."""
-        self._connect_seconds, self._idle = connect, idle
-        self._again = again
+        """`idle_timeout_s`: how long an unused connection is kept.
+
+        `retries_stale`: if a kept connection is closed shortly after the request and before any byte of the reply, the
+        server had closed it already, and the request is sent once more on a new connection. `dial` connects to hosts
+        whose addresses are to be checked.
+        """
+        self._connect_timeout_s, self._idle_timeout_s = connect, idle
+        self._retries_stale = again
         self._dial = dial
         self._loop = asyncio.get_running_loop()
-        self._places: dict[tuple[str, bool], Place] = {}
+        self._origins: dict[tuple[str, bool], Place] = {}
         self._open: set[Connection] = set()
         self._tls: ssl.SSLContext | None = None
 
     def close(self) -> None:
         for connection in self._open:
             connection.abort()
-        self._forget()
+        self._close_idle()
 
     async def ask(
         self,
@@ -51,79 +56,83 @@ class Pool:
         *,
         checked: bool = False,
     ) -> Reply:
-        """The reply's head, within this time. Whoever gets it closes it. `origin`: a URL without a path."""
-        place = self._places.get((origin, checked)) or self._place(origin, checked)
-        head = _head(method, path, place.header, headers, body)
-        until = self._loop.time() + seconds
-        kept = place.kept(self._loop.time() - self._idle)
+        """Send a request and return the response once its head has arrived; the caller must close it.
+
+        `origin`: a URL without a path. Raises UpstreamUnreachable, UpstreamTimeout or UpstreamBroken.
+        """
+        target = self._origins.get((origin, checked)) or self._origin(origin, checked)
+        head = _head(method, path, target.header, headers, body)
+        deadline = self._loop.time() + seconds
+        kept = target.kept(self._loop.time() - self._idle_timeout_s)
         while True:
-            connection = kept or await self._connected(place, seconds)
+            connection = kept or await self._open_connection(target, seconds)
             self._open.add(connection)
-            soon = self._loop.time() + SOON
+            stale_until = self._loop.time() + SOON
             try:
                 connection.send(method, head, body)
-                await connection.head(until - self._loop.time())
+                await connection.head(deadline - self._loop.time())
             except BaseException as e:
-                self._done(place, connection)
-                closed = isinstance(e, Broken) and kept is not None and connection.silent
-                if not (closed and self._again) or self._loop.time() > soon:
+                self._release(target, connection)
+                was_stale = isinstance(e, Broken) and kept is not None and connection.silent
+                if not (was_stale and self._retries_stale) or self._loop.time() > stale_until:
                     raise
                 kept = None
             else:
-                return Reply(connection, partial(self._done, place))
+                return Reply(connection, partial(self._release, target))
 
-    def _done(self, place: Place, connection: Connection) -> None:
+    def _release(self, target: Place, connection: Connection) -> None:
         self._open.discard(connection)
-        if connection.rest() and len(place.idle) < MOST_IDLE:
+        if connection.rest() and len(target.idle) < MOST_IDLE:
             connection.idle_since = self._loop.time()
-            place.idle.append(connection)
+            target.idle.append(connection)
         else:
             connection.abort()
 
-    def _place(self, origin: str, checked: bool) -> Place:
-        if len(self._places) >= MOST_PLACES:
-            self._forget()
-        for each in self._places.values():  # nobody may ask there again
-            each.tidy(self._loop.time() - self._idle)
-        place = self._places[origin, checked] = Place.of(origin, checked)
-        return place
+    def _origin(self, origin: str, checked: bool) -> Place:
+        if len(self._origins) >= MOST_PLACES:
+            self._close_idle()
+        # An origin without further requests would never close its idle connections itself.
+        for each in self._origins.values():
+            each.tidy(self._loop.time() - self._idle_timeout_s)
+        target = self._origins[origin, checked] = Place.of(origin, checked)
+        return target
 
-    def _forget(self) -> None:
-        for place in self._places.values():
-            place.close()
-        self._places.clear()
+    def _close_idle(self) -> None:
+        for target in self._origins.values():
+            target.close()
+        self._origins.clear()
 
     # -- new connections -----------------------------------------------------------------------------------------------
 
-    async def _connected(self, place: Place, seconds: float) -> Connection:
-        seconds = min(seconds, self._connect_seconds)
+    async def _open_connection(self, target: Place, seconds: float) -> Connection:
+        seconds = min(seconds, self._connect_timeout_s)
         try:
             async with asyncio.timeout(seconds):
-                return await self._connect(place)
+                return await self._connect(target)
         except TimeoutError:
-            raise Unreached(f"no connection to {place.header} within {seconds:.3g} s") from None
+            raise Unreached(f"connecting to {target.header} timed out after {seconds:.3g} s") from None
         except (OSError, ValueError) as e:
-            kind = "TLS: " if isinstance(e, ssl.SSLError) else ""
-            raise Unreached(f"no connection to {place.header} ({kind}{e})") from e
+            kind = "TLS error: " if isinstance(e, ssl.SSLError) else ""
+            raise Unreached(f"cannot connect to {target.header}: {kind}{e}") from e
 
-    async def _connect(self, place: Place) -> Connection:
+    async def _connect(self, target: Place) -> Connection:
         connection = Connection(self._loop)
-        tls, name = (self._context(), place.host) if place.tls else (None, None)
-        if not place.checked:
+        tls, name = (self._tls_context(), target.host) if target.tls else (None, None)
+        if not target.checked:
             await self._loop.create_connection(
-                lambda: connection, place.host, place.port, ssl=tls, server_hostname=name
+                lambda: connection, target.host, target.port, ssl=tls, server_hostname=name
             )
             return connection
         assert self._dial is not None
-        dialled = await self._dial(place.host, place.port)
+        sock = await self._dial(target.host, target.port)
         try:
-            await self._loop.create_connection(lambda: connection, sock=dialled, ssl=tls, server_hostname=name)
+            await self._loop.create_connection(lambda: connection, sock=sock, ssl=tls, server_hostname=name)
         except BaseException:
-            dialled.close()
+            sock.close()
             raise
         return connection
 
-    def _context(self) -> ssl.SSLContext:
+    def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
@@ -136,8 +145,8 @@ def _head(method: str, path: str, host: str, headers: Mapping[str, str], body: b
         lines.append(f"content-length: {len(body)}")
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
-        raise InvalidRequest("a header or a path has a line break in it")
+        raise InvalidRequest(f"a header or the path of the request to {host} contains a line break")
     try:
         return text.encode("latin-1") + b"\r\n\r\n"
     except UnicodeEncodeError as e:
-        raise InvalidRequest(f"a header or a path has a character that HTTP cannot carry: {e}") from e
+        raise InvalidRequest(f"a header or the path of the request to {host} is not Latin-1: {e}") from e

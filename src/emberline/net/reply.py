@@ -1,4 +1,4 @@
-"""Reply: what somebody answers, from its head on, as it comes."""
+"""HTTPClientResponse: the response to a request; its body is read as it arrives."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ from emberline.net.errors import Broken, TimedOut
 
 
 class Reply:
-    """Whoever gets one closes it."""
+    """A response, which the caller must close."""
 
-    __slots__ = ("_connection", "_done", "headers", "kind", "status")
+    __slots__ = ("_connection", "_release", "headers", "kind", "status")
 
     def __init__(self, connection: Connection, done: Callable[[Connection], None]) -> None:
-        """`done` takes the connection back."""
+        """`release` returns the connection to the pool."""
         self._connection: Connection | None = connection
-        self._done = done
+        self._release = done
         self.status = connection.status
         self.headers = connection.headers  # names in lower case
         self.kind = connection.headers.get("content-type", "").partition(";")[0].strip().lower()
 
     def read(self, seconds: float = FOREVER) -> Coroutine[Any, Any, bytes]:
-        """What has come, b"" at the end. TimedOut, if for so long nothing does."""
+        """Return the bytes that have arrived, b"" at the end. Raises UpstreamTimeout after this time without any."""
         assert self._connection is not None, "closed"
         return self._connection.read(seconds)
 
     async def whole(self, seconds: float = FOREVER, limit: int = sys.maxsize) -> bytes:
-        """All of it, if it is at most `limit` bytes and comes in this time, however many of them trickle in."""
+        """Return the whole body.
+
+        Raises UpstreamTimeout if it does not end within this time in total, UpstreamBroken if it is longer than
+        `max_bytes`.
+        """
         loop = asyncio.get_running_loop()
-        until, size = loop.time() + seconds, 0
+        deadline, size = loop.time() + seconds, 0
         parts: list[bytes] = []
         while True:
             assert self._connection is not None, "closed"
-            last = self._connection.complete
+            is_last = self._connection.complete
             try:
-                part = self._connection.taken() if last else await self._connection.read(until - loop.time())
+                part = self._connection.taken() if is_last else await self._connection.read(deadline - loop.time())
             except TimedOut:
-                raise TimedOut(f"a reply of one piece had begun, and not ended {seconds:.3g} s later") from None
+                raise TimedOut(f"the reply did not end within {seconds:.3g} s after its head") from None
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise Broken(f"the reply has more than {limit} bytes")
-            if last:
+                raise Broken(f"the reply is larger than the limit of {limit} bytes")
+            if is_last:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def abort(self, reason: str) -> None:
-        """Whoever reads it learns at once that it broke, unless all of it has come."""
+        """Close the connection and make a pending read raise UpstreamBroken, unless the whole reply has arrived."""
         if self._connection is not None:
             self._connection.cut(reason)
 
     def close(self) -> None:
-        """Before the end: by this the other side knows that nobody listens. After it the connection is kept."""
+        """Release the connection: keep it after a complete reply, else close it so that the server stops sending."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._done(connection)
+            self._release(connection)

@@ -1,4 +1,4 @@
-"""Server: an ASGI application on a socket, from its start until nobody is left."""
+"""HTTPServer: runs an ASGI application on a listening socket, from start to graceful stop."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import socket
 from emberline.net.host import App, Host
 from emberline.net.visitor import Visitor
 
-BACKLOG = 2048  # connections that wait to be taken
+BACKLOG = 2048  # connections that wait to be accepted
 
 
 class Server:
     def __init__(self, app: App, *, largest_message: int = 0) -> None:
-        """As a Host has them."""
+        """`max_message_bytes`: limit of one WebSocket message; 0: WebSockets are not accepted."""
         self.host = Host(app, largest_message=largest_message)
         self._listener: asyncio.Server | None = None
 
@@ -27,12 +27,12 @@ class Server:
         return len(self.host.work)
 
     async def stop(self, seconds: float) -> None:
-        """Nobody new is taken. Who is here may be answered to the end, within this time."""
+        """Stop accepting connections, let open requests finish within this time, then abort the rest."""
         host = self.host
         if self._listener is not None:
             self._listener.close()
-        for guest in list(host.guests):
-            guest.leave()
+        for connection in list(host.guests):
+            connection.leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while host.guests or host.work:
@@ -40,5 +40,5 @@ class Server:
         for task in host.work:
             task.cancel()
         await asyncio.gather(*host.work, return_exceptions=True)
-        for guest in list(host.guests):
-            guest.abort()
+        for connection in list(host.guests):
+            connection.abort()

@@ -1,5 +1,7 @@
-"""Visitor: one client's connection, HTTP/1.1. Its requests are answered one after the other, in the order they came;
-what comes while one is answered waits, and is bounded. Who says nothing, or never ends a request's head, is sent away.
+"""HTTPServerConnection: an HTTP/1.1 connection of a client.
+
+Its requests are answered one after the other, in order of arrival. Requests that arrive during a reply wait in a
+bounded queue. The connection is closed if the client sends no request, or no complete head, in time.
 """
 
 from __future__ import annotations
@@ -19,46 +21,46 @@ import httptools
 from emberline.net.host import Host
 from emberline.net.turn import Turn
 
-KEEP = 5.0  # seconds between two requests
-HEAD = 20.0  # seconds for a head to come
-LINGER = 20.0  # seconds for the last words to be taken
-STALLED = 60.0  # seconds in which a client that is owed something takes nothing
-LARGEST_HEAD = 1 << 16  # bytes, but for what comes with its end; of trailers, too
+KEEP = 5.0  # from one reply to the next request
+HEAD = 20.0  # for the whole head of a request to arrive
+LINGER = 20.0  # for the client to read the end of the last reply
+STALLED = 60.0  # for a client to read any of the data that waits for it
+LARGEST_HEAD = 1 << 16  # of a head without the bytes that arrive together with its end; likewise of trailers
 MOST_HEADERS = 200
 REFUSALS = {400: b"Bad Request", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
 
 
 class Visitor(asyncio.Protocol):
     def __init__(self, host: Host) -> None:
-        self._host = host
+        self._state = host
         self.loop = host.loop
-        self.full = False  # the client does not take what is written
-        self._drained: asyncio.Future[None] | None = None  # waited for
+        self.full = False  # the write buffer is full: the client reads too slowly
+        self._drained: asyncio.Future[None] | None = None  # done once the write buffer has room
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._client = self._server_address = ("", 0)
-        self._turn: Turn | None = None  # is answered
-        self._queue: deque[Turn] = deque()  # came before that was done
-        self._reading: Turn | None = None  # whose body comes
-        self._heading = False  # a head has begun, and not ended
-        self._deaf = False  # nothing that comes is read any more
+        self._cycle: Turn | None = None  # the request that is being answered
+        self._queue: deque[Turn] = deque()  # requests that arrived meanwhile
+        self._reading: Turn | None = None  # the request whose body is arriving
+        self._in_head = False  # a head has begun and not ended
+        self._ignores_input = False  # further input is discarded
         self._paused = False
-        self._size = 0  # of what came since the last head or piece of a body
-        self._moved = False  # one of those was in what came last
-        self._untaken = 0  # bytes, when it was last looked
-        self._due = math.inf  # when it is sent away, if nothing happens
-        self._alarm: asyncio.TimerHandle | None = None
+        self._bytes_without_progress = 0  # bytes received since the last head or piece of a body
+        self._made_progress = False  # the last bytes received had a head or a piece of a body
+        self._unread_bytes = 0  # bytes that the client had not read at the last check
+        self._deadline = math.inf  # time at which the connection is closed
+        self._timer: asyncio.TimerHandle | None = None
 
-    # -- for its turns -------------------------------------------------------------------------------------------------
+    # -- for the request-response cycles -------------------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:
         assert self._transport is not None
         self._transport.write(data)
 
     def drained(self) -> asyncio.Future[None]:
-        assert self.full and (self._drained is None or self._drained.done()), "one writer at a time"
+        assert self.full and (self._drained is None or self._drained.done()), "a write is already waiting"
         self._drained = self.loop.create_future()
-        self._watch()
+        self._watch_reading()
         return self._drained
 
     def pause(self) -> None:
@@ -71,37 +73,37 @@ class Visitor(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
-    def done(self, turn: Turn) -> None:
-        """The reply is written."""
-        if turn is not self._turn:
+    def done(self, cycle: Turn) -> None:
+        """Start the next request, or wait for one, after the reply was written."""
+        if cycle is not self._cycle:
             return
-        self._turn = None
-        if not turn.keep or self._deaf:
+        self._cycle = None
+        if not cycle.keep or self._ignores_input:
             self.close()
         elif self._queue:
             self._start(self._queue.popleft())
         else:
             self.resume()
-            self._wait(KEEP if turn.arrived else HEAD)  # what is left of its body passes unread
+            self._close_after(KEEP if cycle.arrived else HEAD)  # the rest of an unread body is discarded
 
     def refuse(self, status: int) -> None:
-        """In no application's words."""
+        """Send an error reply without the application and close the connection."""
         body = REFUSALS[status]
         head = b"HTTP/1.1 %d %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.write(head % (status, body, len(body)) + body)
         self.close()
 
     def close(self) -> None:
-        """When all that was written is sent; who does not take it is not waited for much longer."""
-        self._deaf = True
+        """Close the connection once all data is sent, at the latest after CLOSE_TIMEOUT_S."""
+        self._ignores_input = True
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                self._wait(LINGER)
+                self._close_after(LINGER)
 
     def cut(self) -> None:
-        """As close, but one who does not take what is written is not waited for."""
-        self._deaf = True
+        """Close the connection within a reply; at once if the client reads too slowly."""
+        self._ignores_input = True
         if self.full:
             self.abort()
         else:
@@ -110,35 +112,35 @@ class Visitor(asyncio.Protocol):
     # -- for the server ------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        if self._turn is None:
+        if self._cycle is None:
             self.close()
         else:
-            self._turn.keep = False
+            self._cycle.keep = False
 
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
-    # -- told by the loop ----------------------------------------------------------------------------------------------
+    # -- callbacks of the event loop -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by descent
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
         self._client = (transport.get_extra_info("peername") or ("", 0))[:2]
         self._server_address = (transport.get_extra_info("sockname") or ("", 0))[:2]
-        self._host.guests.add(self)
-        self._wait(HEAD)
+        self._state.guests.add(self)
+        self._close_after(HEAD)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._host.guests.discard(self)
-        self._deaf = True
-        self._parser = None  # which knows us, too
-        if self._alarm is not None:
-            self._alarm.cancel()
+        self._state.guests.discard(self)
+        self._ignores_input = True
+        self._parser = None  # breaks a reference cycle
+        if self._timer is not None:
+            self._timer.cancel()
         self.resume_writing()
-        for turn in (self._turn, self._reading):
-            if turn is not None:
-                turn.gone = True
-                turn.wake()
+        for cycle in (self._cycle, self._reading):
+            if cycle is not None:
+                cycle.gone = True
+                cycle.wake()
         self._queue.clear()
 
     def pause_writing(self) -> None:
@@ -146,47 +148,47 @@ class Visitor(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self.full = False
-        if self._turn is not None and self._transport is not None and not self._transport.is_closing():
-            self._due = math.inf
+        if self._cycle is not None and self._transport is not None and not self._transport.is_closing():
+            self._deadline = math.inf
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf or self._parser is None:
+        if self._ignores_input or self._parser is None:
             return
-        self._moved = False
+        self._made_progress = False
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as e:
-            self._deaf = True  # what follows is not HTTP
-            if self._reading is None and self._turn is None:
-                self._switch(data[e.args[0] :])
+            self._ignores_input = True  # the following bytes are not HTTP
+            if self._reading is None and self._cycle is None:
+                self._switch_to_websocket(data[e.args[0] :])
             return
         except httptools.HttpParserError as e:
-            self._spoiled(431 if isinstance(e.__context__, _TooLarge) else 400)
+            self._reject_input(431 if isinstance(e.__context__, _TooLarge) else 400)
             return
-        self._size = 0 if self._moved else self._size + len(data)
-        if self._size > LARGEST_HEAD:
-            self._spoiled(431)
+        self._bytes_without_progress = 0 if self._made_progress else self._bytes_without_progress + len(data)
+        if self._bytes_without_progress > LARGEST_HEAD:
+            self._reject_input(431)
 
-    def _spoiled(self, status: int) -> None:
-        """What is under way is answered to its end."""
-        self._deaf = True
-        if self._turn is None:
+    def _reject_input(self, status: int) -> None:
+        """Reject invalid input, after the reply in progress."""
+        self._ignores_input = True
+        if self._cycle is None:
             self.refuse(status)
-        elif self._reading is self._turn:
-            self._turn.gone = True
-            self._turn.wake()
-            self.refuse(status) if not self._turn.started else self.close()
+        elif self._reading is self._cycle:
+            self._cycle.gone = True
+            self._cycle.wake()
+            self.refuse(status) if not self._cycle.started else self.close()
 
-    # -- told by the parser --------------------------------------------------------------------------------------------
+    # -- callbacks of the parser ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._heading, self._size = True, 0
-        if self._turn is None:
-            self._wait(HEAD)
+        self._in_head, self._bytes_without_progress = True, 0
+        if self._cycle is None:
+            self._close_after(HEAD)
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -194,33 +196,34 @@ class Visitor(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(value) > LARGEST_HEAD or len(self._headers) > MOST_HEADERS:
             raise _TooLarge
-        if self._heading:  # else it is a trailer, which no check of the head has seen
+        if self._in_head:  # a trailer must not pass as a header: the checks of the head did not see it
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
         assert parser is not None
-        self._heading, self._moved = False, True
+        self._in_head, self._made_progress = False, True
         version = parser.get_http_version()
         names = [name for name, _ in self._headers]
         hosts = names.count(b"host")
         if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise _BadHost  # a check of its name would look at another one than whoever reads it next
+            raise _BadHost  # with two, the Host check and the application could read different ones
         upgrades = parser.should_upgrade()
-        if upgrades and self._wants_socket():
+        if upgrades and self._is_websocket_upgrade():
             return
-        keep = version == "1.1" and parser.should_keep_alive() and not upgrades
-        awaited = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
-        turn = Turn(self, self._host, self._scope("http", parser.get_method().decode("ascii"), version), keep, awaited)
-        self._reading = turn
-        if self._turn is None:
-            self._start(turn)
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
+        expects_continue = b"expect" in names and dict(self._headers)[b"expect"].lower() == b"100-continue"
+        scope = self._scope("http", parser.get_method().decode("ascii"), version)
+        cycle = Turn(self, self._state, scope, keep_alive, expects_continue)
+        self._reading = cycle
+        if self._cycle is None:
+            self._start(cycle)
         else:
-            self._queue.append(turn)
+            self._queue.append(cycle)
             self.pause()
 
     def on_body(self, body: bytes) -> None:
-        self._moved = True
+        self._made_progress = True
         if self._reading is not None and not self._reading.complete:
             self._reading.came(body)
 
@@ -231,11 +234,11 @@ class Visitor(asyncio.Protocol):
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _start(self, turn: Turn) -> None:
-        self._turn = turn
-        self._due = math.inf  # but for one who does not take what is written
-        turn.task = self.loop.create_task(turn.run())
-        self._host.work.add(turn.task)
+    def _start(self, cycle: Turn) -> None:
+        self._cycle = cycle
+        self._deadline = math.inf  # no limit for a reply, unless the client stops reading
+        cycle.task = self.loop.create_task(cycle.run())
+        self._state.work.add(cycle.task)
 
     def _scope(self, kind: str, method: str, version: str) -> dict[str, Any]:
         path, _, query = self._url.partition(b"?")
@@ -254,65 +257,65 @@ class Visitor(asyncio.Protocol):
             "query_string": query,
             "root_path": "",
             "headers": self._headers,
-            "client": self._client,  # the peer of the connection, whatever headers say
+            "client": self._client,  # the peer of the connection, regardless of forwarding headers
             "server": self._server_address,
         }
 
-    def _wants_socket(self) -> bool:
+    def _is_websocket_upgrade(self) -> bool:
         upgrade = next((value for name, value in self._headers if name == b"upgrade"), b"")
-        return bool(self._host.largest_message) and upgrade.lower() == b"websocket"
+        return bool(self._state.largest_message) and upgrade.lower() == b"websocket"
 
-    def _switch(self, rest: bytes) -> None:
+    def _switch_to_websocket(self, rest: bytes) -> None:
         from emberline.net.websocket import WebSocket
 
         assert self._transport is not None
-        self._host.guests.discard(self)
-        if self._alarm is not None:
-            self._alarm.cancel()
-        socket = WebSocket(self._host, self._scope("websocket", "GET", "1.1"))
+        self._state.guests.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        socket = WebSocket(self._state, self._scope("websocket", "GET", "1.1"))
         self._transport.set_protocol(socket)
         socket.connection_made(self._transport)
         head = b"".join(b"%b: %b\r\n" % pair for pair in self._headers)
         socket.data_received(b"GET %b HTTP/1.1\r\n%b\r\n%b" % (self._url, head, rest))
 
-    def _wait(self, seconds: float) -> None:
-        """One alarm for all that is waited for: it is moved when it goes off too early."""
-        self._due = self.loop.time() + seconds
-        if self._alarm is None or self._alarm.when() > self._due:
-            self._ring_at(self._due)
+    def _close_after(self, seconds: float) -> None:
+        """Close the connection after this time. One timer serves all waits: it is moved when it fires too early."""
+        self._deadline = self.loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._deadline:
+            self._start_timer(self._deadline)
 
-    def _ring_at(self, when: float) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = self.loop.call_at(when, self._rings)
+    def _start_timer(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(when, self._on_timer)
 
-    def _rings(self) -> None:
-        self._alarm = None
-        if self.loop.time() < self._due:
-            if self._due < math.inf:
-                self._ring_at(self._due)
-        elif self._turn is not None and self._count_untaken() < self._untaken:
-            self._watch()
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self.loop.time() < self._deadline:
+            if self._deadline < math.inf:
+                self._start_timer(self._deadline)
+        elif self._cycle is not None and self._count_unread() < self._unread_bytes:
+            self._watch_reading()
         else:
-            self.abort() if self._deaf or self._turn is not None else self.close()
+            self.abort() if self._ignores_input or self._cycle is not None else self.close()
 
-    def _watch(self) -> None:
-        """Who takes nothing of what is written is sent away, who takes it slowly is not."""
-        self._untaken = self._count_untaken()
-        self._wait(STALLED)
+    def _watch_reading(self) -> None:
+        """Close the connection if the client reads nothing for WRITE_STALL_TIMEOUT_S; slow reading is allowed."""
+        self._unread_bytes = self._count_unread()
+        self._close_after(STALLED)
 
-    def _count_untaken(self) -> int:
-        """With what the system keeps: it takes no more from us before much of that has gone."""
+    def _count_unread(self) -> int:
+        """Return the bytes the client has not read, with those in the kernel's buffer, to see slow progress too."""
         assert self._transport is not None
-        kept = bytearray(4)
+        queued = bytearray(4)
         with contextlib.suppress(OSError, ValueError):
-            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
-        return self._transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
+            fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self._transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
 
 
 class _TooLarge(Exception):
-    """A head."""
+    """A head is larger than the limits."""
 
 
 class _BadHost(Exception):
-    """A request has no Host header, or several."""
+    """A request has no Host header or several."""

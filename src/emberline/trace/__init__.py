@@ -1,1 +1,1 @@
-"""Trace: one request as OpenTelemetry tells it, over all the processes that had a part in it."""
+"""Tracing: OpenTelemetry spans of a request across all processes that handle it."""

@@ -1,5 +1,8 @@
-"""Collector: where spans go, in batches, beside the requests. What it does not take in time is dropped and counted: no
-request waits for it, and no memory grows while it is away."""
+"""OTLPSpanExporter: sends spans to an OTLP collector in batches, in the background.
+
+Spans that the collector does not accept in time are dropped and counted: no request waits for the collector, and
+memory is bounded while it is unavailable.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,22 @@ from emberline.trace.span import About, Span, attributes
 
 log = logging.getLogger("emberline.trace")
 
-BATCH = 64  # to write more at once would hold up the requests
-MOST_SPANS, MOST_BYTES = 4096, 16 << 20  # that wait
-LINGER = 1.0  # seconds from the first span of a batch until it is sent
-PAUSES = (0.5, 1.0, 2.0)  # seconds before it is asked again; then the batch is dropped
+BATCH = 64  # encoding more at once would delay requests
+MOST_SPANS, MOST_BYTES = 4096, 16 << 20
+LINGER = 1.0  # from the first span of a batch until the batch is sent
+PAUSES = (0.5, 1.0, 2.0)  # before each retry; after the last the batch is dropped
 LONGEST_PAUSE = 10.0
 GOODBYE = 2.0
-SECONDS = 5.0  # for the collector to answer
-LARGEST = 1 << 16  # bytes of its reply
+SECONDS = 5.0  # for the collector's reply
+LARGEST = 1 << 16
 BUSY = (408, 429, 502, 503, 504)
 
 
 class Collector:
-    """Use it as a context: leaving it sends what waits, as far as a short time allows."""
+    """An async context manager; leaving it sends the queued spans within SHUTDOWN_TIMEOUT_S."""
 
     def __init__(self, pool: Pool, config: TraceConfig, about: About, clock: Clock, wall: Clock) -> None:
-        """`about`: the process. `wall` tells seconds since 1970."""
+        """`resource`: attributes of this process. `wall_clock`: Unix time in seconds."""
         self._pool = pool
         parts = urlsplit(config.url)
         self._origin, self._path = f"{parts.scheme}://{parts.netloc}", parts.path + (parts.query and f"?{parts.query}")
@@ -46,19 +49,19 @@ class Collector:
         self._clock, self._wall = clock, wall
         self._queue: deque[Span] = deque()
         self._bytes = 0
-        self._some, self._closing = asyncio.Event(), asyncio.Event()
+        self._has_spans, self._closing = asyncio.Event(), asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._away = False  # it was complained about
+        self._is_failing = False  # the collector fails, and this was logged
         self.sent = self.dropped = 0
 
     def put(self, span: Span) -> None:
-        """Never waits."""
+        """Queue a span for export without waiting; it is dropped if the queue is full."""
         if self._closing.is_set() or len(self._queue) >= MOST_SPANS or self._bytes + span.size > MOST_BYTES:
             self.dropped += 1
             return
         self._queue.append(span)
         self._bytes += span.size
-        self._some.set()
+        self._has_spans.set()
 
     async def __aenter__(self) -> Collector:
         self._task = asyncio.create_task(self._run())
@@ -69,7 +72,7 @@ class Collector:
     ) -> None:
         assert self._task is not None
         self._closing.set()
-        self._some.set()
+        self._has_spans.set()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE):
                 await self._task
@@ -77,43 +80,43 @@ class Collector:
 
     async def _run(self) -> None:
         while not (self._closing.is_set() and not self._queue):
-            await self._some.wait()
-            self._some.clear()
+            await self._has_spans.wait()
+            self._has_spans.clear()
             await self._pause(LINGER)
             while self._queue:
                 batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
                 self._bytes -= sum(span.size for span in batch)
-                taken = 0
+                accepted = 0
                 try:
-                    taken = await self._send(batch)
+                    accepted = await self._send(batch)
                 except Exception:
-                    log.exception("spans were lost")  # and the next are not
-                finally:  # also if there is no more time
-                    self.sent += taken
-                    self.dropped += len(batch) - taken
+                    log.exception("Span export failed: dropped=%d", len(batch))
+                finally:  # also if the shutdown timeout cancels this task
+                    self.sent += accepted
+                    self.dropped += len(batch) - accepted
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _send(self, batch: list[Span]) -> int:
-        """How many of them were taken."""
-        body, why = self._exported(batch), ""
+        """Send a batch with retries and return how many spans the collector accepted."""
+        body, reason = self._encode(batch), ""
         for pause in (*PAUSES, None):
             try:
-                status, headers, said = await self._post(body)
-                why = f"it answered {status}"
+                status, headers, reply = await self._post(body)
+                reason = f"status {status}"
             except EmberlineError as e:
-                status, headers, said, why = 0, {}, b"", str(e)
+                status, headers, reply, reason = 0, {}, b"", str(e)
             if 200 <= status < 300:
-                self._away = False
-                return len(batch) - min(_rejected(said), len(batch))
+                self._is_failing = False
+                return len(batch) - min(_count_rejected(reply), len(batch))
             if (status and status not in BUSY) or pause is None:
                 break
-            await self._pause(min(max(_wanted(headers), pause), LONGEST_PAUSE))
-        if not self._away:
-            log.warning("spans cannot be exported: %s", why)
-        self._away = True
+            await self._pause(min(max(_retry_after(headers), pause), LONGEST_PAUSE))
+        if not self._is_failing:
+            log.warning("Span export failed, dropping spans: collector=%s reason=%s", self._origin, reason)
+        self._is_failing = True
         return 0
 
     async def _post(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
@@ -123,21 +126,21 @@ class Collector:
         finally:
             reply.close()
 
-    def _exported(self, batch: list[Span]) -> bytes:
-        """The body of an export."""
+    def _encode(self, batch: list[Span]) -> bytes:
+        """Return the body of an export request."""
         epoch = self._wall.now() - self._clock.now()
         scoped = {"scope": {"name": "emberline"}, "spans": [span.told(epoch) for span in batch]}
         return msgspec.json.encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scoped]}]})
 
 
-def _wanted(headers: Mapping[str, str]) -> float:
-    """Seconds that it wants to be left alone."""
-    said = headers.get("retry-after", "")
-    return float(said) if said.isascii() and said.isdigit() else 0.0
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Return the seconds of the Retry-After header, 0 without one."""
+    value = headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() else 0.0
 
 
-def _rejected(said: bytes) -> int:
+def _count_rejected(reply: bytes) -> int:
     try:
-        return max(0, int(msgspec.json.decode(said)["partialSuccess"]["rejectedSpans"]))
+        return max(0, int(msgspec.json.decode(reply)["partialSuccess"]["rejectedSpans"]))
     except (*NOT_JSON, KeyError, TypeError, ValueError):
-        return 0  # whatever it says besides its status
+        return 0  # the status was a success

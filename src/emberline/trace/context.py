@@ -1,4 +1,4 @@
-"""Context: which trace something belongs to, and which span of it: W3C's `traceparent`, read and written."""
+"""TraceContext: the ids of a trace and a span, parsed from and written to W3C's `traceparent` header."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 HEADERS = (PARENT, STATE) = ("traceparent", "tracestate")
 
-_SHAPE = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_SAMPLED = 1  # of the flags
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_SAMPLED = 1  # bit of the flags
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    trace: str  # 32 digits
-    span: str  # 16 digits; "": none yet
-    sampled: bool = True  # its spans are wanted
+    trace: str  # 32 hexadecimal digits
+    span: str  # 16 hexadecimal digits; "": the trace has no span yet
+    sampled: bool = True  # its spans are recorded
 
     @staticmethod
     def read(header: str) -> Context | None:
-        """None: there is none that is valid. Versions to come may say more behind what this one says."""
-        found = _SHAPE.fullmatch(header.strip())
+        """Parse a traceparent header; None if it is invalid. Later versions may have more fields at the end."""
+        found = _TRACEPARENT.fullmatch(header.strip())
         if found is None:
             return None
         version, trace, span, flags, more = found.groups()
@@ -31,12 +31,12 @@ class Context:
 
     @staticmethod
     def new(share: float) -> Context:
-        """Of a trace that begins here. Whether it is wanted follows from its id: of all, this share is."""
+        """Start a new trace; its random id decides whether it belongs to the share that is sampled."""
         trace = os.urandom(16).hex()
         return Context(trace, "", int(trace[16:], 16) < share * 2.0**64)
 
     def below(self) -> Context:
-        """Of another span of the same trace."""
+        """Return the context of a new span in the same trace."""
         return Context(self.trace, os.urandom(8).hex(), self.sampled)
 
     def __str__(self) -> str:

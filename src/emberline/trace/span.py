@@ -1,5 +1,7 @@
-"""Span: one piece of the work on a request, from its beginning to its one end. What it says of itself is numbers and
-names, in OTLP's JSON: whole numbers are strings there, ids are hexadecimal."""
+"""Span: one piece of work on a request, with a start, one end and attributes.
+
+Spans are exported as OTLP's JSON, in which integers are strings and ids are hexadecimal.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ from emberline.core.clock import Clock
 from emberline.trace.context import Context
 
 Attribute = str | int | float | bool
-About = dict[str, Attribute | None]  # what is None is not known, and not told
+About = dict[str, Attribute | None]  # an attribute of None is not exported
 
 OK, ERROR = 1, 2
 
 
 class Kind(IntEnum):
     INTERNAL = 1
-    SERVER = 2  # we are asked
-    CLIENT = 3  # we ask somebody else
+    SERVER = 2  # handles a request from another process
+    CLIENT = 3  # sends a request to another process
 
 
 class Event(NamedTuple):
@@ -29,35 +31,35 @@ class Event(NamedTuple):
 
 
 class Spans(Protocol):
-    """Where they go."""
+    """Receives the ended spans."""
 
     def put(self, span: Span) -> None:
-        """Never waits."""
+        """Queue a span for export, without waiting."""
         ...
 
 
 class Span:
-    """Times are on the clock's scale. If its trace is not wanted it is only a context to be passed on."""
+    """A span with times of `clock`. If its trace is not sampled it only passes the context on."""
 
-    __slots__ = ("_clock", "_spans", "about", "began", "context", "ended", "error", "events", "kind", "name", "parent")
+    __slots__ = ("_clock", "_sink", "about", "began", "context", "ended", "error", "events", "kind", "name", "parent")
 
     def __init__(
         self, spans: Spans, clock: Clock, name: str, kind: Kind, parent: Context, began: float | None = None
     ) -> None:
-        self._spans, self._clock = spans, clock
+        self._sink, self._clock = spans, clock
         self.name, self.kind = name, kind
         self.context, self.parent = parent.below(), parent.span
         self.began = clock.now() if began is None else began
         self.ended: float | None = None
-        self.error = ""  # the code of what went wrong
+        self.error = ""
         self.about: About = {}
         self.events: list[Event] = []
 
     def child(self, name: str, kind: Kind = Kind.INTERNAL, began: float | None = None) -> Span:
-        """Below it; one that nobody wants serves for all of its children too."""
+        """Start a child span; a span that is not sampled returns itself."""
         if not self.context.sampled:
             return self
-        return Span(self._spans, self._clock, name, kind, self.context, began)
+        return Span(self._sink, self._clock, name, kind, self.context, began)
 
     def event(self, name: str, **about: Attribute | None) -> None:
         self.events.append(Event(name, self._clock.now(), about))
@@ -68,15 +70,15 @@ class Span:
         assert self.ended is None, "a span ends once"
         self.ended = self._clock.now() if at is None else at
         self.error = error
-        self._spans.put(self)
+        self._sink.put(self)
 
     @property
     def size(self) -> int:
-        """Bytes that wait with it, about."""
+        """Approximate memory of the span in bytes: the length of its text attributes."""
         return sum(len(value) for value in self.about.values() if isinstance(value, str))
 
     def told(self, epoch: float) -> dict[str, Any]:
-        """`epoch`: seconds since 1970 at the clock's zero."""
+        """Return the span as OTLP's JSON; `epoch`: the Unix time in seconds at the clock's zero."""
         assert self.ended is not None
         return {
             "traceId": self.context.trace,
@@ -96,10 +98,10 @@ class Span:
 
 
 def attributes(about: Mapping[str, Attribute | None]) -> list[dict[str, Any]]:
-    return [{"key": name, "value": _value(value)} for name, value in about.items() if value is not None]
+    return [{"key": name, "value": _encode_value(value)} for name, value in about.items() if value is not None]
 
 
-def _value(value: Attribute) -> dict[str, Any]:
+def _encode_value(value: Attribute) -> dict[str, Any]:
     match value:
         case bool():
             return {"boolValue": value}

@@ -1,4 +1,4 @@
-"""Tracer: where a process's spans begin, below those of who asks, or at the root of a new trace."""
+"""Tracer: starts a process's spans, below the client's span or as the root of a new trace."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from emberline.trace.span import Kind, Span, Spans
 
 class Tracer:
     def __init__(self, spans: Spans, clock: Clock, share: float = 1.0) -> None:
-        """`share`: of new traces that are wanted; of others, who began them has decided."""
+        """`sample_rate`: share of new traces to record; for others the process that started the trace has decided."""
         self._spans = spans
         self._clock = clock
         self._share = share
 
     def begin(self, name: str, kind: Kind, parent: Context | None) -> Span:
-        """`parent`: of who asks, if it says."""
+        """Start a span; `parent`: the client's context, or None for a new trace."""
         return Span(self._spans, self._clock, name, kind, parent or Context.new(self._share))

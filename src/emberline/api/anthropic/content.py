@@ -1,4 +1,4 @@
-"""The messages of Anthropic's protocol, and the conversation they tell."""
+"""The messages of Anthropic's protocol, and their conversion to a Transcript."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 def signature(thinking: str) -> str:
-    """What we sign thinking with. It shows that a block came back as it was given; it keeps no secret."""
+    """Return the signature of a thinking block: a checksum that detects a changed block. It is not a secret."""
     return hashlib.sha256(thinking.encode()).hexdigest()[:32]
 
 
 class CacheControl(Wire):
-    type: Literal["ephemeral"]  # where a struct stands alone, a tag could be left out
+    type: Literal["ephemeral"]  # not a tag: msgspec would let a lone struct omit its tag
     ttl: Literal["5m", "1h"] | None = None
 
 
 class TextBlock(Wire, tag="text", tag_field="type"):
     text: str
     cache_control: CacheControl | None = None
-    citations: list[dict[str, Any]] | None = None  # of an answer: in its text, as far as a model reads it
+    citations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
 
 
 class OnlyText(Wire):
-    """A text block where there are no others."""
+    """A text block in a list that allows no other kind."""
 
     type: Literal["text"]
     text: str
@@ -86,35 +86,35 @@ Message = SystemMessage | UserMessage | AssistantMessage
 
 
 def transcript(system: str | list[OnlyText] | None, messages: list[Message]) -> Transcript:
-    made = Transcript()
+    result = Transcript()
     for text in _texts(system):
-        made.say("system", text)
+        result.say("system", text)
     for i, message in enumerate(messages):
         content = message.content
         blocks: Sequence[Block] = [TextBlock(text=content)] if isinstance(content, str) else content
         for j, block in enumerate(blocks):
-            _add(made, message.speaker, block, f"messages[{i}].content[{j}]")
-    return made
+            _add_block(result, message.speaker, block, f"messages[{i}].content[{j}]")
+    return result
 
 
-def _add(made: Transcript, speaker: Role, block: Block, path: str) -> None:
+def _add_block(result: Transcript, role: Role, block: Block, path: str) -> None:
     match block:
         case TextBlock() | OnlyText():
-            made.say(speaker, block.text)
+            result.say(role, block.text)
         case ThinkingBlock():
             if block.signature not in ("", signature(block.thinking)):
                 raise InvalidRequest(
-                    f"{path}.signature does not belong to this thinking",
+                    f"{path}.signature does not match the thinking text",
                     param=f"{path}.signature",
-                    hint="give the block back as it came, or leave the signature empty",
+                    hint="return the block unchanged, or send an empty signature",
                 )
-            made.think(block.thinking)
+            result.think(block.thinking)
         case ToolUseBlock():
-            made.call(block.id, block.name, block.input)
+            result.call(block.id, block.name, block.input)
         case ToolResultBlock():
-            # Templates have no place for a failure; the model reads of it in the text.
+            # Templates have no field for a failed tool call, so the text says it.
             text = ("Error: " if block.is_error else "") + "\n".join(_texts(block.content))
-            made.answer(block.tool_use_id, text, param=f"{path}.tool_use_id")
+            result.answer(block.tool_use_id, text, param=f"{path}.tool_use_id")
 
 
 def _texts(content: str | list[OnlyText] | None) -> list[str]:

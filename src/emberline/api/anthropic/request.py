@@ -1,10 +1,10 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
+"""Requests of POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol.
 
     call = parse(body)
-    reply = stream.Renderer(call, id, created, fingerprint)
+    writer = stream.MessagesReplyWriter(call, id, created, fingerprint)
 
-`cache_control` marks are accepted because they ask for what happens anyway: every prompt's full blocks are cached, and
-a later prompt reuses its longest known beginning. A mark buys no lifetime: the least recently used blocks leave first.
+`cache_control` marks are accepted without effect: the full KV blocks of every prompt are cached, and a later prompt
+reuses its longest cached prefix. A mark does not extend the lifetime: the least recently used blocks are evicted first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from emberline.core.params import Grammar, SamplingParams
 __all__ = ["Call", "CountTokensRequest", "MessagesRequest", "parse", "parse_count", "token_count"]
 
 MAX_TOKENS = (1 << 31) - 1
-StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
+StopText = Annotated[str, Meta(max_length=1024)]  # an empty text has no effect
 Effort = Annotated[str, Meta(max_length=32)]
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class ToolDefinition(Wire):
     strict: bool | None = None
     cache_control: CacheControl | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    eager_input_streaming: bool | None = None  # arguments are always streamed as they come
+    eager_input_streaming: bool | None = None  # no effect: arguments are always streamed as they are generated
     defer_loading: Off = None
     input_examples: Empty = None
 
@@ -91,17 +91,17 @@ class Metadata(Wire):
 
 
 class CountTokensRequest(Wire):
-    """All that makes the prompt: what /v1/messages/count_tokens takes."""
+    """The fields that determine the prompt: the body of /v1/messages/count_tokens."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    model: Name | None = None  # needed only where several are served
+    model: Name | None = None  # required only if the server has several models
     system: str | list[OnlyText] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    output_format: JsonFormat | None = None  # the older place of output_config.format
+    output_format: JsonFormat | None = None  # the older name of output_config.format
     speed: Hint = None
     betas: Hint = None
     context_management: Annotated[Any, only([], {}, {"edits": []})] = None
@@ -116,8 +116,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
-    service_tier: Hint = None  # there is one tier
-    cache_salt: str | None = None  # ours: callers with different salts never share cached blocks
+    service_tier: Hint = None  # the server has one tier
+    cache_salt: str | None = None  # extension: requests with different salts never share cached blocks
     container: None = None
     diagnostics: None = None
     inference_geo: None = None
@@ -129,18 +129,26 @@ class Call(ChatCall):
 
 
 def parse(body: bytes) -> Call:
-    asked = _decode(body, MessagesRequest)
-    if isinstance(asked.thinking, ThinkingEnabled) and asked.thinking.budget_tokens >= asked.max_tokens:
-        raise InvalidRequest("thinking.budget_tokens must be below max_tokens", param="thinking.budget_tokens")
-    user = asked.metadata.user_id if asked.metadata else None
-    return _call(
-        asked, Caller(asked.model or "", salt=asked.cache_salt or "", user=user), _params(asked), bool(asked.stream)
+    request = _decode(body, MessagesRequest)
+    if isinstance(request.thinking, ThinkingEnabled) and request.thinking.budget_tokens >= request.max_tokens:
+        budget, limit = request.thinking.budget_tokens, request.max_tokens
+        raise InvalidRequest(
+            f"thinking.budget_tokens is {budget}; it must be less than max_tokens, which is {limit}",
+            param="thinking.budget_tokens",
+            hint="raise max_tokens or lower the budget",
+        )
+    user = request.metadata.user_id if request.metadata else None
+    return _build_call(
+        request,
+        Caller(request.model or "", salt=request.cache_salt or "", user=user),
+        _params(request),
+        bool(request.stream),
     )
 
 
 def parse_count(body: bytes) -> Call:
-    asked = _decode(body, CountTokensRequest)
-    return _call(asked, Caller(asked.model or ""), SamplingParams(), stream=False)
+    request = _decode(body, CountTokensRequest)
+    return _build_call(request, Caller(request.model or ""), SamplingParams(), stream=False)
 
 
 def token_count(tokens: int) -> dict[str, Any]:
@@ -152,55 +160,59 @@ def _decode(body: bytes, into: type[T]) -> T:
         return decode(body, into)
     except InvalidRequest as error:
         if error.param and ".content[" in error.param and error.param.endswith("].type"):
-            error.hint = "text, thinking, tool_use and tool_result are served: the models read text only"
+            error.hint = "content blocks may be text, thinking, tool_use or tool_result: the models take text only"
         raise
 
 
-def _call(asked: CountTokensRequest, caller: Caller, params: SamplingParams, stream: bool) -> Call:
-    ignored = ignored_fields(asked)
-    tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in asked.tools or ()]
-    choice = _tool_choice(asked)
+def _build_call(request: CountTokensRequest, caller: Caller, params: SamplingParams, stream: bool) -> Call:
+    ignored = ignored_fields(request)
+    tools = [Tool(t.name, t.description or "", t.input_schema, bool(t.strict)) for t in request.tools or ()]
+    choice = _tool_choice(request)
     check_tools(tools, choice)
-    messages = transcript(asked.system, asked.messages).messages(param="messages")
-    continued = messages[-1]["role"] == "assistant"
+    messages = transcript(request.system, request.messages).messages(param="messages")
+    continues_last = messages[-1]["role"] == "assistant"
     return Call(
         caller=caller,
         messages=messages,
         params=params,
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
-        template_args=_template_args(asked),
-        wishes=_wishes(asked),
-        thinking_budget=asked.thinking.budget_tokens if isinstance(asked.thinking, ThinkingEnabled) else None,
-        continue_last=continued,
-        generation_prompt=not continued,
-        unset=frozenset(name for name in DEFAULTED if getattr(asked, name, None) is None),
+        parallel_tool_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
+        template_args=_template_args(request),
+        wishes=_template_settings(request),
+        thinking_budget=request.thinking.budget_tokens if isinstance(request.thinking, ThinkingEnabled) else None,
+        continue_last=continues_last,
+        generation_prompt=not continues_last,
+        unset=frozenset(name for name in DEFAULTED if getattr(request, name, None) is None),
         ignored=ignored,
         stream=stream,
-        show_thinking=getattr(asked.thinking, "display", None) != "omitted",
+        show_thinking=getattr(request.thinking, "display", None) != "omitted",
     )
 
 
-def _params(asked: MessagesRequest) -> SamplingParams:
-    form = asked.output_format
-    if asked.output_config and asked.output_config.format:
-        if form is not None:
-            raise InvalidRequest("output_format and output_config.format exclude each other", param="output_format")
-        form = asked.output_config.format
-    temperature = 1.0 if asked.temperature is None else asked.temperature
+def _params(request: MessagesRequest) -> SamplingParams:
+    output_format = request.output_format
+    if request.output_config and request.output_config.format:
+        if output_format is not None:
+            raise InvalidRequest(
+                "output_format and output_config.format are both set",
+                param="output_format",
+                hint="send output_config.format only",
+            )
+        output_format = request.output_config.format
+    temperature = 1.0 if request.temperature is None else request.temperature
     return SamplingParams(
-        max_tokens=asked.max_tokens,
-        temperature=0.0 if asked.top_p == 0 else temperature,
-        top_p=asked.top_p or 1.0,
-        top_k=asked.top_k or 0,
-        stop=tuple(filter(None, asked.stop_sequences or ())),
-        grammar=Grammar("json_schema", encode_text(form.schema)) if form else None,
+        max_tokens=request.max_tokens,
+        temperature=0.0 if request.top_p == 0 else temperature,
+        top_p=request.top_p or 1.0,
+        top_k=request.top_k or 0,
+        stop=tuple(filter(None, request.stop_sequences or ())),
+        grammar=Grammar("json_schema", encode_text(output_format.schema)) if output_format else None,
     )
 
 
-def _tool_choice(asked: CountTokensRequest) -> ToolChoice:
-    match asked.tool_choice:
+def _tool_choice(request: CountTokensRequest) -> ToolChoice:
+    match request.tool_choice:
         case AnyChoice():
             return ToolChoice("required")
         case NamedChoice(name=name):
@@ -211,21 +223,21 @@ def _tool_choice(asked: CountTokensRequest) -> ToolChoice:
             return ToolChoice("auto")
 
 
-def _template_args(asked: CountTokensRequest) -> dict[str, Any]:
+def _template_args(request: CountTokensRequest) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
-    if asked.thinking is not None:
-        arguments["enable_thinking"] = not isinstance(asked.thinking, ThinkingDisabled)
-    if isinstance(asked.thinking, ThinkingEnabled):
-        arguments["thinking_budget"] = asked.thinking.budget_tokens  # for templates that tell the model
-    if asked.output_config and asked.output_config.effort:
-        arguments["reasoning_effort"] = asked.output_config.effort
+    if request.thinking is not None:
+        arguments["enable_thinking"] = not isinstance(request.thinking, ThinkingDisabled)
+    if isinstance(request.thinking, ThinkingEnabled):
+        arguments["thinking_budget"] = request.thinking.budget_tokens  # some templates put the budget into the prompt
+    if request.output_config and request.output_config.effort:
+        arguments["reasoning_effort"] = request.output_config.effort
     return arguments
 
 
-def _wishes(asked: CountTokensRequest) -> list[Wish]:
+def _template_settings(request: CountTokensRequest) -> list[Wish]:
     wishes = []
-    if asked.thinking is not None:
-        wishes.append(Wish("thinking", ("enable_thinking",), thinks=not isinstance(asked.thinking, ThinkingDisabled)))
-    if asked.output_config and asked.output_config.effort:
+    if request.thinking is not None:
+        wishes.append(Wish("thinking", ("enable_thinking",), thinks=not isinstance(request.thinking, ThinkingDisabled)))
+    if request.output_config and request.output_config.effort:
         wishes.append(Wish("output_config.effort", ("reasoning_effort",)))
     return wishes

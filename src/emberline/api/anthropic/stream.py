@@ -1,4 +1,4 @@
-"""One reply in Anthropic's protocol: the events of a stream, and the message that they add up to.
+"""Writes a reply in Anthropic's protocol: the events of a stream, or the whole message.
 
 message_start, { content_block_start, content_block_delta ..., content_block_stop } ..., message_delta, message_stop
 """
@@ -28,7 +28,7 @@ from emberline.api.deltas import (
 )
 from emberline.api.errors import anthropic_error
 
-# An aborted reply can be given back and continued, which is what pause_turn tells the client.
+# pause_turn: the client may send an aborted reply back to have it continued.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
 
 
@@ -36,7 +36,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class _Block:
     kind: Literal["text", "thinking", "tool_use"]
     pieces: list[str] = field(default_factory=list)
-    slot: int = -1  # tool_use: which call it is
+    slot: int = -1  # of a tool_use block: number of the call
     id: str = ""
     name: str = ""
 
@@ -44,7 +44,7 @@ class _Block:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def opening(self) -> dict[str, Any]:
+    def start_json(self) -> dict[str, Any]:
         match self.kind:
             case "text":
                 return {"type": "text", "text": "", "citations": None}
@@ -53,7 +53,7 @@ class _Block:
             case "tool_use":
                 return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def delta_json(self, text: str) -> dict[str, Any]:
         match self.kind:
             case "text":
                 return {"type": "text_delta", "text": text}
@@ -62,29 +62,29 @@ class _Block:
             case "tool_use":
                 return {"type": "input_json_delta", "partial_json": text}
 
-    def whole(self) -> dict[str, Any]:
+    def final_json(self) -> dict[str, Any]:
         match self.kind:
             case "text":
-                return self.opening() | {"text": self.text}
+                return self.start_json() | {"text": self.text}
             case "thinking":
-                return self.opening() | {"thinking": self.text, "signature": signature(self.text)}
+                return self.start_json() | {"thinking": self.text, "signature": signature(self.text)}
             case "tool_use":
-                return self.opening() | {"input": _tool_input(self.text)}
+                return self.start_json() | {"input": _tool_input(self.text)}
 
 
 class Renderer:
     def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
-        """`created` and `fingerprint` have no place in the protocol; all renderers are made alike."""
+        """`created` and `fingerprint` are not used: all writers have the same parameters."""
         self._call = call
         self._id = id
         self._started = Started(0)
         self._blocks: list[_Block] = []
-        self._open = False  # whether the last block is
+        self._is_open = False  # whether the last block is open
         self._finish: Finish | None = None
         self._usage: Usage | None = None
 
     def start(self) -> list[bytes]:
-        return []  # message_start tells the prompt's cost, so it waits for Started
+        return []  # message_start holds the prompt's token count, so it is sent with ReplyStart
 
     def push(self, delta: Delta) -> list[bytes]:
         events = self._events(delta)
@@ -97,7 +97,7 @@ class Renderer:
         return [sse.event("error", anthropic_error(error).body)]
 
     def body(self) -> dict[str, Any]:
-        return self._message([block.whole() for block in self._blocks])
+        return self._message([block.final_json() for block in self._blocks])
 
     def _events(self, delta: Delta) -> list[dict[str, Any]]:
         match delta:
@@ -111,7 +111,7 @@ class Renderer:
             case ToolCallStart():
                 return self._begin(_Block("tool_use", slot=delta.slot, id=delta.id, name=delta.name))
             case ToolCallArguments():
-                assert self._open and self._blocks[-1].slot == delta.slot, "calls come one after the other"
+                assert self._is_open and self._blocks[-1].slot == delta.slot, "tool calls must not overlap"
                 return self._extend("tool_use", delta.text)
             case Finish():
                 self._finish = delta
@@ -119,31 +119,31 @@ class Renderer:
             case Usage():
                 self._usage = delta
                 stop = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-                return [{"type": "message_delta", "delta": stop, "usage": self._counts()}]
+                return [{"type": "message_delta", "delta": stop, "usage": self._usage_json()}]
             case PromptDelta() | Progress() | TokenIds():
-                raise AssertionError("the protocol has no way to ask for it")
+                raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
     def _extend(self, kind: Literal["text", "thinking", "tool_use"], text: str) -> list[dict[str, Any]]:
         if not text:
             return []
-        events = [] if self._open and self._blocks[-1].kind == kind else self._begin(_Block(kind))
+        events = [] if self._is_open and self._blocks[-1].kind == kind else self._begin(_Block(kind))
         if kind == "thinking" and not self._call.show_thinking:
             return events
         block = self._blocks[-1]
         block.pieces.append(text)
-        return [*events, self._delta(block.piece(text))]
+        return [*events, self._delta(block.delta_json(text))]
 
     def _begin(self, block: _Block) -> list[dict[str, Any]]:
         events = self._close()
         self._blocks.append(block)
-        self._open = True
-        start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.opening()}
+        self._is_open = True
+        start = {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block.start_json()}
         return [*events, start]
 
     def _close(self) -> list[dict[str, Any]]:
-        if not self._open:
+        if not self._is_open:
             return []
-        self._open = False
+        self._is_open = False
         stop = {"type": "content_block_stop", "index": len(self._blocks) - 1}
         if (block := self._blocks[-1]).kind != "thinking":
             return [stop]
@@ -161,7 +161,7 @@ class Renderer:
             "content": content,
             "stop_reason": self._stop_reason(),
             "stop_sequence": self._stop_sequence(),
-            "usage": self._counts() | {"service_tier": "standard"},
+            "usage": self._usage_json() | {"service_tier": "standard"},
         }
 
     def _stop_reason(self) -> str | None:
@@ -172,8 +172,8 @@ class Renderer:
     def _stop_sequence(self) -> str | None:
         return self._finish.stop_sequence if self._finish is not None and self._finish.reason == "stop" else None
 
-    def _counts(self) -> dict[str, Any]:
-        """Input is what was computed; with what was read from the cache it makes the prompt."""
+    def _usage_json(self) -> dict[str, Any]:
+        """Return the protocol's usage; its input_tokens do not include those read from the cache."""
         usage = self._usage or Usage(self._started.prompt_tokens, 0, self._started.cached_tokens)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -185,7 +185,7 @@ class Renderer:
 
 
 def _tool_input(text: str) -> dict[str, Any]:
-    """The arguments as an object; what was cut off in the middle by max_tokens cannot be one, and is left empty."""
+    """Return the arguments as an object; empty if max_tokens cut them off."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):

@@ -1,1 +1,1 @@
-"""OpenAI's chat, completions, embeddings and models."""
+"""OpenAI's protocols: chat completions, text completions, embeddings and models."""

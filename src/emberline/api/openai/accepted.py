@@ -1,7 +1,7 @@
-"""The fields that OpenAI, vLLM, SGLang and llama.cpp take and that have no effect here (`api/fields.py` has the rules).
+"""Fields of OpenAI, vLLM, SGLang and llama.cpp that are accepted without effect (`api/fields.py` has the rules).
 
-A field stands here if leaving it out does not change what the answer means: hints about cost, speed and storage, and
-settings at the value that they have by default. Any other value would change the answer, and is refused by name.
+They are hints about cost, speed and storage, and settings at their default value: without them the answer is the same.
+Any other value would change the answer and is rejected by name.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Zero = Annotated[Any, only(0)]
 
 
 class AcceptedFields(Wire, kw_only=True):
-    """Of chat, completions and responses alike."""
+    """Fields of chat completions, text completions and responses."""
 
-    # OpenAI's hints. Prefixes are shared by their content, whatever the key.
+    # OpenAI's hints. Cached prefixes are found by their content, so a key has no effect.
     prompt_cache_key: Hint = None
     prompt_cache_retention: Hint = None
     prompt_cache_options: Hint = None
-    # vLLM's
+    # vLLM's fields
     use_beam_search: Off = None
     length_penalty: One = None
     early_stopping: Off = None
     detokenize: On = None
-    spaces_between_special_tokens: Annotated[Any, only(True, False)] = None  # no tokenizer here writes any
+    spaces_between_special_tokens: Annotated[Any, only(True, False)] = None  # no supported tokenizer writes such spaces
     logits_processors: Empty = None
     kv_transfer_params: Empty = None
     vllm_xargs: Empty = None
     thinking_token_budget: Hint = None
-    logprob_token_ids: None = None  # known and not served
-    # SGLang's
+    logprob_token_ids: None = None  # known and not supported
+    # SGLang's fields
     no_stop_trim: Off = None
     stop_regex: Empty = None
     custom_logit_processor: Empty = None
@@ -44,20 +44,20 @@ class AcceptedFields(Wire, kw_only=True):
     return_hidden_states: Off = None
     return_routed_experts: Off = None
     return_cached_tokens_details: Off = None
-    # llama.cpp's
+    # llama.cpp's fields
     cache_prompt: Hint = None
     id_slot: Hint = None
     typical_p: One = None
     tfs_z: One = None
     mirostat: Zero = None
-    mirostat_tau: Hint = None  # of mirostat, which is off
+    mirostat_tau: Hint = None  # a parameter of mirostat, which is off
     mirostat_eta: Hint = None
     dynatemp_range: Zero = None
     dynatemp_exponent: Hint = None
     dry_multiplier: Zero = None
     xtc_probability: Zero = None
     top_n_sigma: Annotated[Any, only(-1, 0)] = None
-    timings_per_token: Hint = None  # figures beside the answer
+    timings_per_token: Hint = None  # asks for timings beside the answer
     post_sampling_probs: Off = None
     return_progress: Hint = None
     lora: Empty = None

@@ -1,4 +1,4 @@
-"""The fields without effect of requests with messages, beside those of every request (`accepted.py`)."""
+"""Fields without effect of requests with messages, in addition to those of every request (`accepted.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from emberline.api.openai.sampling import SamplingFields
 
 
 class ChatFields(SamplingFields, kw_only=True):
-    store: Hint = None  # there is nowhere to look a stored chat up
+    store: Hint = None  # no endpoint reads a stored chat
     verbosity: Hint = None
-    prediction: Hint = None  # it would speed the answer up, and not change it
+    prediction: Hint = None  # would only speed up the answer
     modalities: Annotated[Any, only(["text"])] = None
     best_of: Annotated[Any, only(1)] = None
     documents: Empty = None

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions.
+"""Requests of POST /v1/chat/completions.
 
-call = parse(body)                                  a Call is a ChatCall and what only this protocol's replies need
-reply = chat_stream.Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+call = parse(body)
+writer = chat_stream.ChatReplyWriter(call, id, created, fingerprint)
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class ChatRequest(ChatFields, kw_only=True):
     functions: Functions | None = None
     function_call: FunctionChoice | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
-    enable_thinking: bool | None = None  # as a variable of the template
-    thinking: Thinking | None = None  # the same, as DeepSeek and Z.ai name it
+    enable_thinking: bool | None = None  # a variable of the template
+    thinking: Thinking | None = None  # the form of DeepSeek and Z.ai for enable_thinking
     metadata: Metadata | None = None
     safety_identifier: str | None = None
-    # vLLM's
+    # vLLM's fields
     include_reasoning: bool | None = None
-    echo: bool | None = None  # the reply begins with the last message, if that is the assistant's
+    echo: bool | None = None  # the reply begins with the last message if that is the assistant's
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # known and not served
+    # known and not supported
     audio: None = None
     web_search_options: None = None
     moderation: None = None
@@ -62,75 +62,81 @@ class Call(ChatCall):
     include_usage: bool = False
     legacy_functions: bool = False
     show_reasoning: bool = True
-    echo: str = ""  # text before what is generated
-    metadata: dict[str, str] = field(default_factory=dict)  # echoed
+    echo: str = ""  # text that the reply has before the generated text
+    metadata: dict[str, str] = field(default_factory=dict)  # repeated in the reply
 
 
 def parse(body: bytes) -> Call:
     try:
-        asked = decode(body, ChatRequest)
+        request = decode(body, ChatRequest)
     except InvalidRequest as error:
         raise explain_parts(error) from None
-    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
-    tools, max_tokens = _tools(asked), _max_tokens(asked)
-    kwargs = template_kwargs(asked.chat_template_kwargs, asked.enable_thinking, asked.thinking)
-    field = "enable_thinking" if asked.enable_thinking is not None else "thinking"
-    if asked.prompt_logprobs is not None and asked.stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="send stream: false")
-    continue_last = continues_last(asked.messages, asked.continue_final_message, asked.add_generation_prompt)
+    ignored = ignored_fields(request) + (request.stream_options.ignored() if request.stream_options else [])
+    tools, max_tokens = _tools(request), _max_tokens(request)
+    kwargs = template_kwargs(request.chat_template_kwargs, request.enable_thinking, request.thinking)
+    thinking_field = "enable_thinking" if request.enable_thinking is not None else "thinking"
+    if request.prompt_logprobs is not None and request.stream:
+        what = "prompt_logprobs is not supported for streams"
+        raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
+    continue_last = continues_last(request.messages, request.continue_final_message, request.add_generation_prompt)
     return Call(
-        caller=asked.caller(user=asked.safety_identifier),
-        messages=for_template(asked.messages),
-        params=asked.params(max_tokens=max_tokens, logprobs=_logprobs(asked), prompt_logprobs=asked.prompt_logprobs),
+        caller=request.caller(user=request.safety_identifier),
+        messages=for_template(request.messages),
+        params=request.params(
+            max_tokens=max_tokens, logprobs=_logprobs(request), prompt_logprobs=request.prompt_logprobs
+        ),
         tools=tools.tools,
         tool_choice=tools.choice,
         parallel_tool_calls=tools.parallel,
-        template_args=template_args(kwargs, asked.reasoning_effort),
-        wishes=wishes(kwargs, asked.reasoning_effort, own=(kwargs.keys() - (asked.chat_template_kwargs or {}), field)),
+        template_args=template_args(kwargs, request.reasoning_effort),
+        wishes=wishes(
+            kwargs, request.reasoning_effort, own=(kwargs.keys() - (request.chat_template_kwargs or {}), thinking_field)
+        ),
         continue_last=continue_last,
-        generation_prompt=asked.add_generation_prompt is not False and not continue_last,
-        add_special_tokens=bool(asked.add_special_tokens),
-        bad_words=asked.bad_words or (),
-        truncate=asked.truncate_prompt_tokens,
-        keep_first=asked.truncation_side == "right",
-        return_token_ids=bool(asked.return_token_ids),
-        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
-        unset=asked.unset(max_tokens),
+        generation_prompt=request.add_generation_prompt is not False and not continue_last,
+        add_special_tokens=bool(request.add_special_tokens),
+        bad_words=request.bad_words or (),
+        truncate=request.truncate_prompt_tokens,
+        keep_first=request.truncation_side == "right",
+        return_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        unset=request.unset(max_tokens),
         ignored=ignored,
-        stream=bool(asked.stream),
-        include_usage=asked.include_usage(),
-        running_usage=asked.stream_options is not None and asked.stream_options.running(),
+        stream=bool(request.stream),
+        include_usage=request.include_usage(),
+        running_usage=request.stream_options is not None and request.stream_options.running(),
         legacy_functions=tools.legacy,
-        show_reasoning=asked.include_reasoning is not False,
-        echo=_echo(asked),
-        metadata=asked.metadata or {},
+        show_reasoning=request.include_reasoning is not False,
+        echo=_echoed_text(request),
+        metadata=request.metadata or {},
     )
 
 
-def _tools(asked: ChatRequest) -> Toolbox:
-    if asked.functions is None and asked.function_call is None:
-        return toolbox(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
-    if asked.tools is not None or asked.tool_choice is not None or asked.parallel_tool_calls:
-        raise InvalidRequest("functions and tools exclude each other", param="functions", hint="use tools")
-    return legacy_toolbox(asked.functions, asked.function_call)
+def _tools(request: ChatRequest) -> Toolbox:
+    if request.functions is None and request.function_call is None:
+        return toolbox(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if request.tools is not None or request.tool_choice is not None or request.parallel_tool_calls:
+        raise InvalidRequest("functions and tools are both set", param="functions", hint="send tools only")
+    return legacy_toolbox(request.functions, request.function_call)
 
 
-def _max_tokens(asked: ChatRequest) -> int | None:
-    limit = asked.limit(("max_tokens", asked.max_tokens), ("max_completion_tokens", asked.max_completion_tokens))
+def _max_tokens(request: ChatRequest) -> int | None:
+    limit = request.limit(("max_tokens", request.max_tokens), ("max_completion_tokens", request.max_completion_tokens))
     if limit == 0:
-        raise InvalidRequest("n_predict is 0, which asks for no answer", param="n_predict", hint="send 1 or more")
+        raise InvalidRequest("n_predict is 0; it must be 1 or more, or -1", param="n_predict", hint="send 1 or more")
     return limit
 
 
-def _echo(asked: ChatRequest) -> str:
-    if not asked.echo or not isinstance(asked.messages[-1], AssistantMessage):
+def _echoed_text(request: ChatRequest) -> str:
+    if not request.echo or not isinstance(request.messages[-1], AssistantMessage):
         return ""
-    return for_template(asked.messages[-1:])[0].get("content") or ""
+    return for_template(request.messages[-1:])[0].get("content") or ""
 
 
-def _logprobs(asked: ChatRequest) -> int | None:
-    if asked.logprobs:
-        return asked.top_logprobs or 0
-    if asked.top_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs", param="top_logprobs", hint="send logprobs: true with it")
+def _logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        what = f"top_logprobs is {request.top_logprobs}, but logprobs is not true"
+        raise InvalidRequest(what, param="top_logprobs", hint="send logprobs: true too")
     return None

@@ -1,4 +1,4 @@
-"""The reply of a chat completion: each delta is one chunk, and the plain reply is the fold of the same deltas."""
+"""Writes the reply of a chat completion: one chunk per delta, or the whole reply from the same deltas."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from emberline.core.request import Priority
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice as it grows. `take` folds a delta in and says it as a chunk's choice."""
+    """Collects the deltas of one choice; `add` also returns the delta as the choice of a stream chunk."""
 
     index: int
-    legacy: bool  # function_call in place of tool_calls
+    legacy: bool  # the reply uses function_call in place of tool_calls
     tokens_as_ids: bool = False
     texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
+    reasoning_texts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[dict[str, Any]] = field(default_factory=list)
-    thought_tokens: list[dict[str, Any]] = field(default_factory=list)
-    ids: list[int] | None = None  # of all tokens, if they are asked for
-    sent_ids: int = 0  # how many of them are in chunks
+    reasoning_tokens: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[int] | None = None  # of all tokens; None without return_token_ids
+    sent_ids: int = 0  # number of `ids` that were sent in chunks
     finish: Finish | None = None
-    begun: bool = False
+    has_opened: bool = False
 
-    def take(self, delta: TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> dict[str, Any]:
-        assert self.finish is None, "nothing follows a choice's finish"
+    def add(self, delta: TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> dict[str, Any]:
+        assert self.finish is None, "the choice has already finished"
         chunk = self.open()
         match delta:
             case TextDelta():
-                self._text(delta, chunk)
+                self._add_text(delta, chunk)
             case ReasoningDelta():
-                self._reasoning(delta, chunk)
+                self._add_reasoning(delta, chunk)
             case ToolCallStart() | ToolCallArguments():
                 self._call(delta, chunk)
             case Finish():
@@ -60,11 +60,11 @@ class _Choice:
         return chunk
 
     def open(self) -> dict[str, Any]:
-        role = {} if self.begun else {"role": "assistant"}
-        self.begun = True
+        role = {} if self.has_opened else {"role": "assistant"}
+        self.has_opened = True
         return {"index": self.index, "delta": role, "logprobs": None, "finish_reason": None}
 
-    def _text(self, delta: TextDelta, chunk: dict[str, Any]) -> None:
+    def _add_text(self, delta: TextDelta, chunk: dict[str, Any]) -> None:
         self.texts.append(delta.text)
         chunk["delta"]["content"] = delta.text
         if delta.tokens:
@@ -72,44 +72,44 @@ class _Choice:
             self.tokens += tokens
             chunk["logprobs"] = {"content": tokens, "refusal": None}
 
-    def _reasoning(self, delta: ReasoningDelta, chunk: dict[str, Any]) -> None:
-        self.thoughts.append(delta.text)
+    def _add_reasoning(self, delta: ReasoningDelta, chunk: dict[str, Any]) -> None:
+        self.reasoning_texts.append(delta.text)
         chunk["delta"]["reasoning_content"] = delta.text
         if delta.tokens:
             tokens = chat_logprobs(delta.tokens, as_ids=self.tokens_as_ids)
-            self.thought_tokens += tokens
+            self.reasoning_tokens += tokens
             chunk["logprobs"] = {"content": [], "refusal": None, "reasoning_content": tokens}
 
     def _call(self, delta: ToolCallStart | ToolCallArguments, chunk: dict[str, Any]) -> None:
         if isinstance(delta, ToolCallStart):
-            assert delta.slot == len(self.calls), "calls start in order"
+            assert delta.slot == len(self.calls), "tool calls must start in order"
             function = {"name": delta.name, "arguments": ""}
-            said: dict[str, Any] = {"id": delta.id, "type": "function", "function": function}
-            self.calls.append({**said, "function": dict(function)})
+            entry: dict[str, Any] = {"id": delta.id, "type": "function", "function": function}
+            self.calls.append({**entry, "function": dict(function)})
         else:
-            said = {"function": {"arguments": delta.text}}
+            entry = {"function": {"arguments": delta.text}}
             self.calls[delta.slot]["function"]["arguments"] += delta.text
         if not self.legacy:
-            chunk["delta"]["tool_calls"] = [{"index": delta.slot, **said}]
-        elif delta.slot == 0:  # the older protocol has room for one
-            chunk["delta"]["function_call"] = said["function"]
+            chunk["delta"]["tool_calls"] = [{"index": delta.slot, **entry}]
+        elif delta.slot == 0:  # the older protocol allows one call
+            chunk["delta"]["function_call"] = entry["function"]
 
     def _finish(self, finish: Finish, chunk: dict[str, Any]) -> None:
         self.finish = finish
         if not self.texts and not self.calls:
-            chunk["delta"]["content"] = ""  # so that the fold has the same empty text as the plain reply
-        chunk |= self._ending()
+            chunk["delta"]["content"] = ""  # the joined chunks then have the same empty text as the plain reply
+        chunk |= self._finish_fields()
 
-    def _ending(self) -> dict[str, Any]:
-        assert self.finish is not None, "every choice finishes before the reply is read"
+    def _finish_fields(self) -> dict[str, Any]:
+        assert self.finish is not None, "the choice has no Finish yet"
         reason = "function_call" if self.legacy and self.finish.reason == "tool_calls" else self.finish.reason
         return {"finish_reason": reason, **self.finish.reasons()}
 
     def message(self) -> dict[str, Any]:
         content = None if self.calls and not self.texts else "".join(self.texts)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if self.thoughts:
-            message["reasoning_content"] = "".join(self.thoughts)
+        if self.reasoning_texts:
+            message["reasoning_content"] = "".join(self.reasoning_texts)
         if self.calls and self.legacy:
             message["function_call"] = self.calls[0]["function"]
         elif self.calls:
@@ -118,16 +118,16 @@ class _Choice:
 
     def body(self) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
-        if self.tokens or self.thought_tokens:
+        if self.tokens or self.reasoning_tokens:
             logprobs = {"content": self.tokens, "refusal": None}
-        if logprobs and self.thought_tokens:
-            logprobs["reasoning_content"] = self.thought_tokens
-        body = {"index": self.index, "message": self.message(), "logprobs": logprobs, **self._ending()}
+        if logprobs and self.reasoning_tokens:
+            logprobs["reasoning_content"] = self.reasoning_tokens
+        body = {"index": self.index, "message": self.message(), "logprobs": logprobs, **self._finish_fields()}
         return body if self.ids is None else {**body, "token_ids": self.ids}
 
 
 class Renderer:
-    """The first chunk of a choice carries the role, the last its finish_reason; usage, if asked for, has its own."""
+    """The first chunk of a choice has the role, the last its finish_reason; requested usage is a chunk of its own."""
 
     def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
         self._call = call
@@ -140,11 +140,11 @@ class Renderer:
             "service_tier": tier,
         }
         self._choices = [_Choice(index, call.legacy_functions, call.tokens_as_ids) for index in range(call.params.n)]
-        self._so_far = Usage(0, 0)
+        self._usage_so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
         self._prompt: list[dict[str, Any] | None] | None = None
-        self._prompt_ids: list[int] | None = None  # until a chunk has them, where they are streamed
-        # Most chunks differ in nothing but their text: what stands around it is encoded once.
+        self._prompt_ids: list[int] | None = None  # of a stream: only until a chunk has sent them
+        # Most chunks differ only in their text, so the bytes around the text are encoded once.
         is_plain = call.stream and not call.running_usage and call.params.logprobs is None
         self._around = [self._encode_around(index) for index in range(call.params.n)] if is_plain else []
 
@@ -160,11 +160,11 @@ class Renderer:
     def push(self, delta: Delta) -> list[bytes]:
         match delta:
             case Started():
-                self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
+                self._usage_so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
                 echoed = [TextDelta(choice.index, self._call.echo) for choice in self._choices if self._call.echo]
                 return [event for each in echoed for event in self.push(each)]
             case Progress():
-                self._so_far = replace(self._so_far, **asdict(delta))
+                self._usage_so_far = replace(self._usage_so_far, **asdict(delta))
                 return []
             case PromptDelta():
                 self._prompt = prompt_logprobs(delta.tokens)
@@ -178,15 +178,17 @@ class Renderer:
             case Usage():
                 self._usage = usage_of(delta)
                 return [self._chunk([], self._usage)] if self._call.include_usage else []
-            case TextDelta() if self._around and (choice := self._choices[delta.index]).begun and choice.ids is None:
-                assert choice.finish is None, "nothing follows a choice's finish"
+            case TextDelta() if (
+                self._around and (choice := self._choices[delta.index]).has_opened and choice.ids is None
+            ):
+                assert choice.finish is None, "the choice has already finished"
                 choice.texts.append(delta.text)
                 before, after = self._around[delta.index]
                 return [b"%b%b%b" % (before, sse.dumps(delta.text), after)]
             case ReasoningDelta() if not self._call.show_reasoning:
                 return []
             case _:
-                chunks = [*self._openings(delta.index), self._choices[delta.index].take(delta)]
+                chunks = [*self._opening_chunks(delta.index), self._choices[delta.index].add(delta)]
                 return [self._chunk([chunk]) for chunk in chunks] if self._call.stream else []
 
     def end(self) -> list[bytes]:
@@ -200,21 +202,24 @@ class Renderer:
         body |= {"choices": [choice.body() for choice in self._choices], "usage": self._usage}
         if self._call.metadata:
             body["metadata"] = self._call.metadata
-        body["prompt_logprobs"] = self._prompt  # null where not asked for: vLLM's clients read it always
+        body["prompt_logprobs"] = self._prompt  # null if not requested: vLLM's clients always read the field
         if self._prompt_ids is not None:
             body["prompt_token_ids"] = self._prompt_ids
         return body
 
-    def _openings(self, index: int) -> list[dict[str, Any]]:
-        """Of several choices each opens with a chunk of its own, in order: clients place them by first appearance, and
-        OpenAI's counts logprobs twice that come in a later choice's first chunk."""
-        fresh = self._choices[: index + 1] if len(self._choices) > 1 else []
-        return [choice.open() for choice in fresh if not choice.begun]
+    def _opening_chunks(self, index: int) -> list[dict[str, Any]]:
+        """Return the opening chunks that must precede a delta of this choice, if there are several choices.
+
+        Each choice opens with its own chunk, in order: clients order choices by their first chunk, and OpenAI's client
+        counts logprobs in the first chunk of a later choice twice.
+        """
+        first_choices = self._choices[: index + 1] if len(self._choices) > 1 else []
+        return [choice.open() for choice in first_choices if not choice.has_opened]
 
     def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {"id": self._id, "object": "chat.completion.chunk", **self._tail, "choices": choices}
         if self._prompt_ids is not None:
             chunk["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
         if self._call.include_usage:
-            chunk["usage"] = usage_of(self._so_far) if self._call.running_usage and usage is None else usage
+            chunk["usage"] = usage_of(self._usage_so_far) if self._call.running_usage and usage is None else usage
         return sse.data(chunk)

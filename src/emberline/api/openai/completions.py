@@ -1,10 +1,10 @@
-"""POST /v1/completions.
+"""Requests of POST /v1/completions.
 
-    call = parse(body)                                  a Call is a CompletionCall and what only these replies need
-    reply = completions_stream.Renderer(call, id, created, fingerprint)    for a stream and for a plain reply alike
+    call = parse(body)
+    writer = completions_stream.CompletionReplyWriter(call, id, created, fingerprint)
 
-Choice `prompt * n + k` is the k-th continuation of that prompt; with echo, each choice begins with a PromptDelta.
-`max_tokens: 0` asks for the echo alone: the engine still makes one token, which the renderer neither shows nor counts.
+Choice `prompt * n + k` is the k-th completion of that prompt; with echo, each choice begins with a PromptDelta.
+`max_tokens: 0` asks for the echo alone: the engine still generates one token, which the writer does not send or count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from emberline.core.params import MAX_COMPLETIONS
 
 __all__ = ["Call", "CompletionRequest", "parse"]
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -33,7 +33,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     max_tokens: Count | None = None
     logprobs: LogprobCount | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None  # as n, or nothing
+    best_of: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None  # must equal n
     suffix: Empty = None
     store: Hint = None
     metadata: Hint = None
@@ -47,47 +47,51 @@ class Call(CompletionCall):
 
 
 def parse(body: bytes) -> Call:
-    asked = decode(body, CompletionRequest)
-    ignored = ignored_fields(asked) + (asked.stream_options.ignored() if asked.stream_options else [])
-    prompts = each_input(asked.prompt, "prompt")
-    n = asked.n or 1
-    if asked.best_of is not None and asked.best_of != n:
-        raise InvalidRequest(f"best_of is {asked.best_of} and n is {n}; they must be equal", param="best_of")
+    request = decode(body, CompletionRequest)
+    ignored = ignored_fields(request) + (request.stream_options.ignored() if request.stream_options else [])
+    prompts = each_input(request.prompt, "prompt")
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
+        what = f"best_of is {request.best_of} and n is {n}; they must be equal"
+        raise InvalidRequest(what, param="best_of", hint="remove best_of")
     if len(prompts) * n > MAX_INPUTS:
-        raise InvalidRequest(f"{len(prompts)} prompts times n={n} is over {MAX_INPUTS} choices", param="prompt")
-    max_tokens = asked.limit(("max_tokens", asked.max_tokens))
-    if max_tokens is None and asked.n_predict is None:  # n_predict: -1 asks for no limit
+        what = f"prompt has {len(prompts)} entries, with n={n} {len(prompts) * n} choices; the limit is {MAX_INPUTS}"
+        raise InvalidRequest(what, param="prompt", hint="split the request")
+    max_tokens = request.limit(("max_tokens", request.max_tokens))
+    if max_tokens is None and request.n_predict is None:  # n_predict: -1 means no limit
         max_tokens = DEFAULT_MAX_TOKENS
-    if max_tokens == 0 and not asked.echo:
-        raise InvalidRequest("max_tokens is 0, which asks for nothing without echo", param="max_tokens")
-    if asked.prompt_logprobs is not None and asked.stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs", hint="send stream: false")
+    if max_tokens == 0 and not request.echo:
+        hint = "send max_tokens of 1 or more, or echo: true"
+        raise InvalidRequest("max_tokens is 0 without echo: nothing to return", param="max_tokens", hint=hint)
+    if request.prompt_logprobs is not None and request.stream:
+        what = "prompt_logprobs is not supported for streams"
+        raise InvalidRequest(what, param="prompt_logprobs", hint="send stream: false")
     return Call(
-        caller=asked.caller(),
+        caller=request.caller(),
         prompts=prompts,
-        params=asked.params(
+        params=request.params(
             max_tokens=1 if max_tokens == 0 else max_tokens,
-            logprobs=asked.logprobs,
-            prompt_logprobs=_prompt_logprobs(asked),
+            logprobs=request.logprobs,
+            prompt_logprobs=_prompt_logprobs(request),
         ),
-        echo=bool(asked.echo),
-        add_special_tokens=asked.add_special_tokens is not False,
-        bad_words=asked.bad_words or (),
-        truncate=asked.truncate_prompt_tokens,
-        keep_first=asked.truncation_side == "right",
-        return_token_ids=bool(asked.return_token_ids),
-        tokens_as_ids=bool(asked.return_tokens_as_token_ids),
-        unset=asked.unset(max_tokens),
+        echo=bool(request.echo),
+        add_special_tokens=request.add_special_tokens is not False,
+        bad_words=request.bad_words or (),
+        truncate=request.truncate_prompt_tokens,
+        keep_first=request.truncation_side == "right",
+        return_token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        unset=request.unset(max_tokens),
         ignored=ignored,
-        stream=bool(asked.stream),
-        include_usage=asked.include_usage(),
-        running_usage=asked.stream_options is not None and asked.stream_options.running(),
+        stream=bool(request.stream),
+        include_usage=request.include_usage(),
+        running_usage=request.stream_options is not None and request.stream_options.running(),
         echo_only=max_tokens == 0,
-        show_prompt_logprobs=asked.prompt_logprobs is not None,
+        show_prompt_logprobs=request.prompt_logprobs is not None,
     )
 
 
-def _prompt_logprobs(asked: CompletionRequest) -> int | None:
-    """What the engine must compute: vLLM's prompt_logprobs, and the echoed prompt's share of logprobs."""
-    wanted = [asked.prompt_logprobs, asked.logprobs if asked.echo else None]
-    return max((count for count in wanted if count is not None), default=None)
+def _prompt_logprobs(request: CompletionRequest) -> int | None:
+    """Return how many prompt logprobs the engine computes, for prompt_logprobs and for the logprobs of an echo."""
+    counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    return max((count for count in counts if count is not None), default=None)

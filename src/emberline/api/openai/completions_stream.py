@@ -1,4 +1,4 @@
-"""The reply of a text completion: each delta is one chunk, and the plain reply is the fold of the same deltas."""
+"""Writes the reply of a text completion: one chunk per delta, or the whole reply from the same deltas."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     logprobs: TextLogprobs = field(default_factory=TextLogprobs)
     prompt: list[dict[str, Any] | None] | None = None
-    ids: list[int] | None = None  # of all tokens, if they are asked for
+    ids: list[int] | None = None  # of all tokens; None without return_token_ids
     prompt_ids: list[int] | None = None
-    sent_ids: int = 0  # how many of `ids` are in chunks
-    echoed: int = 0  # characters of the prompt before the generated text
+    sent_ids: int = 0  # number of `ids` that were sent in chunks
+    echoed: int = 0  # number of prompt characters before the generated text
     finish: Finish | None = None
 
-    def ending(self) -> dict[str, Any]:
-        assert self.finish is not None, "every choice finishes before the reply is read"
+    def finish_fields(self) -> dict[str, Any]:
+        assert self.finish is not None, "the choice has no Finish yet"
         return {"finish_reason": self.finish.reason, **self.finish.reasons()}
 
-    def take_ids(self, delta: TokenIds) -> None:
+    def add_ids(self, delta: TokenIds) -> None:
         self.ids = [*(self.ids or ()), *delta.ids]
         if delta.prompt:
             self.prompt_ids = list(delta.prompt)
 
     def new_ids(self) -> dict[str, Any]:
-        """For a chunk: those that none has had."""
+        """Return the chunk fields with the token ids that were not sent yet."""
         if self.ids is None:
             return {}
         prompt = {} if self.sent_ids else {"prompt_token_ids": self.prompt_ids}
@@ -62,9 +62,9 @@ class Renderer:
             _Choice(index, logprobs=TextLogprobs(as_ids=call.tokens_as_ids))
             for index in range(len(call.prompts) * call.params.n)
         ]
-        self._so_far = Usage(0, 0)
+        self._usage_so_far = Usage(0, 0)
         self._usage: dict[str, Any] | None = None
-        # Most chunks differ in nothing but their text: what stands around it is encoded once.
+        # Most chunks differ only in their text, so the bytes around the text are encoded once.
         is_plain = call.stream and call.params.logprobs is None and not (call.running_usage or call.echo)
         self._around = [self._encode_around(choice) for choice in self._choices] if is_plain else []
 
@@ -82,25 +82,27 @@ class Renderer:
         match delta:
             case PromptDelta():
                 self._choices[delta.index].prompt = prompt_logprobs(delta.tokens)
-                return self._text(delta) if self._call.echo else []
-            case TextDelta() | ReasoningDelta():  # here all text is text
-                return [] if self._call.echo_only else self._text(delta)
+                return self._add_text(delta) if self._call.echo else []
+            case TextDelta() | ReasoningDelta():  # this protocol has no reasoning: all of it is text
+                return [] if self._call.echo_only else self._add_text(delta)
             case TokenIds():
-                self._choices[delta.index].take_ids(delta)
+                self._choices[delta.index].add_ids(delta)
                 return []
             case Finish():
                 return self._finish(delta)
             case Usage():
-                cost = Usage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echo_only else delta
-                self._usage = usage_of(cost)
+                counted = Usage(delta.prompt_tokens, 0, delta.cached_tokens) if self._call.echo_only else delta
+                self._usage = usage_of(counted)
                 return self._chunk([], self._usage) if self._call.include_usage else []
             case Started():
-                self._so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
+                self._usage_so_far = Usage(delta.prompt_tokens, 0, delta.cached_tokens)
                 return []
             case Progress():
-                self._so_far = self._so_far if self._call.echo_only else replace(self._so_far, **asdict(delta))
+                self._usage_so_far = (
+                    self._usage_so_far if self._call.echo_only else replace(self._usage_so_far, **asdict(delta))
+                )
                 return []
-        raise AssertionError(f"a text completion has no {type(delta).__name__}")
+        raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
     def end(self) -> list[bytes]:
         return [sse.DONE]
@@ -111,9 +113,9 @@ class Renderer:
     def body(self) -> dict[str, Any]:
         return {**self._head, "choices": [self._body(choice) for choice in self._choices], "usage": self._usage}
 
-    def _text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> list[bytes]:
+    def _add_text(self, delta: PromptDelta | TextDelta | ReasoningDelta) -> list[bytes]:
         choice = self._choices[delta.index]
-        assert choice.finish is None, "nothing follows a choice's finish"
+        assert choice.finish is None, "the choice has already finished"
         choice.texts.append(delta.text)
         if self._around and choice.ids is None:
             before, after = self._around[delta.index]
@@ -124,19 +126,19 @@ class Renderer:
             logprobs = TextLogprobs(as_ids=self._call.tokens_as_ids).add(delta.tokens, top, choice.echoed).body()
         if isinstance(delta, PromptDelta):
             choice.echoed = len(delta.text)
-        said = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk([said | (choice.new_ids() if self._call.stream else {})])
+        entry = {"index": delta.index, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
 
     def _finish(self, finish: Finish) -> list[bytes]:
         choice = self._choices[finish.index]
-        # The one token that max_tokens: 0 made may have been an end of text; what was asked for ended by its length.
+        # With max_tokens: 0 the engine's one token may be an end token, but the reply ends by its length.
         choice.finish = Finish(finish.index, "length") if self._call.echo_only else finish
-        said = {"index": finish.index, "text": "", "logprobs": None, **choice.ending()}
-        return self._chunk([said | (choice.new_ids() if self._call.stream else {})])
+        entry = {"index": finish.index, "text": "", "logprobs": None, **choice.finish_fields()}
+        return self._chunk([entry | (choice.new_ids() if self._call.stream else {})])
 
     def _body(self, choice: _Choice) -> dict[str, Any]:
         logprobs = None if self._call.params.logprobs is None else choice.logprobs.body()
-        body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.ending()}
+        body = {"index": choice.index, "text": "".join(choice.texts), "logprobs": logprobs, **choice.finish_fields()}
         body["prompt_logprobs"] = choice.prompt if self._call.show_prompt_logprobs else None  # vLLM's clients read it
         if choice.ids is not None:
             body |= {"prompt_token_ids": choice.prompt_ids, "token_ids": choice.ids}
@@ -147,5 +149,5 @@ class Renderer:
             return []
         chunk = {**self._head, "choices": choices}
         if self._call.include_usage:
-            chunk["usage"] = usage_of(self._so_far) if self._call.running_usage and usage is None else usage
+            chunk["usage"] = usage_of(self._usage_so_far) if self._call.running_usage and usage is None else usage
         return [sse.data(chunk)]

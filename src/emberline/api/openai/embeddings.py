@@ -1,7 +1,7 @@
-"""POST /v1/embeddings.
+"""Requests and replies of POST /v1/embeddings.
 
 call = parse(body)
-reply = render(call, vectors, prompt_tokens, model)    one vector for each of call.inputs, cut to call.dimensions
+reply = render(call, vectors, prompt_tokens, model)    # one vector for each of call.inputs, of call.dimensions
 """
 
 from __future__ import annotations
@@ -22,31 +22,29 @@ from emberline.api.parse import Wire, decode
 
 class EmbeddingRequest(Wire):
     input: Inputs
-    model: Name | None = None  # a server has one
+    model: Name | None = None  # None: the server's embedding model
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
     user: str | None = None
 
 
 def parse(body: bytes) -> EmbeddingCall:
-    asked = decode(body, EmbeddingRequest)
+    request = decode(body, EmbeddingRequest)
     return EmbeddingCall(
-        caller=Caller(asked.model or "", user=asked.user),
-        inputs=each_input(asked.input, "input"),
-        dimensions=asked.dimensions,
-        encoding=asked.encoding_format or "float",
+        caller=Caller(request.model or "", user=request.user),
+        inputs=each_input(request.input, "input"),
+        dimensions=request.dimensions,
+        encoding=request.encoding_format or "float",
     )
 
 
 def render(call: EmbeddingCall, vectors: Sequence[Iterable[float]], prompt_tokens: int, model: str) -> dict[str, Any]:
-    assert len(vectors) == len(call.inputs), "one vector for each input"
+    assert len(vectors) == len(call.inputs), "the number of vectors differs from the number of inputs"
     encode = _base64 if call.encoding == "base64" else _floats
     return {
         "object": "list",
         "model": model,
-        "data": [
-            {"object": "embedding", "index": at, "embedding": encode(vector)} for at, vector in enumerate(vectors)
-        ],
+        "data": [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)],
         "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
     }
 
@@ -56,7 +54,7 @@ def _floats(vector: Iterable[float]) -> list[float]:
 
 
 def _base64(vector: Iterable[float]) -> str:
-    """Little-endian float32, as the clients read it."""
+    """Encode as little-endian float32, which the clients expect."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()

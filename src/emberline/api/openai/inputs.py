@@ -1,4 +1,4 @@
-"""Prompts and embedding inputs, which come as a text, as token ids, or as a list of either."""
+"""Prompts and embedding inputs: a text, a list of token ids, or a list of either."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from msgspec import Meta
 from emberline.api.openai.sampling import TokenId
 from emberline.core.errors import InvalidRequest
 
-MAX_INPUTS = 2048  # of one request
+MAX_INPUTS = 2048
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Inputs = str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
 
 
 def each_input(inputs: Inputs, param: str) -> list[str | list[int]]:
+    """Return the inputs as a list. Raises InvalidRequest for mixed kinds and for too many inputs."""
     if isinstance(inputs, str):
         return [inputs]
     ids = [item for item in inputs if isinstance(item, int)]
@@ -23,7 +24,10 @@ def each_input(inputs: Inputs, param: str) -> list[str | list[int]]:
         return [ids]
     items = [item for item in inputs if not isinstance(item, int)]
     if ids or len({type(item) for item in items}) > 1:
-        raise InvalidRequest(f"{param} mixes texts and token ids", param=param, hint="send a list of one kind")
+        raise InvalidRequest(
+            f"{param} mixes texts and token ids", param=param, hint="send a list of texts or one of ids"
+        )
     if len(items) > MAX_INPUTS:
-        raise InvalidRequest(f"{param} has {len(items)} entries; at most {MAX_INPUTS} are taken", param=param)
+        what = f"{param} has {len(items)} entries; the limit is {MAX_INPUTS}"
+        raise InvalidRequest(what, param=param, hint="split the request")
     return items

@@ -1,5 +1,4 @@
-"""Tokens and their probabilities in the three shapes in use: chat's list of objects, completions' parallel lists, and
-vLLM's prompt_logprobs keyed by token id."""
+"""Log-probabilities in three formats: chat objects, completions' parallel lists, vLLM's prompt_logprobs by token id."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from emberline.api.deltas import TokenInfo
 
-IMPOSSIBLE = -9999.0  # JSON has no infinity; OpenAI writes this
+IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON cannot represent
 
 
 def chat_logprobs(tokens: Sequence[TokenInfo], *, as_ids: bool = False) -> list[dict[str, Any]]:
@@ -24,7 +23,7 @@ def prompt_logprobs(tokens: Sequence[TokenInfo]) -> list[dict[str, Any] | None]:
 
 @dataclass(slots=True)
 class TextLogprobs:
-    """Completions' shape: four lists side by side."""
+    """The format of text completions: four parallel lists."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
@@ -33,9 +32,9 @@ class TextLogprobs:
     as_ids: bool = False
 
     def add(self, tokens: Sequence[TokenInfo], top: int, before: int) -> TextLogprobs:
-        """`before`: how many characters of echoed prompt stand before the text these offsets count in."""
+        """Append these tokens; `prompt_chars`: the length of an echoed prompt, which is added to their offsets."""
         for token in tokens:
-            self.tokens.append(_shown(token, self.as_ids))
+            self.tokens.append(_label(token, self.as_ids))
             self.token_logprobs.append(None if token.logprob is None else _finite(token.logprob))
             self.top_logprobs.append(None if token.logprob is None else _by_text(token, top, self.as_ids))
             self.text_offset.append(before + token.offset)
@@ -45,20 +44,20 @@ class TextLogprobs:
         return {name: getattr(self, name) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
 
 
-def _shown(token: TokenInfo, as_ids: bool) -> str:
-    """A token as text or, since two tokens can have the same text, by its id as vLLM writes it."""
+def _label(token: TokenInfo, as_ids: bool) -> str:
+    """Return the token's text or, with `as_ids`, its id in vLLM's form: two tokens can have the same text."""
     return f"token_id:{token.id}" if as_ids else token.text
 
 
 def _entry(token: TokenInfo, as_ids: bool) -> dict[str, Any]:
-    return {"token": _shown(token, as_ids), "bytes": list(token.bytes), "logprob": _finite(token.logprob)}
+    return {"token": _label(token, as_ids), "bytes": list(token.bytes), "logprob": _finite(token.logprob)}
 
 
 def _by_text(token: TokenInfo, top: int, as_ids: bool) -> dict[str, float]:
-    """The best `top` and the token itself; of two tokens with the same text the likelier one shows."""
+    """Return the `num_top` most likely tokens and the token itself; the likelier of two with the same text wins."""
     found: dict[str, float] = {}
     for other in (*token.top[:top], token):
-        found.setdefault(_shown(other, as_ids), _finite(other.logprob))
+        found.setdefault(_label(other, as_ids), _finite(other.logprob))
     return found
 
 

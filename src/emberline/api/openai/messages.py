@@ -1,4 +1,4 @@
-"""The messages of a chat request, and the same as chat templates take them: content as text, arguments as objects."""
+"""The messages of a chat request, and their conversion to the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 _PART_TYPE = re.compile(r"\.content\[\d+\]\.type$")
 
 
-# What clients give back with a message that says nothing new: copies of what stands in its text or its arguments, marks
-# of a cache that works without, and names that a reply had. It is read by no template, and so not listed as ignored.
+# Fields that clients send back with a message and that add nothing: copies of its text or arguments, cache marks, and
+# ids of a reply. No template reads them, so they are not listed as ignored either.
 Redundant = Any
 
 
 class TextPart(Wire):
-    type: Literal["text"]  # not a tag: alone in its list, a tag could be left out
+    type: Literal["text"]  # not a tag: msgspec would let a lone struct omit its tag
     text: str
     cache_control: Redundant = None
 
@@ -43,8 +43,8 @@ AssistantContent = str | list[AssistantTextPart | RefusalPart]
 
 class CalledFunction(Wire):
     name: FunctionName
-    arguments: str | dict[str, Any] | None = None  # JSON text; some clients send the object
-    parsed_arguments: Redundant = None  # of the openai package's stream helper
+    arguments: str | dict[str, Any] | None = None  # JSON text; some clients send an object
+    parsed_arguments: Redundant = None  # added by the stream helper of the openai package
     provider_specific_fields: Redundant = None
 
 
@@ -84,12 +84,12 @@ class AssistantMessage(Wire, tag_field="role", tag="assistant"):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same, as newer vLLM and OpenRouter name it
+    reasoning: str | None = None  # name of reasoning_content in newer vLLM and OpenRouter
     tool_calls: list[MessageToolCall] | None = None
     function_call: CalledFunction | None = None
     audio: None = None
-    annotations: Redundant = None  # what an answer cited is in its text, as far as a model reads it
-    parsed: Redundant = None  # of the openai package's parse helper
+    annotations: Redundant = None  # citations; the model reads the text only
+    parsed: Redundant = None  # added by the parse helper of the openai package
     cache_control: Redundant = None
     id: Redundant = None
     reasoning_details: Redundant = None  # OpenRouter's; its text is in `reasoning`
@@ -114,56 +114,56 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 def for_template(messages: list[Message]) -> list[dict[str, Any]]:
-    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    return [_convert_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def explain_parts(error: InvalidRequest) -> InvalidRequest:
-    """The most common refusal deserves its reason."""
+    """Return the error with a hint if it is about a content part that is not text, the most common error."""
     if error.param and _PART_TYPE.search(error.param):
-        return InvalidRequest(error.message, param=error.param, hint="the models served here take text parts only")
+        return InvalidRequest(error.message, param=error.param, hint="the models of this server take text parts only")
     return error
 
 
-def _message(message: Message, param: str) -> dict[str, Any]:
+def _convert_message(message: Message, param: str) -> dict[str, Any]:
     match message:
         case AssistantMessage():
-            return _assistant(message, param)
+            return _convert_assistant(message, param)
         case ToolMessage():
-            made = {"role": "tool", "content": _text(message.content), "tool_call_id": message.tool_call_id}
+            result = {"role": "tool", "content": _text(message.content), "tool_call_id": message.tool_call_id}
         case FunctionMessage():
-            made = {"role": "tool", "content": message.content, "tool_call_id": _legacy_id(message.name)}
+            result = {"role": "tool", "content": message.content, "tool_call_id": _legacy_id(message.name)}
         case UserMessage():
-            made = {"role": "user", "content": _text(message.content)}
-        case SystemMessage() | DeveloperMessage():  # one meaning, and templates know the first name
-            made = {"role": "system", "content": _text(message.content)}
-    return made if message.name is None else {**made, "name": message.name}
+            result = {"role": "user", "content": _text(message.content)}
+        case SystemMessage() | DeveloperMessage():  # templates use the older name for both
+            result = {"role": "system", "content": _text(message.content)}
+    return result if message.name is None else {**result, "name": message.name}
 
 
-def _assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
+def _convert_assistant(message: AssistantMessage, param: str) -> dict[str, Any]:
     if message.content and message.refusal:
-        raise InvalidRequest(f"{param} has both content and refusal", param=f"{param}.refusal", hint="give one of them")
+        raise InvalidRequest(f"{param} has both content and refusal", param=f"{param}.refusal", hint="send one of them")
     text = _text(message.content or message.refusal or "")
     calls = [
-        _call(call.id, call.function, f"{param}.tool_calls[{at}].function")
-        for at, call in enumerate(message.tool_calls or [])
+        _convert_call(call.id, call.function, f"{param}.tool_calls[{i}].function")
+        for i, call in enumerate(message.tool_calls or [])
     ]
     if (legacy := message.function_call) is not None:
-        calls.append(_call(_legacy_id(legacy.name), legacy, f"{param}.function_call"))
-    thoughts = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    if message.content is None and not (text or calls or thoughts):
-        raise InvalidRequest(f"{param} says nothing", param=f"{param}.content", hint="give it content or tool_calls")
-    made: dict[str, Any] = {"role": "assistant", "content": text}
+        calls.append(_convert_call(_legacy_id(legacy.name), legacy, f"{param}.function_call"))
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if message.content is None and not (text or calls or reasoning):
+        raise InvalidRequest(f"{param} is empty", param=f"{param}.content", hint="send content or tool_calls")
+    result: dict[str, Any] = {"role": "assistant", "content": text}
     if message.name is not None:
-        made["name"] = message.name
-    if thoughts is not None:
-        made["reasoning_content"] = thoughts
+        result["name"] = message.name
+    if reasoning is not None:
+        result["reasoning_content"] = reasoning
     if calls:
-        made["tool_calls"] = calls
-    return made
+        result["tool_calls"] = calls
+    return result
 
 
-def _call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
-    # A call without arguments is often written as the empty text.
+def _convert_call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
+    # Clients often send an empty text for a call without arguments.
     arguments = function.arguments or {}
     if isinstance(arguments, str):
         arguments = decode_object(arguments, f"{param}.arguments") if arguments.strip() else {}
@@ -171,7 +171,7 @@ def _call(id: str, function: CalledFunction, param: str) -> dict[str, Any]:
 
 
 def _legacy_id(name: str) -> str:
-    """Functions of the older protocol have no ids; templates want the call and its answer to share one."""
+    """Return an id for a call of the older functions protocol, which has none: templates match results by id."""
     return f"call_{name}"
 
 

@@ -1,5 +1,4 @@
-"""GET /v1/models and GET /v1/models/{id}: what is served. Each entry has OpenAI's fields and Anthropic's,
-so that one reply serves both clients."""
+"""Replies of GET /v1/models and GET /v1/models/{id}, with the fields of both OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ class ServedModel:
     created: int  # seconds since the epoch
     max_context: int
     owned_by: str = "emberline"
-    kind: str = "chat"  # or "embedding": what a playground may offer
-    sampling: Mapping[str, float] = field(default_factory=dict)  # settings of a request that leaves them out
+    kind: str = "chat"  # or "embedding"; the playground offers each kind its own page
+    sampling: Mapping[str, float] = field(default_factory=dict)  # values for requests that do not set them
 
 
 def list_models(models: Sequence[ServedModel]) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def retrieve_model(models: Sequence[ServedModel], id: str) -> dict[str, Any]:
     for model in models:
         if model.id == id:
             return _entry(model)
-    raise ModelNotFound(f"there is no model {id[:200]!r} here", hint="GET /v1/models lists what is served")
+    raise ModelNotFound(f"model {id[:200]!r} not found", hint="GET /v1/models lists the models")
 
 
 def _entry(model: ServedModel) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def _entry(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": model.owned_by,
-        "root": model.id,  # vLLM's and SGLang's: what it is served from, and the base of an adapter
+        "root": model.id,  # `root` and `parent`: fields of vLLM and SGLang about adapters
         "parent": None,
         "max_model_len": model.max_context,
         "kind": model.kind,

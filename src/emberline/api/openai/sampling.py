@@ -1,4 +1,4 @@
-"""The fields chat and text completions share: OpenAI's own, and vLLM's extensions as further top-level fields."""
+"""The request fields that chat and text completions share: OpenAI's own, and vLLM's extensions at the top level."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from emberline.core.errors import InvalidRequest
 from emberline.core.params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 from emberline.core.request import Priority
 
-Name = Annotated[str, Meta(max_length=512)]  # empty: as if left out
+Name = Annotated[str, Meta(max_length=512)]  # empty: the server's only model
 RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-StopText = Annotated[str, Meta(max_length=1024)]  # empty: as if left out
+StopText = Annotated[str, Meta(max_length=1024)]  # an empty text has no effect
 BadWord = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
@@ -31,26 +31,26 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}\Z")
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    include_obfuscation: Hint = None  # padding against eavesdroppers, none of the answer
+    include_obfuscation: Hint = None  # asks for padding that hides the length of events
 
 
 class RunningStreamOptions(StreamOptions):
-    continuous_usage_stats: bool | None = None  # vLLM's: every chunk says what was used so far
+    continuous_usage_stats: bool | None = None  # vLLM's field: every chunk has the usage so far
 
     def running(self) -> bool:
         return bool(self.continuous_usage_stats and self.include_usage)
 
     def ignored(self) -> list[str]:
-        """As in vLLM, continuous_usage_stats has no effect without include_usage."""
+        """Return the field without effect: as in vLLM, continuous_usage_stats needs include_usage."""
         return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats and not self.running() else []
 
 
-# What a checkpoint may set (generation_config.json) where a request does not: by the names of SamplingParams.
+# SamplingParams for which a checkpoint's generation_config.json gives the default.
 DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class SamplingFields(GrammarFields, kw_only=True):
-    model: Name | None = None  # needed only where several are served
+    model: Name | None = None  # required only if the server has several models
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: greedy
     n: Annotated[int, Meta(ge=1, le=MAX_COMPLETIONS)] | None = None
@@ -62,12 +62,12 @@ class SamplingFields(GrammarFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    service_tier: str | None = None  # flex: batch; there is one tier besides
-    # vLLM's
+    service_tier: str | None = None  # flex: batch priority; any other value: the default
+    # vLLM's fields, except where noted
     top_k: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None  # the same, as llama.cpp names it
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None  # llama.cpp's name of repetition_penalty
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
@@ -77,18 +77,18 @@ class SamplingFields(GrammarFields, kw_only=True):
     prompt_logprobs: LogprobCount | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=256)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: to what the context holds
-    truncation_side: Literal["left", "right"] | None = None  # the end that this cuts; vLLM's default is left
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # -1: the context's length
+    truncation_side: Literal["left", "right"] | None = None  # the end that is cut; default left, as in vLLM
     return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None  # logprobs show tokens as "token_id:N"
+    return_tokens_as_token_ids: bool | None = None  # logprobs write tokens as "token_id:N"
     request_id: RequestId | None = None
-    rid: RequestId | None = None  # the same, as SGLang names it
-    n_predict: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # max_tokens of llama.cpp; -1: no limit
-    priority: int | None = None  # above 0: batch
+    rid: RequestId | None = None  # SGLang's name of request_id
+    n_predict: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] | None = None  # llama.cpp's max_tokens; -1: no limit
+    priority: int | None = None  # above 0: batch priority
     cache_salt: str | None = None
 
     def caller(self, *, user: str | None = None) -> Caller:
-        """`user` is what the endpoint's own field says beside the shared one."""
+        """Return the fields that every call has; `user`: a user id from a field of the endpoint's own."""
         users = dict.fromkeys(name for name in (user, self.user) if name)
         batch = self.service_tier == "flex" or (self.priority or 0) > 0
         return Caller(
@@ -100,7 +100,7 @@ class SamplingFields(GrammarFields, kw_only=True):
         )
 
     def unset(self, max_tokens: int | None) -> frozenset[str]:
-        """The sampling settings that the request leaves to the checkpoint's defaults."""
+        """Return the names of the sampling parameters that take the checkpoint's defaults."""
         names = {name for name in DEFAULTED if getattr(self, name) is None}
         if self.repeat_penalty is not None:
             names.discard("repetition_penalty")
@@ -124,7 +124,7 @@ class SamplingFields(GrammarFields, kw_only=True):
             repetition_penalty=1.0 if repetition is None else repetition,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=_biases(self.logit_bias or {}),
+            logit_bias=_parse_logit_bias(self.logit_bias or {}),
             seed=self.seed,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -138,28 +138,32 @@ class SamplingFields(GrammarFields, kw_only=True):
         )
 
     def limit(self, *limits: tuple[str, int | None]) -> int | None:
-        """The one value that the fields for the largest number of tokens agree on."""
-        asked = [(name, value) for name, value in limits if value is not None]
+        """Return the value of the fields that limit the number of tokens. Raises InvalidRequest if they differ."""
+        given = [(name, value) for name, value in limits if value is not None]
         if self.n_predict is not None and self.n_predict >= 0:
-            asked.append(("n_predict", self.n_predict))
-        for name, value in asked[1:]:
-            if value != asked[0][1]:
-                raise InvalidRequest(f"{asked[0][0]} and {name} differ", param=asked[0][0], hint="give one of them")
-        return asked[0][1] if asked else None
+            given.append(("n_predict", self.n_predict))
+        for name, value in given[1:]:
+            first_name, first = given[0]
+            if value != first:
+                what = f"{first_name} is {first} and {name} is {value}; they must be equal"
+                raise InvalidRequest(what, param=first_name, hint="send one of them")
+        return given[0][1] if given else None
 
     def include_usage(self) -> bool:
         if self.stream_options is None:
             return False
         if not self.stream:
-            raise InvalidRequest("stream_options needs stream", param="stream_options", hint="send stream: true too")
+            raise InvalidRequest(
+                "stream_options requires stream: true", param="stream_options", hint="send stream: true too"
+            )
         return bool(self.stream_options.include_usage)
 
 
-def _biases(given: dict[str, float]) -> dict[int, float]:
-    """logit_bias by token id. Its keys are decoded here, so that the error names those that are no ids."""
+def _parse_logit_bias(given: dict[str, float]) -> dict[int, float]:
+    """Return the biases by token id. Raises InvalidRequest that lists the keys which are not token ids."""
     wrong = [key[:40] for key in given if _TOKEN_ID.match(key) is None or int(key) > MAX_TOKEN_ID]
     if wrong:
-        shown = ", ".join(map(repr, wrong[:8]))
-        hint = f"use ids in [0, {MAX_TOKEN_ID}]; POST /tokenize gives those of a text"
-        raise InvalidRequest(f"logit_bias has keys that are no token ids: {shown}", param="logit_bias", hint=hint)
+        listed = ", ".join(map(repr, wrong[:8]))
+        hint = f"use ids in [0, {MAX_TOKEN_ID}]; POST /tokenize returns the ids of a text"
+        raise InvalidRequest(f"logit_bias has keys that are not token ids: {listed}", param="logit_bias", hint=hint)
     return {int(key): bias for key, bias in given.items()}

@@ -1,4 +1,4 @@
-"""What a chat request says to the chat template beside its messages: extra variables, and how the prompt shall end."""
+"""Variables that a chat request passes to the chat template, and how the prompt ends."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ class Thinking(Wire):
 def template_kwargs(
     given: dict[str, Any] | None, enable_thinking: bool | None, thinking: Thinking | None
 ) -> dict[str, Any]:
-    """With what the fields of their own say of reasoning; chat_template_kwargs win."""
-    said = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
+    """Add the request's fields about reasoning to chat_template_kwargs, which take precedence."""
+    merged = {} if thinking is None or thinking.type == "auto" else {"enable_thinking": thinking.type == "enabled"}
     if enable_thinking is not None:
-        said["enable_thinking"] = enable_thinking
-    return {**said, **(given or {})}
+        merged["enable_thinking"] = enable_thinking
+    return {**merged, **(given or {})}
 
 
 def template_args(given: dict[str, Any] | None, effort: str | None = None) -> dict[str, Any]:
+    """Return the template's variables. Raises InvalidRequest for a name that the server sets itself."""
     args = given or {}
-    if taken := sorted(RESERVED & args.keys()):
-        path = f"chat_template_kwargs.{taken[0]}"
-        raise InvalidRequest(f"{path} is a name the template already has", param=path, hint="use the field of its own")
+    if reserved := sorted(RESERVED & args.keys()):
+        path = f"chat_template_kwargs.{reserved[0]}"
+        what = f"{path} is reserved: the server sets this variable itself"
+        raise InvalidRequest(what, param=path, hint="use the request field for it")
     if effort is None:
         return args
-    # Templates know one name or the other; what the request gives them outright wins.
-    return {**_said_by(effort), **args}
+    # Templates use one variable or the other; chat_template_kwargs take precedence.
+    return {**_effort_variables(effort), **args}
 
 
 def wishes(
@@ -46,29 +48,39 @@ def wishes(
     field: str = "reasoning_effort",
     own: tuple[Collection[str], str] = ((), ""),
 ) -> list[Wish]:
-    """What `template_args` are there for. `field`: what the protocol calls the effort; `own`: the names in `given` that
-    come from a field of their own, and that field."""
+    """Return the settings that `build_template_args` are made from.
+
+    `effort_field`: the protocol's name of the effort field. `renamed`: variables in `kwargs` that come from another
+    request field, and the name of that field. Raises InvalidRequest if the effort contradicts `kwargs`.
+    """
     args = given or {}
-    asked = [replace(wish, field=own[1]) if wish.names[0] in own[0] else wish for wish in wishes_of_kwargs(args)]
+    settings = [replace(wish, field=own[1]) if wish.names[0] in own[0] else wish for wish in wishes_of_kwargs(args)]
     if effort is None:
-        return asked
-    names = tuple(name for name, value in _said_by(effort).items() if args.get(name, value) == value)
+        return settings
+    names = tuple(name for name, value in _effort_variables(effort).items() if args.get(name, value) == value)
     if not names:
-        raise InvalidRequest(f"{field} and chat_template_kwargs contradict each other", param=field)
-    return [Wish(field, names, thinks=False if effort == "none" else None), *asked]
+        what = f"{field} is {effort!r}, which contradicts chat_template_kwargs"
+        raise InvalidRequest(what, param=field, hint="send one of them")
+    return [Wish(field, names, thinks=False if effort == "none" else None), *settings]
 
 
-def _said_by(effort: str) -> dict[str, Any]:
+def _effort_variables(effort: str) -> dict[str, Any]:
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def continues_last(messages: list[Message], asked: bool | None, generation_prompt: bool | None) -> bool:
-    """Whether the last message is to be continued; it must be the assistant's, and no new turn may be opened."""
+    """Return whether the output continues the last message.
+
+    Raises InvalidRequest unless that message is the assistant's and add_generation_prompt is not set.
+    """
     if not asked:
         return False
     param = "continue_final_message"
     if generation_prompt:
-        raise InvalidRequest(f"{param} and add_generation_prompt exclude each other", param=param)
+        what = f"{param} and add_generation_prompt are both true"
+        raise InvalidRequest(what, param=param, hint="send add_generation_prompt: false")
     if not isinstance(messages[-1], AssistantMessage):
-        raise InvalidRequest(f"{param} needs the last message to be the assistant's", param=param)
+        role = type(messages[-1]).__struct_config__.tag
+        what = f"{param} is true, but the role of the last message is {role}"
+        raise InvalidRequest(what, param=param, hint="end messages with an assistant message")
     return True

@@ -1,4 +1,4 @@
-"""The tools of a chat request, today's and the older `functions`: which there are, and which may or must be called."""
+"""The tools of a chat request and its choice among them, from `tools` or the older `functions`."""
 
 from __future__ import annotations
 
@@ -57,57 +57,61 @@ FunctionChoice = Literal["none", "auto"] | FunctionRef
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What the fields say, made one."""
+    """The tools and the choice, from either set of fields."""
 
     tools: tuple[Tool, ...]
     choice: ToolChoice
     parallel: bool
-    legacy: bool  # the reply must speak of function_call too
+    legacy: bool  # the reply uses function_call in place of tool_calls
 
 
 def toolbox(tools: list[FunctionTool] | None, choice: Choice | None, parallel: bool | None) -> Toolbox:
-    made = _tools([tool.function for tool in tools or []], "tools")
-    made, chosen = _choose(made, choice)
-    return Toolbox(made, chosen, parallel=parallel is not False, legacy=False)
+    available = _convert_tools([tool.function for tool in tools or []], "tools")
+    allowed, tool_choice = _choose(available, choice)
+    return Toolbox(allowed, tool_choice, parallel=parallel is not False, legacy=False)
 
 
 def legacy_toolbox(functions: list[Function] | None, choice: FunctionChoice | None) -> Toolbox:
-    made = _tools(functions or [], "functions")
+    available = _convert_tools(functions or [], "functions")
     if isinstance(choice, FunctionRef):
-        return Toolbox(made, _named(choice.name, made, "function_call.name"), parallel=False, legacy=True)
-    return Toolbox(made, ToolChoice(choice or "auto"), parallel=False, legacy=True)
+        chosen = _choose_by_name(choice.name, available, "function_call.name")
+        return Toolbox(available, chosen, parallel=False, legacy=True)
+    return Toolbox(available, ToolChoice(choice or "auto"), parallel=False, legacy=True)
 
 
-def _tools(functions: list[Function], param: str) -> tuple[Tool, ...]:
+def _convert_tools(functions: list[Function], param: str) -> tuple[Tool, ...]:
     inner = ".function" if param == "tools" else ""
-    made: dict[str, Tool] = {}
-    for at, function in enumerate(functions):
-        if function.name in made:
-            path = f"{param}[{at}]{inner}.name"
-            raise InvalidRequest(f"{path}: {function.name!r} is taken", param=path, hint="give each its own name")
-        made[function.name] = Tool(
+    by_name: dict[str, Tool] = {}
+    for i, function in enumerate(functions):
+        if function.name in by_name:
+            path = f"{param}[{i}]{inner}.name"
+            what = f"{path} is {function.name!r}, which an earlier entry uses"
+            raise InvalidRequest(what, param=path, hint="use a different name for each")
+        by_name[function.name] = Tool(
             function.name, function.description or "", function.parameters or {}, strict=bool(function.strict)
         )
-    return tuple(made.values())
+    return tuple(by_name.values())
 
 
-def _choose(tools: tuple[Tool, ...], asked: Choice | None) -> tuple[tuple[Tool, ...], ToolChoice]:
-    match asked:
+def _choose(tools: tuple[Tool, ...], choice: Choice | None) -> tuple[tuple[Tool, ...], ToolChoice]:
+    match choice:
         case ToolRef():
-            return tools, _named(asked.function.name, tools, "tool_choice.function.name")
+            return tools, _choose_by_name(choice.function.name, tools, "tool_choice.function.name")
         case AllowedToolsChoice(allowed_tools=allowed):
-            for at, ref in enumerate(allowed.tools):
-                _named(ref.function.name, tools, f"tool_choice.allowed_tools.tools[{at}].function.name")
+            for i, ref in enumerate(allowed.tools):
+                _choose_by_name(ref.function.name, tools, f"tool_choice.allowed_tools.tools[{i}].function.name")
             names = {ref.function.name for ref in allowed.tools}
             return tuple(tool for tool in tools if tool.name in names), ToolChoice(allowed.mode)
         case "required" if not tools:
-            raise InvalidRequest("tool_choice asks for a call of no tools", param="tool_choice", hint="send tools")
+            what = "tool_choice is required, but the request has no tools"
+            raise InvalidRequest(what, param="tool_choice", hint="send tools")
         case str():
-            return tools, ToolChoice(asked)
+            return tools, ToolChoice(choice)
     return tools, ToolChoice()
 
 
-def _named(name: str, tools: tuple[Tool, ...], param: str) -> ToolChoice:
+def _choose_by_name(name: str, tools: tuple[Tool, ...], param: str) -> ToolChoice:
     if all(tool.name != name for tool in tools):
-        raise InvalidRequest(f"{param} is {name!r}, and no tool has this name", param=param)
+        hint = "use the name of one of the tools"
+        raise InvalidRequest(f"{param} is {name!r}, but no tool has this name", param=param, hint=hint)
     return ToolChoice("named", name)

@@ -1,4 +1,4 @@
-"""What a reply cost, as the OpenAI protocols say it."""
+"""The `usage` object of the OpenAI protocols."""
 
 from __future__ import annotations
 

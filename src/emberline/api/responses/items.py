@@ -1,7 +1,7 @@
-"""The items a Responses request is made of, and the conversation they tell.
+"""The input items of a Responses request, and their conversion to a Transcript.
 
-What a reply's item carries beside its content (ids, statuses, logprobs) is accepted, so that items can be given back as
-they came.
+Fields that a reply's items have beside their content (ids, statuses, logprobs) are accepted, so that a client can send
+the items of a reply back unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InputText(Wire, tag_field="type", tag="input_text"):
 
 
 class ResultText(Wire):
-    """The same where there are no other parts: a tag could be left out there."""
+    """An input text in a list of no other parts; not tagged, as msgspec would let a lone struct omit its tag."""
 
     type: Literal["input_text"]
     text: str
@@ -33,7 +33,7 @@ class ResultText(Wire):
 
 class OutputText(Wire, tag_field="type", tag="output_text"):
     text: str
-    annotations: list[dict[str, Any]] | None = None  # what an answer cited is in its text, as far as a model reads it
+    annotations: list[dict[str, Any]] | None = None  # not passed to the model, which reads the text only
     logprobs: list[dict[str, Any]] | None = None
 
 
@@ -55,7 +55,7 @@ class MessageItem(Wire, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | RefusalText]
     id: str | None = None
-    status: Status | None = None  # a last message of the assistant's that is not completed is continued
+    status: Status | None = None  # the output continues a last assistant message that is not completed
     phase: None = None
 
 
@@ -92,56 +92,56 @@ Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem
 
 
 def transcript(instructions: str | None, input: str | list[Item]) -> Transcript:
-    made = Transcript()
+    result = Transcript()
     if instructions is not None:
-        made.say("system", instructions)
+        result.say("system", instructions)
     items: list[Item] = [MessageItem(role="user", content=input)] if isinstance(input, str) else input
-    for at, item in enumerate(items):
-        _add(made, item, f"input[{at}]")
-    return made
+    for i, item in enumerate(items):
+        _add_item(result, item, f"input[{i}]")
+    return result
 
 
 def unfinished(input: str | list[Item]) -> bool:
-    """Whether the assistant's last message is to be continued."""
+    """Return whether the output continues the last item, an assistant message that is not completed."""
     last = input[-1] if input else None
     return isinstance(last, MessageItem) and last.role == "assistant" and last.status in ("in_progress", "incomplete")
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning as opaque text, for clients that give back no content. It hides nothing: the content is in clear."""
+    """Encode reasoning as opaque text, for clients that return no content. It is not encrypted."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def _add(made: Transcript, item: Item, path: str) -> None:
+def _add_item(result: Transcript, item: Item, path: str) -> None:
     match item:
-        case MessageItem(role="developer"):  # templates know it by the older name
-            made.say("system", _text(item.content))
+        case MessageItem(role="developer"):  # templates use the older name
+            result.say("system", _text(item.content))
         case MessageItem(role="user" | "assistant" | "system" as role):
-            made.say(role, _text(item.content))
+            result.say(role, _text(item.content))
         case ReasoningItem():
-            if text := _reasoning(item, path):
-                made.think(text)
+            if text := _reasoning_text(item, path):
+                result.think(text)
         case FunctionCallItem():
             arguments = decode_object(item.arguments, f"{path}.arguments") if item.arguments.strip() else {}
-            made.call(item.call_id, item.name, arguments)
+            result.call(item.call_id, item.name, arguments)
         case FunctionCallOutputItem():
-            made.answer(item.call_id, _text(item.output), param=f"{path}.call_id")
+            result.answer(item.call_id, _text(item.output), param=f"{path}.call_id")
 
 
-def _reasoning(item: ReasoningItem, path: str) -> str:
+def _reasoning_text(item: ReasoningItem, path: str) -> str:
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content:
-        return _unseal(item.encrypted_content, f"{path}.encrypted_content")
+        return _decode_reasoning(item.encrypted_content, f"{path}.encrypted_content")
     return "\n".join(part.text for part in item.summary or ())
 
 
-def _unseal(sealed: str, param: str) -> str:
+def _decode_reasoning(encoded: str, param: str) -> str:
     try:
-        return base64.b64decode(sealed, validate=True).decode()
-    except ValueError:  # what is not base64, not ASCII, or not UTF-8 inside
-        hint = "give the item back as it came, or leave it out"
-        raise InvalidRequest(f"{param} is not ours", param=param, hint=hint) from None
+        return base64.b64decode(encoded, validate=True).decode()
+    except ValueError:  # not base64, not ASCII, or not UTF-8 inside
+        hint = "return the item unchanged, or remove it"
+        raise InvalidRequest(f"{param} was not created by this server", param=param, hint=hint) from None
 
 
 def _text(content: str | list[ResultText] | list[InputText | OutputText | RefusalText]) -> str:

@@ -1,4 +1,4 @@
-"""The items of a Responses reply as they grow: each tells its events, and can be shown at any time."""
+"""The output items of a Responses reply: each collects its deltas and returns its stream events."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Json = dict[str, Any]
 
 
 class OutputItem(ABC):
-    kind: ClassVar[str]  # of what grows, as its events are named
+    kind: ClassVar[str]  # name of the growing content in the types of its events
 
     def __init__(self, id: str, index: int) -> None:
         self.id = id
         self.status: Status = "in_progress"
-        self.place: Json = {"item_id": id, "output_index": index}  # how events say where they belong
+        self.place: Json = {"item_id": id, "output_index": index}  # fields that locate the item in each event
         self._pieces: list[str] = []
 
     @property
@@ -40,8 +40,12 @@ class OutputItem(ABC):
         self.status = status
         return [self._item_event("done")]
 
-    def _item_event(self, what: str) -> Json:
-        return {"type": f"response.output_item.{what}", "output_index": self.place["output_index"], "item": self.show()}
+    def _item_event(self, change: str) -> Json:
+        return {
+            "type": f"response.output_item.{change}",
+            "output_index": self.place["output_index"],
+            "item": self.show(),
+        }
 
 
 class FunctionCall(OutputItem):
@@ -62,7 +66,7 @@ class FunctionCall(OutputItem):
 
 
 class _TextItem(OutputItem):
-    """An item of one part, which begins right after the item and ends right before it."""
+    """An item with one content part, which starts right after the item and ends right before it."""
 
     def __init__(self, id: str, index: int) -> None:
         super().__init__(id, index)
@@ -72,9 +76,9 @@ class _TextItem(OutputItem):
         return [self.part()] if self._begun else []
 
     def part(self) -> Json:
-        return {"type": self.kind, "text": self.text, **self.extras()}
+        return {"type": self.kind, "text": self.text, **self.extra_fields()}
 
-    def extras(self) -> Json:
+    def extra_fields(self) -> Json:
         return {}
 
     def begin(self) -> list[Json]:
@@ -84,7 +88,7 @@ class _TextItem(OutputItem):
         return [*events, {"type": "response.content_part.added", **self.place, "part": self.part()}]
 
     def close(self, status: Status) -> list[Json]:
-        text_done = {"type": f"response.{self.kind}.done", **self.place, "text": self.text, **self.extras()}
+        text_done = {"type": f"response.{self.kind}.done", **self.place, "text": self.text, **self.extra_fields()}
         part_done = {"type": "response.content_part.done", **self.place, "part": self.part()}
         return [text_done, part_done, *super().close(status)]
 
@@ -96,7 +100,7 @@ class Message(_TextItem):
         super().__init__(id, index)
         self._logprobs: list[Json] = []
 
-    def extras(self) -> Json:
+    def extra_fields(self) -> Json:
         return {"logprobs": list(self._logprobs)}
 
     def part(self) -> Json:
@@ -117,9 +121,10 @@ class Reasoning(_TextItem):
 
     def __init__(self, id: str, index: int, *, sealed: bool) -> None:
         super().__init__(id, index)
-        self._sealed = sealed
+        self._includes_encrypted = sealed
 
     def show(self) -> Json:
-        seals = {"encrypted_content": seal(self.text) if self._sealed and self.status != "in_progress" else None}
+        is_ended = self.status != "in_progress"
+        encrypted = {"encrypted_content": seal(self.text) if self._includes_encrypted and is_ended else None}
         head = {"id": self.id, "type": "reasoning", "status": self.status, "summary": []}
-        return {**head, "content": self.content(), **seals}
+        return {**head, "content": self.content(), **encrypted}

@@ -1,7 +1,9 @@
-"""POST /v1/responses. The conversation comes whole, as `input`: the server adds that of previous_response_id.
+"""Requests of POST /v1/responses.
 
 call = parse(body)
-reply = stream.Renderer(call, id, created, fingerprint)
+writer = stream.ResponsesReplyWriter(call, id, created, fingerprint)
+
+`input` holds the whole conversation: the server has already added that of previous_response_id.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ MetadataKey = Annotated[str, Meta(max_length=64)]
 Metadata = Annotated[dict[MetadataKey, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 Limit = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 
-_STATELESS = "send the whole conversation as input, or continue a response by previous_response_id"
+_STATE_HINT = "send the whole conversation as input, or continue a stored response with previous_response_id"
 
-# What can be asked for beside the answer. All but two are about built-in tools, of which no reply has any.
+# Data that a request may ask for beside the answer. All but the first two are about built-in tools: no reply has any.
 Included = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -79,7 +81,7 @@ class SchemaFormat(Wire, tag_field="type", tag="json_schema"):
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema: dict[str, Any]
     description: str | None = None
-    strict: bool | None = None  # the output always matches, strict or not
+    strict: bool | None = None  # no effect: the output always matches the schema
 
 
 class TextConfig(Wire):
@@ -89,21 +91,21 @@ class TextConfig(Wire):
 
 class ReasoningConfig(Wire):
     effort: Annotated[str, Meta(max_length=32)] | None = None
-    summary: Annotated[Any, only("auto", "concise", "detailed")] = None  # the reasoning is shown whole
+    summary: Annotated[Any, only("auto", "concise", "detailed")] = None  # the reply has the whole reasoning
     context: Hint = None
     mode: Hint = None
-    generate_summary: Hint = None  # the older name of `summary`
+    generate_summary: Hint = None  # older name of `summary`
 
 
 class ResponseStreamOptions(StreamOptions):
-    include_usage: None = None  # the last event always has it
+    include_usage: None = None  # the last event always has the usage
 
 
 class ResponsesRequest(ChatFields, kw_only=True):
     input: str | Annotated[list[Item], Meta(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Limit | None = None
-    max_tool_calls: Limit | None = None  # of built-in tools: there are none
+    max_tool_calls: Limit | None = None  # limits built-in tools, which the server does not have
     tools: list[ResponseTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -114,16 +116,16 @@ class ResponsesRequest(ChatFields, kw_only=True):
     metadata: Metadata | None = None
     safety_identifier: str | None = None
     stream_options: ResponseStreamOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's field
     store: bool | None = None
-    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # its conversation is in `input` by now
+    previous_response_id: Annotated[str, Meta(max_length=256)] | None = None  # `input` already has its conversation
     background: Off = None
     include_reasoning: On = None
     echo: Off = None
     return_tokens_as_token_ids: Off = None
     truncation: Annotated[Any, only("disabled")] = None
     context_management: Empty = None
-    # known and not served
+    # known and not supported
     n: None = None
     response_format: None = None
     prompt_logprobs: None = None
@@ -136,60 +138,61 @@ class ResponsesRequest(ChatFields, kw_only=True):
     access_programs: None = None
 
     def grammar(self) -> Grammar | None:
-        theirs, ours = super().grammar(), _of_format(self.text)
-        if theirs and ours:
-            raise InvalidRequest("text.format excludes other ways to ask for a format", param="text.format")
-        return theirs or ours
+        shared, own = super().grammar(), _grammar_of_format(self.text)
+        if shared and own:
+            hint = "send text.format only"
+            raise InvalidRequest("text.format and another output format are both set", param="text.format", hint=hint)
+        return shared or own
 
 
 @dataclass(frozen=True, slots=True)
 class Call(ChatCall):
     seal_reasoning: bool = False
-    store: bool | None = None  # whether the reply is to be kept; None: where there is a place for it
-    kept: bool = False  # it is
-    echo: dict[str, Any] = field(default_factory=dict)  # what the reply repeats of the request
+    store: bool | None = None  # whether to store the reply; None: if the server has a response store
+    kept: bool = False  # the server stores the reply
+    echo: dict[str, Any] = field(default_factory=dict)  # fields that the reply repeats
 
 
 def parse(body: bytes) -> Call:
     try:
-        asked = decode(_typed(body), ResponsesRequest)
+        request = decode(_add_item_types(body), ResponsesRequest)
     except InvalidRequest as error:
-        raise _explain(error) from None
-    ignored = ignored_fields(asked)
-    asked.include_usage()
-    tools, choice = _tools(asked)
-    caller = asked.caller(user=asked.safety_identifier)
-    effort = asked.reasoning.effort if asked.reasoning else None
-    params = asked.params(max_tokens=asked.max_output_tokens, logprobs=_logprobs(asked), prompt_logprobs=None)
+        raise _add_hint(error) from None
+    ignored = ignored_fields(request)
+    request.include_usage()
+    tools, choice = _tools(request)
+    caller = request.caller(user=request.safety_identifier)
+    effort = request.reasoning.effort if request.reasoning else None
+    params = request.params(max_tokens=request.max_output_tokens, logprobs=_logprobs(request), prompt_logprobs=None)
     return Call(
         caller=caller,
-        messages=transcript(asked.instructions, asked.input).messages(param="input"),
+        messages=transcript(request.instructions, request.input).messages(param="input"),
         params=params,
         tools=tools,
         tool_choice=choice,
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        template_args=template_args(asked.chat_template_kwargs, effort),
-        wishes=wishes(asked.chat_template_kwargs, effort, "reasoning.effort"),
-        continue_last=unfinished(asked.input),
-        generation_prompt=not unfinished(asked.input),
-        add_special_tokens=bool(asked.add_special_tokens),
-        bad_words=asked.bad_words or (),
-        truncate=asked.truncate_prompt_tokens,
-        keep_first=asked.truncation_side == "right",
-        unset=asked.unset(asked.max_output_tokens),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        template_args=template_args(request.chat_template_kwargs, effort),
+        wishes=wishes(request.chat_template_kwargs, effort, "reasoning.effort"),
+        continue_last=unfinished(request.input),
+        generation_prompt=not unfinished(request.input),
+        add_special_tokens=bool(request.add_special_tokens),
+        bad_words=request.bad_words or (),
+        truncate=request.truncate_prompt_tokens,
+        keep_first=request.truncation_side == "right",
+        unset=request.unset(request.max_output_tokens),
         ignored=ignored,
-        stream=bool(asked.stream),
-        store=asked.store,
-        seal_reasoning=SEALED_REASONING in (asked.include or ()),
+        stream=bool(request.stream),
+        store=request.store,
+        seal_reasoning=SEALED_REASONING in (request.include or ()),
         echo={
-            **_echo(asked),
+            **_echoed_fields(request),
             "service_tier": "flex" if caller.priority is Priority.BATCH else "default",
         },
     )
 
 
-def _typed(body: bytes) -> bytes:
-    """The protocol lets messages go without their type, our structs do not. `decode` refuses a faulty body."""
+def _add_item_types(body: bytes) -> bytes:
+    """Add the `type` that the protocol lets items omit and the structs require; return an invalid body unchanged."""
     try:
         raw = msgspec.json.decode(body)
         items = raw.get("input") if isinstance(raw, dict) else None
@@ -201,12 +204,12 @@ def _typed(body: bytes) -> bytes:
         return body
 
 
-def _explain(error: InvalidRequest) -> InvalidRequest:
-    stateful = error.param == "conversation" or "'item_reference'" in error.message
-    return InvalidRequest(error.message, param=error.param, hint=_STATELESS) if stateful else explain_parts(error)
+def _add_hint(error: InvalidRequest) -> InvalidRequest:
+    needs_state = error.param == "conversation" or "'item_reference'" in error.message
+    return InvalidRequest(error.message, param=error.param, hint=_STATE_HINT) if needs_state else explain_parts(error)
 
 
-def _of_format(text: TextConfig | None) -> Grammar | None:
+def _grammar_of_format(text: TextConfig | None) -> Grammar | None:
     match text and text.format:
         case JsonObjectFormat():
             return Grammar("json_object")
@@ -215,14 +218,14 @@ def _of_format(text: TextConfig | None) -> Grammar | None:
     return None
 
 
-def _logprobs(asked: ResponsesRequest) -> int | None:
-    wanted = LOGPROBS in (asked.include or ()) or asked.top_logprobs
-    return (asked.top_logprobs or 0) if wanted else None
+def _logprobs(request: ResponsesRequest) -> int | None:
+    is_requested = LOGPROBS in (request.include or ()) or request.top_logprobs
+    return (request.top_logprobs or 0) if is_requested else None
 
 
-def _tools(asked: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
-    tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in asked.tools or ()]
-    match asked.tool_choice:
+def _tools(request: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
+    tools = [Tool(t.name, t.description or "", t.parameters or {}, bool(t.strict)) for t in request.tools or ()]
+    match request.tool_choice:
         case FunctionChoice(name=name):
             choice = ToolChoice("named", name)
         case AllowedChoice(mode=mode, tools=allowed):
@@ -238,29 +241,32 @@ def _tools(asked: ResponsesRequest) -> tuple[list[Tool], ToolChoice]:
     return tools, choice
 
 
-def _echo(asked: ResponsesRequest) -> dict[str, Any]:
-    """What every reply repeats of its request."""
-    form = asked.text.format if asked.text else None
+def _echoed_fields(request: ResponsesRequest) -> dict[str, Any]:
+    """Return the fields that every reply repeats from its request."""
+    text_format = request.text.format if request.text else None
     return {
         "background": False,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "max_tool_calls": asked.max_tool_calls,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
-        "prompt_cache_key": asked.prompt_cache_key,
-        "reasoning": {"effort": asked.reasoning.effort if asked.reasoning else None, "summary": None},
-        "safety_identifier": asked.safety_identifier,
-        "text": {"format": {"type": "text"} if form is None else msgspec.to_builtins(form), "verbosity": "medium"},
-        "tool_choice": msgspec.to_builtins(asked.tool_choice) or "auto",
-        "tools": [_shown(tool) for tool in asked.tools or ()],
-        "top_logprobs": asked.top_logprobs or 0,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "prompt_cache_key": request.prompt_cache_key,
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "safety_identifier": request.safety_identifier,
+        "text": {
+            "format": {"type": "text"} if text_format is None else msgspec.to_builtins(text_format),
+            "verbosity": "medium",
+        },
+        "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
+        "tools": [_tool_json(tool) for tool in request.tools or ()],
+        "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
-        "user": asked.user,
+        "user": request.user,
     }
 
 
-def _shown(tool: ResponseTool) -> dict[str, Any]:
-    about = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
-    return {"type": "function", "name": tool.name, **about}
+def _tool_json(tool: ResponseTool) -> dict[str, Any]:
+    details = {"description": tool.description, "parameters": tool.parameters, "strict": bool(tool.strict)}
+    return {"type": "function", "name": tool.name, **details}

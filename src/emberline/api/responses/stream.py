@@ -1,4 +1,4 @@
-"""One reply of the Responses API: the events of a stream, and the response that the last of them holds.
+"""Writes a reply of the Responses API: the events of a stream, or the whole response, which the last event holds too.
 
 response.created, response.in_progress, { output_item.added, ..., output_item.done } ..., response.completed
 """
@@ -25,22 +25,22 @@ from emberline.api.errors import openai_error
 from emberline.api.responses.output import FunctionCall, Json, Message, OutputItem, Reasoning
 from emberline.api.responses.request import Call
 
-_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of the protocol's own; all others: server_error
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # the protocol's codes; any other: server_error
 
 
 class Renderer:
     def __init__(self, call: Call, id: str, created: int, fingerprint: str) -> None:
-        """`fingerprint` has no place in the protocol; all renderers are made alike."""
+        """`fingerprint` is not used: all writers have the same parameters."""
         self._call = call
         self._id = id
         self._head = {"id": id, "object": "response", "created_at": created}
         self._output: list[OutputItem] = []
-        self._open = False  # whether the last item is
-        self._slot = -1  # of the call that is being written
+        self._is_open = False  # whether the last item is open
+        self._slot = -1  # number of the tool call that is being written
         self._finish: Finish | None = None
         self._usage: Usage | None = None
         self._error: Json | None = None
-        self._sent = 0
+        self._num_sent = 0
 
     def start(self) -> list[bytes]:
         names = ("response.created", "response.in_progress")
@@ -50,14 +50,14 @@ class Renderer:
         return self._send(self._events(delta))
 
     def end(self) -> list[bytes]:
-        assert self._finish is not None, "every reply finishes before it ends"
+        assert self._finish is not None, "end() requires a Finish"
         return self._send([{"type": f"response.{self._status()}", "response": self.body()}])
 
     def fail(self, error: Exception) -> list[bytes]:
         reply = openai_error(error)
         code = _ERROR_CODES.get(reply.status, "server_error")
         self._error = {"code": code, "message": reply.body["error"]["message"]}
-        if self._open:
+        if self._is_open:
             self._output[-1].status = "incomplete"
         return self._send([{"type": "response.failed", "response": self.body()}])
 
@@ -73,41 +73,41 @@ class Renderer:
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self._reason() == "length" else None,
             "output": [item.show() for item in self._output],
-            "usage": None if self._usage is None else _usage(self._usage),
+            "usage": None if self._usage is None else _usage_json(self._usage),
         }
 
     def _events(self, delta: Delta) -> list[Json]:
         match delta:
             case TextDelta():
-                return self._grow(Message, delta)
+                return self._append(Message, delta)
             case ReasoningDelta():
-                return self._grow(Reasoning, delta)
+                return self._append(Reasoning, delta)
             case ToolCallStart():
                 self._slot = delta.slot
-                return self._begin(FunctionCall(self._item_id("fc"), len(self._output), delta.id, delta.name))
+                return self._begin_item(FunctionCall(self._item_id("fc"), len(self._output), delta.id, delta.name))
             case ToolCallArguments():
-                assert self._open and self._slot == delta.slot, "calls come one after the other"
+                assert self._is_open and self._slot == delta.slot, "tool calls must not overlap"
                 return [self._output[-1].grow(delta.text)] if delta.text else []
             case Finish():
                 self._finish = delta
-                return self._close()
+                return self._close_item()
             case Usage():
                 self._usage = delta
                 return []
             case Started():
                 return []
             case PromptDelta() | Progress() | TokenIds():
-                raise AssertionError("the protocol has no way to ask for it")
+                raise AssertionError(f"{type(delta).__name__} is not part of this protocol")
 
-    def _grow(self, kind: type[Message] | type[Reasoning], delta: TextDelta | ReasoningDelta) -> list[Json]:
+    def _append(self, kind: type[Message] | type[Reasoning], delta: TextDelta | ReasoningDelta) -> list[Json]:
         if not delta.text and not delta.tokens:
             return []
         events = []
-        if not (self._open and isinstance(self._output[-1], kind)):
-            events = self._begin(self._make(kind))
+        if not (self._is_open and isinstance(self._output[-1], kind)):
+            events = self._begin_item(self._make_item(kind))
         return [*events, self._output[-1].grow(delta.text, delta.tokens)]
 
-    def _make(self, kind: type[Message] | type[Reasoning]) -> OutputItem:
+    def _make_item(self, kind: type[Message] | type[Reasoning]) -> OutputItem:
         if kind is Message:
             return Message(self._item_id("msg"), len(self._output))
         return Reasoning(self._item_id("rs"), len(self._output), sealed=self._call.seal_reasoning)
@@ -115,16 +115,16 @@ class Renderer:
     def _item_id(self, kind: str) -> str:
         return f"{kind}_{self._id.removeprefix('resp_')}_{len(self._output)}"
 
-    def _begin(self, item: OutputItem) -> list[Json]:
-        events = self._close()
+    def _begin_item(self, item: OutputItem) -> list[Json]:
+        events = self._close_item()
         self._output.append(item)
-        self._open = True
+        self._is_open = True
         return [*events, *item.begin()]
 
-    def _close(self) -> list[Json]:
-        if not self._open:
+    def _close_item(self) -> list[Json]:
+        if not self._is_open:
             return []
-        self._open = False
+        self._is_open = False
         return self._output[-1].close("incomplete" if self._reason() in ("length", "abort") else "completed")
 
     def _reason(self) -> str | None:
@@ -140,12 +140,12 @@ class Renderer:
     def _send(self, events: list[Json]) -> list[bytes]:
         if not self._call.stream:
             return []
-        numbered = [{**event, "sequence_number": self._sent + at} for at, event in enumerate(events)]
-        self._sent += len(events)
+        numbered = [{**event, "sequence_number": self._num_sent + i} for i, event in enumerate(events)]
+        self._num_sent += len(events)
         return [sse.event(event["type"], event) for event in numbered]
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage_json(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

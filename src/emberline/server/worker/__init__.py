@@ -1,1 +1,1 @@
-"""A worker's HTTP: calls in, deltas out, and what other workers and routers ask of it."""
+"""The HTTP side of a worker: API calls, replies, and the endpoints for routers and other workers."""

@@ -1,4 +1,4 @@
-"""assemble: the application of a serving process, from what was read from disk and an engine that is ready."""
+"""Assembles the application of a server process from the files of its models and a ready engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ log = logging.getLogger("emberline.server")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What needs no engine, and so is read while the engine loads."""
+    """Parts that need no engine and are loaded while the engine starts."""
 
     models: dict[str, Text]
     embeddings: Embeddings | None
@@ -44,7 +44,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Of one model: how it goes to tokens."""
+    """The tokenizer and chat template of one model."""
 
     directory: Path
     tokenizer: Tokenizer
@@ -54,16 +54,16 @@ class Text:
 def read_parts(config: ServerConfig, directories: Mapping[str, Path]) -> Parts:
     protocol.prepare()
     models = {
-        name: Text(directory, Tokenizer.load(directory), _template(directory, config))
+        name: Text(directory, Tokenizer.load(directory), _load_template(directory, config))
         for name, directory in directories.items()
     }
     for text in models.values():
-        Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first time takes longer
-    return Parts(models, _embeddings(config.embedder))
+        Detokenizer(text.tokenizer).push(text.tokenizer.encode("a"))  # the first use takes longer
+    return Parts(models, _load_embedding_model(config.embedder))
 
 
-def _embeddings(name: str | None) -> Embeddings | None:
-    """None: nobody wants them; or nobody asked for just this model, and it cannot be had."""
+def _load_embedding_model(name: str | None) -> Embeddings | None:
+    """Load the embedding model; None if it is turned off, or if the default one cannot be downloaded."""
     if name is None:
         return None
     try:
@@ -71,7 +71,7 @@ def _embeddings(name: str | None) -> Embeddings | None:
     except DownloadError as error:
         if name != DEFAULT_EMBEDDER:
             raise
-        log.warning("/v1/embeddings is not served: %s", error)
+        log.warning("Embedding model unavailable, /v1/embeddings is off: model=%s reason=%s", name, error)
         return None
     return Embeddings(name, directory, core_count())
 
@@ -93,21 +93,23 @@ class Assembled:
 
 
 def assemble(config: ServerConfig, parts: Parts, engine: AsyncEngine, tracing: Tracing | None) -> Assembled:
-    catalog = Catalog(_served(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items())
-    store = _response_store(config)
+    catalog = Catalog(
+        _assemble_model(config, name, text, engine, engine.ready[name]) for name, text in parts.models.items()
+    )
+    store = _open_response_store(config)
     app = EngineApp(config, engine, catalog, parts.embeddings, load_pages(), tracing, store)
     return Assembled(app, catalog, parts.embeddings, store)
 
 
-def _response_store(config: ServerConfig) -> ResponseStore | None:
-    """auto: a file that ends with this server, and none at a worker, whose router may ask another the next time."""
+def _open_response_store(config: ServerConfig) -> ResponseStore | None:
+    """Open the response store. auto: a temporary file; none at a worker, as its router may choose another next time."""
     if config.response_store == "none" or (config.response_store == "auto" and config.worker is not None):
         return None
     path = None if config.response_store == "auto" else Path(config.response_store)
     return ResponseStore(path, config.response_store_size)
 
 
-def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, facts: Facts) -> Served:
+def _assemble_model(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, facts: Facts) -> Served:
     sources = "".join(text.template.sources.values()) if text.template else ""
     tool_style = toolstyle.style_for(sources, config.tool_style)
     tokenizer_file = text.directory / "tokenizer.json"
@@ -128,13 +130,13 @@ def _served(config: ServerConfig, name: str, text: Text, engine: AsyncEngine, fa
     fingerprint = "fp_" + hashlib.sha256(f"{__version__}/{text.directory.name}".encode()).hexdigest()[:12]
     defaults = sampling_defaults(text.directory, config.generation_config)
     if defaults:
-        log.info("%s: sampling defaults %s (%s)", name, defaults, FILE)
+        log.info("Sampling defaults loaded: model=%s file=%s defaults=%s", name, FILE, defaults)
     return Served(name, generator, guard, metrics, fingerprint, defaults)
 
 
-def _template(directory: Path, config: ServerConfig) -> ChatTemplate | None:
+def _load_template(directory: Path, config: ServerConfig) -> ChatTemplate | None:
     try:
         return ChatTemplate.load(directory, Path(config.chat_template) if config.chat_template else None)
     except UnsupportedModel as e:
-        log.warning("%s", e)
-        return None  # completions work without
+        log.warning("Chat template unavailable, only /v1/completions works: model=%s reason=%s", directory.name, e)
+        return None

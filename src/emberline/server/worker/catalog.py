@@ -1,4 +1,4 @@
-"""Catalog: the models of a server, by their names in the API."""
+"""ModelCatalog: the models of a server, by their names in the API."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Served:
     generator: Generator
     guard: GrammarGuard
     metrics: Metrics
-    fingerprint: str  # as replies tell it
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # sampling settings that a request may leave out
+    fingerprint: str  # `system_fingerprint` of replies
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values for requests that do not set them
 
 
 class Catalog:
@@ -31,18 +31,20 @@ class Catalog:
         return iter(self._models.values())
 
     def __getitem__(self, name: str) -> Served:
-        """The one that a request names."""
+        """Return the model of this name. Raises ModelNotFound."""
         if (model := self._models.get(name)) is None:
-            raise ModelNotFound(f"there is no model {name[:200]!r} here", param="model", hint=self._known())
+            raise ModelNotFound(f"model {name[:200]!r} not found", param="model", hint=self._models_hint())
         return model
 
     def chosen(self, name: str | None) -> Served:
-        """Where a request need not name one if there is no other."""
+        """Return the model of this name or, for None, the only model. Raises InvalidRequest if there are several."""
         if name is not None:
             return self[name]
         if len(self._models) > 1:
-            raise InvalidRequest("model is missing, and there are several", param="model", hint=self._known())
+            raise InvalidRequest(
+                "model is required, as the server has several", param="model", hint=self._models_hint()
+            )
         return next(iter(self))
 
-    def _known(self) -> str:
-        return f"this server has {', '.join(map(repr, self._models))}"
+    def _models_hint(self) -> str:
+        return f"models of this server: {', '.join(map(repr, self._models))}"

@@ -1,5 +1,4 @@
-"""ClusterCalls: what a router asks of a worker besides what clients ask. A reply that began elsewhere goes on here, or
-the prompt of one that goes on elsewhere is computed here."""
+"""ClusterHandler: endpoints for routers: continue another worker's reply, or compute a prompt for another worker."""
 
 from __future__ import annotations
 
@@ -27,110 +26,113 @@ from emberline.server.worker.protocol import PROTOCOLS
 
 log = logging.getLogger("emberline.server")
 
-ENVELOPE = 8 << 20  # bytes, besides the client's own
+ENVELOPE = 8 << 20  # of a forwarded request beside the client's body
 
 
 class Envelope(msgspec.Struct):
-    """A client's request, and where its reply stands."""
+    """A client's request forwarded by a router, with the state of its reply."""
 
     path: str
     body: msgspec.Raw
     seed: int | None = None
-    id: str | None = None  # of the reply, as the client was told it
+    id: str | None = None  # of the reply, as the client sees it
     created: int | None = None
     handoff: dict[str, Any] = {}
-    timeout: float | None = None  # seconds that are left
+    timeout: float | None = None  # seconds left for the request
 
     def journey(self) -> Journey:
-        given: dict[str, Any] = {"seed": self.seed, "tracked": True, "handoff": Handoff.parsed(self.handoff)}
+        given: dict[str, Any] = {}
         if self.id is not None:
             given["id"] = self.id.removeprefix(PROTOCOLS[self.path].prefix)
         if self.created is not None:
             given["created"] = self.created
         if self.timeout is not None:
             given["timeout"] = self.timeout
-        return Journey(**given)
+        return Journey(seed=self.seed, tracked=True, handoff=Handoff.parsed(self.handoff), **given)
 
 
 class ClusterCalls:
     def __init__(self, calls: Calls, max_body: int, keyed: bool = False) -> None:
-        """`keyed`: clients need an API key here."""
-        self._calls = calls
-        self._keyed = keyed
+        """`has_api_keys`: this server requires API keys of its clients."""
+        self._handler = calls
+        self._has_api_keys = keyed
         self._max_body = max_body
 
-    async def resume(self, x: Exchange) -> None:
-        envelope, body = await self._open(x)
-        tenant = tenant_by_router(x, self._keyed)
-        journey = replace(envelope.journey(), chained=x.header(CHAIN) == "1", span=x.span, tenant=tenant)
-        await self._calls.answer(x, envelope.path, body, journey)
+    async def resume(self, exchange: Exchange) -> None:
+        """Continue a reply that another worker has started."""
+        forwarded, body = await self._read(exchange)
+        tenant = tenant_by_router(exchange, self._has_api_keys)
+        journey = replace(forwarded.journey(), chained=exchange.header(CHAIN) == "1", span=exchange.span, tenant=tenant)
+        await self._handler.answer(exchange, forwarded.path, body, journey)
 
-    async def prefill(self, x: Exchange) -> None:
-        """Lines as it happens: a ticket, if there is anything to be had; then that it is done, or what came between."""
-        envelope, body = await self._open(x)
-        journey = replace(envelope.journey(), span=x.span, tenant=tenant_by_router(x, self._keyed))
-        call, model = await self._calls.read(envelope.path, body, journey)
-        await x.while_connected(_tell(x, model.generator.prefill(call, journey)))
+    async def prefill(self, exchange: Exchange) -> None:
+        """Compute a prompt and stream JSON lines: the ticket for pulling its KV blocks, then the result or an error."""
+        forwarded, body = await self._read(exchange)
+        journey = replace(
+            forwarded.journey(), span=exchange.span, tenant=tenant_by_router(exchange, self._has_api_keys)
+        )
+        call, model = await self._handler.read(forwarded.path, body, journey)
+        await exchange.while_connected(_stream_lines(exchange, model.generator.prefill(call, journey)))
 
-    async def _open(self, x: Exchange) -> tuple[Envelope, bytes]:
-        """The envelope, and the client's body in it."""
-        data = await x.body(self._max_body + ENVELOPE)
-        envelope, body = await offload.run_by_size(len(data), open_envelope, data)
-        if envelope.path not in PROTOCOLS:
-            raise InvalidRequest(f"nothing is generated at {envelope.path[:200]!r}", param="path")
-        x.speaks = envelope.path  # what is wrong with the call is told as its client would have been told
+    async def _read(self, exchange: Exchange) -> tuple[Envelope, bytes]:
+        """Read the forwarded request and the client's body in it. Raises InvalidRequest or BodyTooLarge."""
+        data = await exchange.body(self._max_body + ENVELOPE)
+        forwarded, body = await offload.run_by_size(len(data), open_envelope, data)
+        if forwarded.path not in PROTOCOLS:
+            raise InvalidRequest(f"path is {forwarded.path[:200]!r}, which is not a generation endpoint", param="path")
+        exchange.speaks = forwarded.path  # errors of the call have the format of the client's protocol
         if len(body) > self._max_body:
-            raise BodyTooLarge(f"the body has more than {self._max_body} bytes")
-        return envelope, body
+            raise BodyTooLarge(f"the body has {len(body)} bytes; the limit is {self._max_body}")
+        return forwarded, body
 
 
 def open_envelope(data: bytes) -> tuple[Envelope, bytes]:
-    """A large one is opened in another process."""
+    """Parse a forwarded request; a large one in a child process. Raises InvalidRequest."""
     try:
-        envelope = msgspec.json.decode(data, type=Envelope)
+        forwarded = msgspec.json.decode(data, type=Envelope)
     except NOT_JSON as e:
-        raise InvalidRequest(str(e)) from e
-    check_weight(envelope.handoff, what="the handoff")
-    body, envelope.body = bytes(envelope.body), msgspec.Raw(b"")
-    return envelope, body
+        raise InvalidRequest(f"invalid forwarded request: {e}") from e
+    check_weight(forwarded.handoff, what="the handoff")
+    body, forwarded.body = bytes(forwarded.body), msgspec.Raw(b"")
+    return forwarded, body
 
 
-async def _tell(x: Exchange, outputs: AsyncGenerator[Output, None]) -> None:
-    """Until something was told an error has a status of its own."""
+async def _stream_lines(exchange: Exchange, outputs: AsyncGenerator[Output, None]) -> None:
+    """Stream the outputs as lines; an error before the first line has its own status."""
     async with aclosing(outputs):
         try:
             ended = False
             async for output in outputs:
                 lines = []
-                if output.ticket is not None and x.status is None:
+                if output.ticket is not None and exchange.status is None:
                     lines.append(_line("ticket", output.ticket))
                 if output.finish is not None:
-                    lines.append(_line("done", _done(output)))
+                    lines.append(_line("done", _result_json(output)))
                     ended = True
                 if lines:
-                    await _send(x, lines, last=ended)
+                    await _send(exchange, lines, last=ended)
         except Exception as e:
-            if x.status is None:
+            if exchange.status is None:
                 raise
             if not isinstance(e, EmberlineError):
-                log.exception("a prefill broke")
+                log.exception("Prefill failed: path=%s", exchange.path)
             reply = openai_error(e)
-            x.note["error"] = reply.body["error"]["code"]
-            told = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
-            await _send(x, [_line("error", told | {"status": reply.status})], last=True)
+            exchange.note["error"] = reply.body["error"]["code"]
+            details = {"code": reply.body["error"]["code"], "message": reply.body["error"]["message"]}
+            await _send(exchange, [_line("error", details | {"status": reply.status})], last=True)
 
 
-def _done(output: Output) -> dict[str, Any]:
+def _result_json(output: Output) -> dict[str, Any]:
     if output.finish is not FinishReason.HANDOFF:
-        raise EngineFailed("the prompt was not computed to its end")
+        raise EngineFailed("the engine did not compute the whole prompt", hint="send the request again")
     seconds = output.timing.prefill if output.timing else None
     return {"token": output.tokens[0], "cached": output.cached_tokens, "seconds": seconds or 0.0}
 
 
-async def _send(x: Exchange, lines: list[bytes], *, last: bool) -> None:
-    if x.status is None:
-        await x.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
-    await x.send(b"".join(lines), last=last)
+async def _send(exchange: Exchange, lines: list[bytes], *, last: bool) -> None:
+    if exchange.status is None:
+        await exchange.start(200, "application/x-ndjson", {"cache-control": "no-cache"})
+    await exchange.send(b"".join(lines), last=last)
 
 
 def _line(name: str, value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Embeddings: texts to vectors through the embedding model's own tokenizer and process."""
+"""EmbeddingModel: converts texts to vectors with the embedding model's tokenizer and process."""
 
 from __future__ import annotations
 
@@ -25,22 +25,25 @@ class Embeddings:
         self._process = EmbedderProcess(directory, threads)
 
     async def embed(self, call: EmbeddingCall) -> tuple[Sequence[Sequence[float]], int]:
-        """One unit vector for each input, and the tokens they took."""
+        """Return one unit vector for each input and the total number of tokens. Raises InvalidRequest subclasses."""
         if call.caller.model not in ("", self.name):
             raise ModelNotFound(
-                f"there is no embedding model {call.caller.model[:200]!r} here",
+                f"embedding model {call.caller.model[:200]!r} not found",
                 param="model",
-                hint=f"this server has {self.name!r}",
+                hint=f"the server's embedding model is {self.name!r}",
             )
         if call.dimensions is not None and not 1 <= call.dimensions <= self.dim:
-            raise InvalidRequest(f"dimensions is {call.dimensions}; this model has {self.dim}", param="dimensions")
+            what = f"dimensions is {call.dimensions}; it must be in [1, {self.dim}]"
+            raise InvalidRequest(what, param="dimensions")
         texts = [text for text in call.inputs if isinstance(text, str)]
         encoded = iter(await asyncio.to_thread(self._tokenizer.encode_batch, texts))
         ids = [next(encoded) if isinstance(text, str) else text for text in call.inputs]
         for i, tokens in enumerate(ids):
             if len(tokens) > self.max_length:
                 raise ContextLengthExceeded(
-                    f"input {i} has {len(tokens)} tokens; this model takes {self.max_length}", param="input"
+                    f"input[{i}] has {len(tokens)} tokens; the limit of the model is {self.max_length}",
+                    param="input",
+                    hint="shorten the text",
                 )
         vectors: Sequence[array[float]] = await asyncio.to_thread(self._process.embed, ids)
         if call.dimensions is not None and call.dimensions < self.dim:

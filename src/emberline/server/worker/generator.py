@@ -1,4 +1,4 @@
-"""Generator: a call in, groups of deltas out. Between them is the engine, and what another worker has said before."""
+"""Generator: runs a call on the engine and yields groups of deltas."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Generator:
         self.engine = engine
         self.prompts = prompts
         self.served_name = served_name
-        self._preparation = Preparation(prompts, guard, tool_style, reasoning, ends)
+        self._preparer = Preparation(prompts, guard, tool_style, reasoning, ends)
         self._metrics = metrics
         self._timeout = timeout
         self._token_timeout = token_timeout
 
     def ignored(self, call: Call) -> list[str]:
-        """The fields that have no effect with this model. Raises InvalidRequest for those that should have had one."""
+        """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
         return self.prompts.ignored(call) if isinstance(call, ChatCall) else []
 
     async def count(self, call: ChatCall) -> int:
@@ -60,18 +60,19 @@ class Generator:
         return len(await self.prompts.encode(text, add_special=call.add_special_tokens, param="messages"))
 
     async def run(self, call: Call, journey: Journey) -> AsyncGenerator[Group, None]:
-        order = await self._preparation.order(call, journey.id, journey.created)
-        errand = self._errand(order, journey)
-        chain = self._chain(order) if journey.chained else ""
-        phases = self._phases(order, journey)
-        groups = Groups(order, self.prompts.tokenizer, self._metrics, journey.handoff, phases)
+        """Yield the reply as groups of deltas; closing the generator aborts the request."""
+        prepared = await self._preparer.order(call, journey.id, journey.created)
+        generation = self._generation(prepared, journey)
+        chain = self._last_block(prepared) if journey.chained else ""
+        phase_spans = self._phase_spans(prepared, journey)
+        assembler = Groups(prepared, self.prompts.tokenizer, self._metrics, journey.handoff, phase_spans)
         if journey.handoff.started and not journey.handoff.said:
-            yield groups.opening()
+            yield assembler.opening()
         try:
-            async with aclosing(errand.steps(groups.choices)) as steps:
+            async with aclosing(generation.steps(assembler.choices)) as steps:
                 async for step in steps:
-                    group = groups.take(step, self.engine.now())
-                    choice = groups.choices[step.job.first + step.output.index]
+                    group = assembler.take(step, self.engine.now())
+                    choice = assembler.choices[step.job.first + step.output.index]
                     if choice.stopped_early and not step.told:
                         choice.stopped_early = False
                         self.engine.abort_one(step.output.id, step.output.index)
@@ -80,54 +81,55 @@ class Generator:
                     if group.deltas or group.output:
                         yield group
         finally:
-            if phases is not None:
-                phases.close(self.engine.now())
-        yield groups.ending()
+            if phase_spans is not None:
+                phase_spans.close(self.engine.now())
+        yield assembler.ending()
 
     async def prefill(self, call: Call, journey: Journey) -> AsyncGenerator[Output, None]:
-        """The prompt alone, for another worker to go on."""
-        order = await self._preparation.order(call, journey.id, journey.created)
-        job = order.jobs[0]
-        if len(order.jobs) > 1 or order.params.n > 1 or job.echo:
-            raise InvalidRequest("only one plain reply to one prompt can be begun here and go on elsewhere", param="n")
-        self._metrics.asked(len(job.ids), 1, order.params.max_tokens)
-        phases = self._phases(order, journey)
+        """Compute the prompt only, for another worker that continues the request, and yield the engine's outputs."""
+        prepared = await self._preparer.order(call, journey.id, journey.created)
+        prompt = prepared.jobs[0]
+        if len(prepared.jobs) > 1 or prepared.params.n > 1 or prompt.echo:
+            given = f"{len(prepared.jobs)} prompts, n={prepared.params.n}, echo={prompt.echo}"
+            raise InvalidRequest(f"a separate prefill takes one prompt, n=1 and no echo; got {given}", param="n")
+        self._metrics.asked(len(prompt.ids), 1, prepared.params.max_tokens)
+        phase_spans = self._phase_spans(prepared, journey)
         try:
-            async with aclosing(self._errand(order, journey).prefill()) as outputs:
+            async with aclosing(self._generation(prepared, journey).prefill()) as outputs:
                 async for output in outputs:
-                    if phases is not None:
-                        phases.take(0, output)
+                    if phase_spans is not None:
+                        phase_spans.take(0, output)
                     if output.error is not None:
                         raise output_error(output.error)
                     if output.finish is not None:
-                        self._metrics.began(len(job.ids), output.cached_tokens)
+                        self._metrics.began(len(prompt.ids), output.cached_tokens)
                         self._metrics.ended(output.finish.value, output.timing, len(output.tokens))
                     yield output
         finally:
-            if phases is not None:
-                phases.close(self.engine.now())
+            if phase_spans is not None:
+                phase_spans.close(self.engine.now())
 
-    def _phases(self, order: Order, journey: Journey) -> Phases | None:
+    def _phase_spans(self, prepared: Order, journey: Journey) -> Phases | None:
         if journey.span is None:
             return None
-        return Phases(journey.span, self.served_name, [len(job.ids) for job in order.jobs])
+        return Phases(journey.span, self.served_name, [len(prompt.ids) for prompt in prepared.jobs])
 
-    def _chain(self, order: Order) -> str:
-        """Where its first prompt ends, as the engine will name its blocks."""
+    def _last_block(self, prepared: Order) -> str:
+        """Return hash and number of the last full KV block of the first prompt, as the engine will compute them."""
         facts = self.engine.ready[self.served_name]
-        end = last_full(root_hash(facts.layout, order.caller.salt), order.jobs[0].ids, facts.block_size)
+        end = last_full(root_hash(facts.layout, prepared.caller.salt), prepared.jobs[0].ids, facts.block_size)
         return f"{end[0].hex()} {end[1]}" if end is not None else ""
 
-    def _errand(self, order: Order, journey: Journey) -> Errand:
+    def _generation(self, prepared: Order, journey: Journey) -> Errand:
         tokenizer, handoff = self.prompts.tokenizer, journey.handoff
         return Errand(
             self.engine,
-            order,
+            prepared,
             model=self.served_name,
             max_context=self.prompts.max_context,
             timeout=min(self._timeout, journey.timeout),
             token_timeout=self._token_timeout,
-            past=Past(handoff.said, len(order.jobs) * order.params.n, tokenizer.vocab_size),
+            past=Past(handoff.said, len(prepared.jobs) * prepared.params.n, tokenizer.vocab_size),
             source=handoff.source,
-            merging=not journey.tracked,  # a router that moves a stream counts on one event for each token
+            merging=not journey.tracked,  # a router that may move the stream relies on one event for each token
         )

@@ -1,4 +1,4 @@
-"""Groups: the engine's outputs of one order become deltas, those of one output together."""
+"""DeltaAssembler: converts the engine's outputs for one call to groups of deltas, one group per output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from emberline.tokens.tokenizer import Tokenizer
 
 
 class Step(NamedTuple):
-    """An output, and whose. `told`: the client knows it already, from another worker."""
+    """An engine output and its prompt. `is_replayed`: another worker has already sent it to the client."""
 
     job: Job
     output: Output
@@ -29,13 +29,14 @@ class Step(NamedTuple):
 class Group:
     deltas: list[Delta]
     told: bool = False
-    cached: int | None = None  # prompt tokens found in a cache so far, where that is news
-    chain: str = ""  # hash and number of the prompt's last full block, if somebody wants to know
-    index: int = 0  # the choice they belong to
-    output: Output | None = None  # what they came from; None: from no choice's
+    cached: int | None = None  # prompt tokens found in a cache so far; None: as before
+    chain: str = ""  # hash and number of the prompt's last full KV block, if the router asked for it
+    index: int = 0  # of the choice
+    output: Output | None = None  # the engine output they were made from; None: from none
 
     @property
     def said(self) -> Said:
+        """The output's tokens and finish, for a handoff."""
         if self.output is None:
             return Said(0, ())
         finish = self.output.finish.value if self.output.finish is not None else ""
@@ -59,68 +60,68 @@ class Groups:
             )
             for index in range(len(order.jobs) * order.params.n)
         ]
-        self._order = order
+        self._call = order
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._phases = phases
-        self._cached = handoff.cached_tokens or 0
+        self._cached_tokens = handoff.cached_tokens or 0
         self._counts_cached = handoff.cached_tokens is None or len(order.jobs) > 1
-        self._begun: set[int] = set()  # jobs that have put something out, by their first choice
-        self._opened = False
+        self._started_prompts: set[int] = set()  # first choices of the prompts that have output
+        self._has_started = False
         for job in order.jobs:
             metrics.asked(len(job.ids), order.params.n, order.params.max_tokens)
 
     def opening(self) -> Group:
-        """For a client that has seen it elsewhere, and nothing after it."""
-        self._opened = True
-        return Group([Started(self._order.prompt_tokens, self._cached)], told=True)
+        """Return the start of a reply that another worker has sent without any output after it."""
+        self._has_started = True
+        return Group([Started(self._call.prompt_tokens, self._cached_tokens)], told=True)
 
     def take(self, step: Step, now: float) -> Group:
-        job, output, told = step
+        job, output, is_replayed = step
         choice = self.choices[job.first + output.index]
-        group = Group([], told)
-        if self._phases is not None and not told:
+        group = Group([], is_replayed)
+        if self._phases is not None and not is_replayed:
             self._phases.take(choice.index, output)
-        if job.first not in self._begun and output.index == 0:
-            self._begin(step, group)
-        if not self._opened:
-            self._opened = True
-            group.cached = self._cached
-            group.deltas.append(Started(self._order.prompt_tokens, self._cached))
+        if job.first not in self._started_prompts and output.index == 0:
+            self._start_prompt(step, group)
+        if not self._has_started:
+            self._has_started = True
+            group.cached = self._cached_tokens
+            group.deltas.append(Started(self._call.prompt_tokens, self._cached_tokens))
         if job.echo and choice.num_tokens == 0 and output.tokens:
-            group.deltas.append(self._echoed(choice.index, job.ids, output.prompt_logprobs))
+            group.deltas.append(self._prompt_delta(choice.index, job.ids, output.prompt_logprobs))
         if not choice.finished:
             group.index, group.output = choice.index, output
-        over = choice.finished and choice.told == choice.num_tokens  # elsewhere
+        finished_elsewhere = choice.finished and choice.told == choice.num_tokens
         pieces = choice.take(output)
-        if self._order.running_usage and group.output:
-            group.deltas.append(Progress(*self._cost()))
+        if self._call.running_usage and group.output:
+            group.deltas.append(Progress(*self._count_tokens()))
         group.deltas += pieces
-        if told:
+        if is_replayed:
             choice.told = choice.num_tokens
-        elif not over:
-            self._measure(choice, output, now)
+        elif not finished_elsewhere:
+            self._record_metrics(choice, output, now)
         return group
 
     def ending(self) -> Group:
-        tokens, reasoning_tokens = self._cost()
-        return Group([Usage(self._order.prompt_tokens, tokens, self._cached, reasoning_tokens)])
+        tokens, reasoning_tokens = self._count_tokens()
+        return Group([Usage(self._call.prompt_tokens, tokens, self._cached_tokens, reasoning_tokens)])
 
-    def _begin(self, step: Step, group: Group) -> None:
-        self._begun.add(step.job.first)
+    def _start_prompt(self, step: Step, group: Group) -> None:
+        self._started_prompts.add(step.job.first)
         if step.told:
             return
-        cached = min(step.output.cached_tokens, len(step.job.ids))  # more if what was said elsewhere is cached too
+        cached = min(step.output.cached_tokens, len(step.job.ids))  # resumed output may be cached too
         self._metrics.began(len(step.job.ids), cached)
         if self._counts_cached and cached:
-            self._cached += cached
-            group.cached = self._cached
+            self._cached_tokens += cached
+            group.cached = self._cached_tokens
 
-    def _cost(self) -> tuple[int, int]:
-        """Tokens of all choices so far, and how many of them were reasoning."""
+    def _count_tokens(self) -> tuple[int, int]:
+        """Return the number of tokens of all choices so far, and of those in reasoning."""
         return sum(c.num_tokens for c in self.choices), sum(c.reasoning_tokens for c in self.choices)
 
-    def _measure(self, choice: Choice, output: Output, now: float) -> None:
+    def _record_metrics(self, choice: Choice, output: Output, now: float) -> None:
         if output.tokens:
             if choice.last_token is not None:
                 self._metrics.itl.observe(now - choice.last_token)
@@ -129,11 +130,11 @@ class Groups:
             reason = choice.reason or output.finish.value
             self._metrics.ended(reason, output.timing, choice.num_tokens - choice.told)
 
-    def _echoed(self, index: int, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
+    def _prompt_delta(self, index: int, ids: list[int], logprobs: list[TokenLogprob] | None) -> PromptDelta:
         text = self._tokenizer.decode(ids, skip_special=False)
         if logprobs is None:
             return PromptDelta(index, text)
-        places = Detokenizer(self._tokenizer, skip_special=False)
-        places.push(ids)
-        told = zip(ids, [None, *logprobs], places.offsets, strict=True)
-        return PromptDelta(index, text, [token_info(self._tokenizer, *each) for each in told])
+        detokenizer = Detokenizer(self._tokenizer, skip_special=False)
+        detokenizer.push(ids)
+        tokens = zip(ids, [None, *logprobs], detokenizer.offsets, strict=True)
+        return PromptDelta(index, text, [token_info(self._tokenizer, *each) for each in tokens])

@@ -1,4 +1,4 @@
-"""Order: what the engine is asked for one call, and how its tokens are to be read."""
+"""PreparedCall: the prompts and parameters of one call as the engine takes them, and how to read its output."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from emberline.server.worker.choice import Choice
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long the reasoning may be, and how the reply goes on once it was closed for the model."""
+    """The limit of the reasoning, and how the reply continues after the server has closed it."""
 
     tokens: int
-    closing: list[int]
-    after: SamplingParams
+    closing: list[int]  # tokens of the marker that ends the reasoning
+    after: SamplingParams  # for the answer
 
-    def spent(self, choice: Choice, said: list[int]) -> bool:
-        """A marker that the model wrote itself may be held back still, as the beginning of a stop string."""
-        closed = said[-len(self.closing) :] == self.closing
-        return choice.thinking and choice.reasoning_tokens >= self.tokens and not closed
+    def spent(self, choice: Choice, tokens: list[int]) -> bool:
+        """Return whether the choice has used up the budget.
+
+        A marker that the model has just written does not count: the detokenizer may still hold it back as the
+        beginning of a stop string, so that the choice does not see it yet.
+        """
+        is_closed = tokens[-len(self.closing) :] == self.closing
+        return choice.thinking and choice.reasoning_tokens >= self.tokens and not is_closed
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt and the choices it gets: [first, first + n)."""
+    """One prompt, with choices [first_choice, first_choice + n)."""
 
     ids: list[int]
     first: int
     echo: bool = False
-    budget: Budget | None = None  # then it is the only job, with one choice
+    budget: Budget | None = None  # only for a single prompt with one choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,17 @@ class Order:
     jobs: Sequence[Job]
     params: SamplingParams
     caller: Caller
-    splitter: Callable[[int], Splitter | None]  # of a choice
-    kept: frozenset[int]  # special tokens that are shown nevertheless
-    continuing: bool  # the text goes on from the prompt's
+    splitter: Callable[[int], Splitter | None]  # takes the index of a choice
+    kept: frozenset[int]  # special tokens that the text includes
+    continuing: bool  # the output continues the prompt's text
     running_usage: bool
     return_token_ids: bool = False
-    ends: frozenset[int] = frozenset()  # the model's own end tokens
+    ends: frozenset[int] = frozenset()
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(job.ids) for job in self.jobs)
 
     def job_of(self, index: int) -> Job:
-        """Whose choice this is."""
+        """Return the prompt that this choice belongs to."""
         return self.jobs[index // self.params.n]

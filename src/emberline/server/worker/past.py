@@ -1,4 +1,4 @@
-"""Past: what a reply has said elsewhere, group by group. It is gone through again, so that all stands as it stood."""
+"""ResumedOutput: the output that another worker generated for a reply, replayed here to restore the reply's state."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from emberline.core.request import FinishReason
 
 
 class Past:
-    def __init__(self, said: Sequence[Said], choices: int, vocab_size: int) -> None:
-        self._left = deque(said)
-        self._tokens: dict[int, list[int]] = {}  # all that each choice has said
-        self._scores: dict[int, Iterator[TokenLogprob]] = {}
-        for group in said:
+    def __init__(self, groups: Sequence[Said], choices: int, vocab_size: int) -> None:
+        self._remaining = deque(groups)
+        self._tokens: dict[int, list[int]] = {}  # all replayed tokens of each choice
+        self._logprobs: dict[int, Iterator[TokenLogprob]] = {}
+        for group in groups:
             if group.index >= choices or any(token >= vocab_size for token in group.tokens):
-                raise InvalidRequest("the handoff is of another request: it has a choice or a token too many")
+                raise InvalidRequest("the handoff does not match the request: a choice or a token id is out of range")
             self._tokens.setdefault(group.index, []).extend(group.tokens)
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self._remaining)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        """What each choice has said."""
+        """Yield each choice's index and tokens."""
         return iter(self._tokens.items())
 
     def resumed(self, choices: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        """As a Submission of these has it."""
-        said = tuple(tuple(self._tokens.get(index, ())) for index in choices)
-        return said if any(said) else ()
+        """Return the tokens of these choices in the form of Submission.resumed; empty if there are none."""
+        tokens = tuple(tuple(self._tokens.get(index, ())) for index in choices)
+        return tokens if any(tokens) else ()
 
     def score(self, index: int, logprobs: Iterable[TokenLogprob]) -> None:
-        """Of the choice's tokens, in order: only tokens travel."""
-        self._scores[index] = iter(logprobs)
+        """Set the log-probabilities of a choice's tokens, in order: a handoff has tokens only."""
+        self._logprobs[index] = iter(logprobs)
 
     def next(self) -> tuple[int, Output]:
-        """The next group: which choice, and what the engine put out."""
-        group = self._left.popleft()
-        logprobs = list(islice(self._scores.get(group.index, iter(())), len(group.tokens)))
+        """Return the choice and the engine output of the next group."""
+        group = self._remaining.popleft()
+        logprobs = list(islice(self._logprobs.get(group.index, iter(())), len(group.tokens)))
         finish = FinishReason(group.finish) if group.finish else None
         return group.index, Output("", tokens=list(group.tokens), logprobs=logprobs, finish=finish)

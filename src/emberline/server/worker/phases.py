@@ -1,5 +1,7 @@
-"""Phases: what a request went through here, as spans below its own: its wait, its prompt, what was pulled of that, and
-its tokens. They are told when it is over, by times that the engine took of its first choice; totals are of all."""
+"""PhaseSpans: the phases of a request as child spans: queue, prefill (with the pull of KV blocks) and decode.
+
+They are recorded when the request has ended, from the engine's times of the first choice; token totals cover all.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +11,26 @@ from emberline.core.events import Output, Timing
 from emberline.core.handoff import Pulled
 from emberline.trace.span import About, Span
 
-CUT = "cut_off"  # of what had no end of its own: the client left, or something broke
+CUT = "cut_off"  # error of a phase that did not end: the client disconnected, or the request failed
 
 
 class Phases:
     def __init__(self, span: Span, model: str, prompts: Sequence[int]) -> None:
-        """`prompts`: how many tokens each has."""
+        """`prompt_lengths`: number of tokens of each prompt."""
         self._span = span
-        self._prompt = prompts[0]
-        self._timing: Timing | None = None  # the newest
-        self._cached = self._all_cached = 0  # of the first prompt, and of all
-        self._said = self._all_said = 0  # by the first choice, and by all
+        self._prompt_tokens = prompts[0]
+        self._timing: Timing | None = None  # the latest
+        self._cached = self._all_cached = 0  # tokens of the first prompt, and of all prompts
+        self._generated = self._all_generated = 0  # tokens of the first choice, and of all choices
         span.about |= {"gen_ai.request.model": model, "gen_ai.usage.input_tokens": sum(prompts)}
 
     def take(self, index: int, output: Output) -> None:
-        """Of a choice, from the engine; `output.index` is among those of its prompt."""
-        self._all_said += len(output.tokens)
+        """Count an engine output of choice `index`; `output.index` counts within its prompt."""
+        self._all_generated += len(output.tokens)
         if index:
             self._all_cached += 0 if output.index else output.cached_tokens
             return
-        self._said += len(output.tokens)
+        self._generated += len(output.tokens)
         if output.timing is not None:
             if self._timing is None:
                 self._cached = output.cached_tokens
@@ -37,17 +39,17 @@ class Phases:
 
     def close(self, now: float) -> None:
         self._span.about |= {
-            "gen_ai.usage.output_tokens": self._all_said,
+            "gen_ai.usage.output_tokens": self._all_generated,
             "gen_ai.usage.cache_read.input_tokens": self._all_cached,
         }
         if self._timing is not None and self._span.context.sampled:
-            self._tell(self._timing, now)
+            self._record_phases(self._timing, now)
 
-    def _tell(self, timing: Timing, now: float) -> None:
-        over = now if timing.finished is None else timing.finished
-        prompt: About = {"emberline.prompt_tokens": self._prompt, "emberline.cached_tokens": self._cached}
-        itl = timing.decode / (self._said - 1) if timing.decode is not None and self._said > 1 else None
-        tokens: About = {"emberline.tokens": self._said, "emberline.ttft": timing.ttft, "emberline.itl_mean": itl}
+    def _record_phases(self, timing: Timing, now: float) -> None:
+        end_time = now if timing.finished is None else timing.finished
+        prompt: About = {"emberline.prompt_tokens": self._prompt_tokens, "emberline.cached_tokens": self._cached}
+        itl = timing.decode / (self._generated - 1) if timing.decode is not None and self._generated > 1 else None
+        tokens: About = {"emberline.tokens": self._generated, "emberline.ttft": timing.ttft, "emberline.itl_mean": itl}
         for name, began, ended, about in (
             ("queue", timing.arrival, timing.admitted, {}),
             ("prefill", timing.admitted, timing.first_token, prompt),
@@ -58,11 +60,11 @@ class Phases:
             span = self._span.child(name, began=began)
             span.about |= about
             if name == "prefill" and timing.pulled is not None:
-                _pull(span, timing.pulled)
-            span.end(at=ended) if ended is not None else span.end(CUT, at=over)
+                _record_pull(span, timing.pulled)
+            span.end(at=ended) if ended is not None else span.end(CUT, at=end_time)
 
 
-def _pull(prefill: Span, pulled: Pulled) -> None:
+def _record_pull(prefill: Span, pulled: Pulled) -> None:
     span = prefill.child("pull", began=pulled.began)
     span.about |= {
         "emberline.pull.source": pulled.source,

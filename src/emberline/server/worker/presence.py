@@ -1,4 +1,4 @@
-"""Presence: what a serving process tells a router of itself, and what it does about its answers."""
+"""WorkerReporter: the registration and heartbeats that a worker sends to a router, and the peers it gets back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from emberline.core.config import Role
 from emberline.core.events import Stats
 from emberline.engine.stream import AsyncEngine, State
 
-PAIRING = 5.0  # seconds in which a worker waits to be paired with those it was told of first
+PAIRING = 5.0  # for which a new worker is not ready while it connects to the first peers
 
 
 class Presence:
@@ -29,17 +29,19 @@ class Presence:
         self._url = url
         self._role = role
         self._engine = engine
-        self._served = served
-        self._peers: dict[str, list[dict[str, Any]]] | None = None  # None: the router has not answered yet
-        self._awaited: set[str] = set()  # incarnations of engines without which we are not ready
-        self._patience = 0.0  # until when
+        self._served_models = served
+        self._peers: dict[str, list[dict[str, Any]]] | None = None  # None before the router's first reply
+        self._awaited_peers: set[str] = set()  # incarnations of the peers to pair with before this worker is ready
+        self._pairing_deadline = 0.0  # time after which it is ready without them
 
     def card(self) -> Card:
-        return Card(self._name, self._incarnation, self._url, tuple(map(self._model, self._served())), self._role)
+        return Card(
+            self._name, self._incarnation, self._url, tuple(map(self._model, self._served_models())), self._role
+        )
 
     def _model(self, served: ServedModel) -> ModelCard:
         facts = self._engine.ready.get(served.id)
-        if facts is None:  # the embedder
+        if facts is None:  # the embedding model
             return ModelCard(served.id, max_context=served.max_context)
         return ModelCard(
             served.id,
@@ -59,12 +61,12 @@ class Presence:
         return Beat(
             self._name,
             self._incarnation,
-            ready=self._engine.state is State.READY and self._settled(),
+            ready=self._engine.state is State.READY and self._is_paired(),
             running=stats.running,
             waiting=stats.waiting,
             loading=stats.loading,
             kv_usage=round(stats.kv_usage, 4),
-            step=stats.step + self._engine.progress_reports,  # progress within a long step is progress too
+            step=stats.step + self._engine.progress_reports,  # progress within a long step counts too
             step_seconds=stats.step_seconds,
             busy_seconds=stats.busy_seconds,
             prompt_tokens=stats.prompt_tokens,
@@ -77,10 +79,10 @@ class Presence:
         )
 
     def meet(self, peers: dict[str, list[dict[str, Any]]]) -> None:
-        """Those to be paired with: what changes is passed on to the engine."""
+        """Pass changes in the list of peers to the engine, which connects to them."""
         if self._peers is None:
-            self._awaited = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
-            self._patience = self._engine.now() + PAIRING
+            self._awaited_peers = {str(peer.get("incarnation")) for listed in peers.values() for peer in listed}
+            self._pairing_deadline = self._engine.now() + PAIRING
         known = self._peers or {}
         for model, facts in self._engine.ready.items():
             listed = peers.get(model, [])
@@ -88,10 +90,10 @@ class Presence:
                 self._engine.pair(model, listed)
         self._peers = peers
 
-    def _settled(self) -> bool:
-        """Whether the first requests would find their connections made. Once it is so, it stays so."""
+    def _is_paired(self) -> bool:
+        """Return whether the first peers are paired or refused, or the timeout has passed; then it stays true."""
         for pair in self._engine.paired.values():
-            self._awaited -= {*pair.paired, *pair.refused}
-        if self._engine.now() >= self._patience:
-            self._awaited.clear()
-        return not self._awaited
+            self._awaited_peers -= {*pair.paired, *pair.refused}
+        if self._engine.now() >= self._pairing_deadline:
+            self._awaited_peers.clear()
+        return not self._awaited_peers

@@ -1,4 +1,4 @@
-"""Prompts: a call's messages or texts become the tokens the engine continues."""
+"""PromptBuilder: converts a call's messages or texts to the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from emberline.server.worker.protocol import CHARACTERS_PER_TOKEN
 from emberline.tokens.template import ChatTemplate
 from emberline.tokens.tokenizer import Tokenizer
 
-LONG_TEXT = 20_000  # characters: longer texts are tokenized beside the event loop
-MARK = "\ue0f1\ue0f2"  # private use: no template writes it
-MANY_MESSAGES = 100  # more are rendered beside it, too
-MANY_TOOLS = 20  # so are more tools
+LONG_TEXT = 20_000  # longer texts are tokenized in a thread
+MARK = "\ue0f1\ue0f2"  # private-use characters, which no template writes
+MANY_MESSAGES = 100  # more are rendered in a thread
+MANY_TOOLS = 20  # more are rendered in a thread
 
 
 class Prompts:
@@ -32,68 +32,73 @@ class Prompts:
         self._template = template
         self._style = style
         sources = list(template.sources.values()) if template is not None else []
-        self._knows_tools = any(tools.knows_tools(source) for source in sources)
+        self._supports_tools = any(tools.knows_tools(source) for source in sources)
         self._reasoning = reasoning.style_for("".join(sources))
-        self.closing = _closing(tokenizer, self._reasoning)  # ends the reasoning; empty: nothing does
+        self.closing = _reasoning_end_tokens(tokenizer, self._reasoning)  # empty if no marker ends the reasoning
 
     async def rendered(self, call: ChatCall, created: int | None = None) -> str:
-        """As `render`; what takes long runs in a thread, whose Python code lets the event loop have its turns."""
+        """Render the call; a long one in a thread, so that the event loop keeps running. Raises as `render` does."""
         if len(call.messages) > self.max_context:
             raise ContextLengthExceeded(
-                f"{len(call.messages)} messages do not fit the context of {self.max_context} tokens", param="messages"
+                f"messages has {len(call.messages)} items; the model's context holds {self.max_context} tokens",
+                param="messages",
+                hint="send fewer messages",
             )
-        long = (
+        is_long = (
             len(call.messages) > MANY_MESSAGES
             or len(call.tools) > MANY_TOOLS
             or any(len(message.get("content") or "") > LONG_TEXT for message in call.messages)
         )
-        return await asyncio.to_thread(self.render, call, created) if long else self.render(call, created)
+        return await asyncio.to_thread(self.render, call, created) if is_long else self.render(call, created)
 
     def render(self, call: ChatCall, created: int | None = None) -> str:
-        """The conversation as the model was trained to see it. `created`: what the time is, in seconds since 1970; a
-        reply that goes on elsewhere, or after midnight, has the prompt that it began with. None: now."""
+        """Render the messages with the model's chat template.
+
+        `created`: the Unix time that the template sees, so that a reply which continues elsewhere or after midnight
+        has the same prompt; None: now. Raises InvalidRequest if the model has no template or rejects the request.
+        """
         if self._template is None:
             raise InvalidRequest(
-                "this model has no chat template", hint="use /v1/completions, or serve with --chat-template"
+                "the model has no chat template",
+                hint="use /v1/completions, or start the server with --chat-template FILE",
             )
         self.ignored(call)
         messages = tools.fit_ids(call.messages, self._style)
-        if not self._knows_tools:
-            messages = tools.inject(messages, _shown(call), self._style)
-        listed = self._listed(call)
-        mark = _mark(messages) if call.continue_last else ""
+        if not self._supports_tools:
+            messages = tools.inject(messages, _callable_tools(call), self._style)
+        tool_list = self._tools_for_template(call)
+        mark = _choose_mark(messages) if call.continue_last else ""
         if mark:
-            messages = [*messages[:-1], _marked(messages[-1], mark)]
-        dated = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
+            messages = [*messages[:-1], _append_mark(messages[-1], mark)]
+        time_args = {} if created is None else {"strftime_now": datetime.fromtimestamp(created).strftime}
         text = self._template.render(
-            messages, listed, call.generation_prompt and not call.continue_last, **call.template_args, **dated
+            messages, tool_list, call.generation_prompt and not call.continue_last, **call.template_args, **time_args
         )
-        return _unfinished(text, mark) if mark else text
+        return _cut_at_mark(text, mark) if mark else text
 
     def ignored(self, call: ChatCall) -> list[str]:
-        """The fields that this model's template has no use for."""
+        """Return the request fields without effect on this model. Raises InvalidRequest for any but hints."""
         if self._template is None:
             return []
-        known = self._template.arguments(self._listed(call) is not None)
+        known = self._template.arguments(self._tools_for_template(call) is not None)
         found = ignored_wishes(call.wishes, known, self._reasoning is not None)
         if call.thinking_budget is not None and not self.closing and "thinking" not in found:
-            found.append("thinking.budget_tokens")  # no marker would end this model's reasoning
+            found.append("thinking.budget_tokens")  # no marker could end this model's reasoning
         return found
 
-    def _listed(self, call: ChatCall) -> list[dict[str, Any]] | None:
-        """The tools, as a template that knows them takes them."""
-        shown = _shown(call)
-        return tools.shown(shown) if shown and self._knows_tools else None
+    def _tools_for_template(self, call: ChatCall) -> list[dict[str, Any]] | None:
+        """Return the tools for a template that supports them, else None."""
+        shown = _callable_tools(call)
+        return tools.shown(shown) if shown and self._supports_tools else None
 
     async def encode(self, text: str | list[int], *, add_special: bool, param: str) -> list[int]:
         if isinstance(text, list):
             return text
         if len(text) > self.max_context * CHARACTERS_PER_TOKEN:
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_context} tokens, and a text of {len(text)} "
-                "characters does not fit it",
+                f"{param} has {len(text)} characters; this model's maximum context length is {self.max_context} tokens",
                 param=param,
-                hint="shorten it",
+                hint=f"shorten {param}",
             )
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special)
@@ -103,17 +108,22 @@ class Prompts:
         return [self.tokenizer.token_text(i) for i in ids]
 
     def truncated(self, ids: list[int], call: GenerationCall) -> list[int]:
-        """The last or first tokens of a prompt, as many as its request keeps."""
+        """Return the prompt's last or first tokens, as many as the request keeps."""
         if call.truncate is None:
             return ids
         kept = self.max_context - 1 if call.truncate < 0 else call.truncate
         return ids[:kept] if call.keep_first or not kept else ids[-kept:]
 
     def forbidding(self, call: ChatCall | CompletionCall) -> SamplingParams:
-        """The call's params, with its bad words as tokens: each as it begins a text, and as it follows a space."""
+        """Return the call's parameters with its bad words as tokens, each with and without a leading space.
+
+        Raises InvalidRequest for an allowed token id outside the vocabulary.
+        """
         if any(token >= self.tokenizer.vocab_size for token in call.params.allowed_token_ids):
             param = "allowed_token_ids"
-            raise InvalidRequest(f"{param} must be in [0, {self.tokenizer.vocab_size})", param=param)
+            wrong = max(call.params.allowed_token_ids)
+            what = f"{param} has {wrong}; the model's token ids are in [0, {self.tokenizer.vocab_size})"
+            raise InvalidRequest(what, param=param)
         words: dict[tuple[int, ...], None] = {}
         for word in call.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):
@@ -122,33 +132,33 @@ class Prompts:
         return replace(call.params, bad_words=tuple(words)) if words else call.params
 
     def check_length(self, ids: Sequence[int], param: str) -> None:
-        """Before the engine says the same, so that the error names the field of the protocol that was spoken."""
+        """Raise an error that names the protocol's field if the prompt is empty or too long for the context."""
         if len(ids) >= self.max_context:
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_context} tokens, and the prompt has {len(ids)}, "
-                "which leaves none for the answer",
+                f"{param} has {len(ids)} tokens; this model's maximum context length is {self.max_context} tokens, and "
+                "the answer needs at least one",
                 param=param,
-                hint="shorten it",
+                hint=f"shorten {param}",
             )
         if not ids:
-            raise InvalidRequest("the prompt has no tokens", param=param)
+            raise InvalidRequest(f"{param} has no tokens", param=param, hint="send a text that is not empty")
 
 
-def _shown(call: ChatCall) -> Sequence[Tool]:
+def _callable_tools(call: ChatCall) -> Sequence[Tool]:
     return call.tools if call.tool_choice.mode != "none" else ()
 
 
-def _closing(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
+def _reasoning_end_tokens(tokenizer: Tokenizer, style: ReasoningStyle | None) -> list[int]:
     ids = tokenizer.encode(style.end, add_special=False) if style is not None else []
     spelled = b"".join(tokenizer.token_bytes(i) for i in ids).decode("utf-8", "replace")
-    # SentencePiece puts a space before the text.
+    # SentencePiece adds a space before the text.
     return ids if style is not None and spelled.removeprefix(" ") == style.end else []
 
 
-def _mark(messages: list[dict[str, Any]]) -> str:
-    """What nobody says."""
-    said, mark = list(_texts(messages)), MARK
-    while any(mark in text for text in said):
+def _choose_mark(messages: list[dict[str, Any]]) -> str:
+    """Return a mark that occurs in none of the messages."""
+    texts, mark = list(_texts(messages)), MARK
+    while any(mark in text for text in texts):
         mark += mark
     return mark
 
@@ -164,17 +174,19 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _marked(last: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Where its content ends: that may be trimmed, or occur in what closes it too."""
+def _append_mark(last: dict[str, Any], mark: str) -> dict[str, Any]:
+    """Append the mark to the message's content, as the template may trim the content or repeat its end."""
     content = (last.get("content") or "").rstrip()
     return {**last, "content": content + mark} if content else last
 
 
-def _unfinished(text: str, mark: str) -> str:
-    """The rendered text up to the end of the last message's content: what the template adds to close it is cut off."""
+def _cut_at_mark(text: str, mark: str) -> str:
+    """Return the rendered text up to the mark, without what the template adds after the last message's content."""
     at = text.rfind(mark)
     if at < 0:
         raise InvalidRequest(
-            "the last message has no text that this model's template shows, so it cannot be continued", param="messages"
+            "the last message cannot be continued: the chat template writes none of its text",
+            param="messages",
+            hint="send text as the content of the last message",
         )
     return text[:at]

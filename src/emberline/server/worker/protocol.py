@@ -1,4 +1,4 @@
-"""Protocol: one way to ask for a reply, by its path."""
+"""The wire protocols of the generation endpoints, by path: how to parse a request and write a reply."""
 
 from __future__ import annotations
 
@@ -20,43 +20,47 @@ from emberline.core.weight import check_weight
 @dataclass(frozen=True, slots=True)
 class Protocol:
     parse: Callable[[bytes], ChatCall | CompletionCall]
-    renderer: Callable[[Any, str, int, str], Renderer]  # of a call that `parse` made, id, time and fingerprint
-    prefix: str  # of its replies' ids
-    smallest: bytes  # body of a request
+    renderer: Callable[[Any, str, int, str], Renderer]  # takes the parsed call, id, creation time and fingerprint
+    prefix: str  # of the ids of its replies
+    smallest: bytes  # a minimal valid request
 
 
 T = TypeVar("T")
 
-MAX_SETTINGS_WEIGHT = 100_000  # of tools, formats and the like (`core/weight.py`)
-MOST_MESSAGES = 20_000  # of a large body; each costs a template about 10 us
+MAX_SETTINGS_WEIGHT = 100_000  # of everything but the prompt, in units of `core/weight.py`
+MOST_MESSAGES = 20_000  # of a large body; a template takes about 10 us for each
 MESSAGE = b'{"role":"user","content":"a"}'
-CHARACTERS_PER_TOKEN = 128  # a text that has more for each token of the context does not fit: no need to tokenize it
+CHARACTERS_PER_TOKEN = 128  # a text with more characters per token of the context is rejected without tokenizing it
 
 
 def parse_large(path: str, body: bytes, contexts: Mapping[str, int]) -> ChatCall | CompletionCall:
-    """As the path's `parse`, for another process: what no context takes is refused there, and does not come back.
-    `contexts`: tokens that each model takes, by its name."""
+    """Parse a large body, in a child process, which rejects what fits no context before sending the result back.
+
+    `max_contexts`: context length in tokens of each model, by name.
+    """
     call = PROTOCOLS[path].parse(body)
     settings = replace(call, prompts=[]) if isinstance(call, CompletionCall) else replace(call, messages=[])
-    check_weight(settings, MAX_SETTINGS_WEIGHT, "the request beside its prompt")
+    check_weight(settings, MAX_SETTINGS_WEIGHT, "the request without its prompt")
     context = contexts.get(call.caller.model, max(contexts.values(), default=0))
     if isinstance(call, CompletionCall):
         for prompt in call.prompts:
-            most = context * CHARACTERS_PER_TOKEN if isinstance(prompt, str) else context
-            _check_size(len(prompt), most, prompt, "prompt")
+            max_size = context * CHARACTERS_PER_TOKEN if isinstance(prompt, str) else context
+            _check_size(len(prompt), max_size, prompt, "prompt")
         return call
     if len(call.messages) > MOST_MESSAGES:
         found = len(call.messages)
-        raise WorkTooLarge(f"messages has {found} items; at most {MOST_MESSAGES} are taken", param="messages")
+        what = f"messages has {found} items; the limit is {MOST_MESSAGES}"
+        raise WorkTooLarge(what, param="messages", hint="send fewer messages")
     size = sum(len(text) for given in (call.messages, call.tools) for text in _texts(given))
     _check_size(size, context * CHARACTERS_PER_TOKEN, "", "messages")
     return call
 
 
-def _check_size(size: int, most: int, prompt: str | list[int], param: str) -> None:
-    if size > most:
+def _check_size(size: int, max_size: int, prompt: str | list[int], param: str) -> None:
+    if size > max_size:
         what = "characters" if isinstance(prompt, str) else "tokens"
-        raise ContextLengthExceeded(f"{param} has {size} {what}, which does not fit the context", param=param)
+        message = f"{param} has {size} {what}; the model's context holds at most {max_size}"
+        raise ContextLengthExceeded(message, param=param, hint=f"shorten {param}")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -73,7 +77,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def parse_light(parse: Callable[[bytes], T], body: bytes) -> T:
-    """As `parse`, for another process: what would take long to come back is refused there."""
+    """Parse a body, in a child process, which rejects a result that would take long to send back."""
     call = parse(body)
     check_weight(call)
     return call
@@ -94,10 +98,10 @@ PROTOCOLS = {
 
 
 def prepare() -> None:
-    """Parse a body of each protocol and render a reply: their first use takes 10 to 30 ms."""
+    """Parse a body and write a reply of each protocol, as the first use takes 10 to 30 ms."""
     for protocol in PROTOCOLS.values():
-        reply = protocol.renderer(protocol.parse(protocol.smallest), protocol.prefix, 0, "")
-        reply.start()
+        writer = protocol.renderer(protocol.parse(protocol.smallest), protocol.prefix, 0, "")
+        writer.start()
         for delta in (Started(1), TextDelta(0, "a"), TextDelta(0, "a"), Finish(0, "stop"), Usage(1, 2)):
-            reply.push(delta)
-        reply.end()
+            writer.push(delta)
+        writer.end()

@@ -1,7 +1,7 @@
-"""ResponseStore: replies of the Responses API, kept in one SQLite file for `previous_response_id`, GET and DELETE.
+"""ResponseStore: replies of the Responses API in one SQLite file, for `previous_response_id`, GET and DELETE.
 
-A reply belongs to the tenant (API key) that asked for it. When the file's content exceeds its limit, the oldest replies
-are deleted. Several workers of one machine may share a file.
+A reply belongs to the tenant (API key) that requested it. When the content exceeds the size limit, the oldest replies
+are deleted. Several workers on one machine may share a file.
 """
 
 from __future__ import annotations
@@ -38,35 +38,38 @@ class StoreUnavailable(EmberlineError):
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     body: dict[str, Any]
-    input: list[dict[str, Any]]  # the whole conversation that it answered, as items
+    input: list[dict[str, Any]]  # items of the whole conversation before the reply
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The conversation with the answer: what a further request continues."""
+        """The conversation including the reply, which a further request continues."""
         return [*self.input, *self.body["output"]]
 
 
 class ResponseStore:
-    """Its methods block, for a disk's time: they are called beside the event loop."""
+    """A store whose methods block on the disk; call them in a thread."""
 
     def __init__(self, path: Path | None, max_bytes: int = DEFAULT_BYTES) -> None:
-        """`path`: None for a file without a name, which ends with the process."""
+        """`path`: None for a temporary file that SQLite deletes with the process. Raises InvalidRequest on failure."""
         if max_bytes < 1:
-            raise InvalidRequest(f"response_store_size is {max_bytes}; it must be above 0", param="response_store_size")
+            what = f"response_store_size is {max_bytes}; it must be above 0"
+            raise InvalidRequest(what, param="response_store_size", hint="set --response-store-size in bytes")
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-                path.chmod(0o600)  # a file of before may be open to others; SQLite gives its side files the same mode
+                path.chmod(0o600)  # an existing file may be readable by others; SQLite's side files get the same mode
             self._db = sqlite3.connect(path or "", BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.executescript(SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            hint = "give --response-store another file, or none"
-            raise InvalidRequest(f"cannot open {path}: {error}", param="response_store", hint=hint) from error
+            hint = "set --response-store to another file, or to none"
+            raise InvalidRequest(
+                f"cannot open the response store {path}: {error}", param="response_store", hint=hint
+            ) from error
 
     def put(self, tenant: str, body: dict[str, Any], input: list[dict[str, Any]] | msgspec.Raw) -> None:
         encoded = (msgspec.json.encode(body), msgspec.json.encode(input))
@@ -96,4 +99,5 @@ class ResponseStore:
             with self._lock:
                 return self._db.execute(statement, values).fetchall()
         except sqlite3.Error as error:
-            raise StoreUnavailable(f"the response store failed: {error}", hint="send store: false") from error
+            hint = "send store: false to generate without storing"
+            raise StoreUnavailable(f"the response store failed: {error}", hint=hint) from error

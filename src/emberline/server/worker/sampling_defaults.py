@@ -1,4 +1,4 @@
-"""sampling_defaults: what a checkpoint's generation_config.json sets where a request does not, as vLLM applies it."""
+"""Sampling defaults from a checkpoint's generation_config.json, applied as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emberline.core.params import SamplingParams
 log = logging.getLogger("emberline.server")
 
 FILE = "generation_config.json"
-# The names there, and in SamplingParams. `do_sample` is not read: a request that asks for nothing is sampled.
+# From the file's names to those of SamplingParams. `do_sample` is not read: requests are sampled by default.
 NAMES = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -26,10 +26,10 @@ INTEGERS = ("top_k", "max_new_tokens")
 
 
 def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
-    """By the names of SamplingParams. `source`: auto (the checkpoint's own file), none, or a directory with another.
+    """Return the defaults by the names of SamplingParams.
 
-    Raises InvalidRequest if that directory has no such file. A value that no request could have is skipped with a
-    warning: a checkpoint that generates is worth more than its settings.
+    `source`: auto (the checkpoint's own file), none, or a directory with another file. Raises InvalidRequest if that
+    directory has no such file. An invalid value is skipped with a warning, as the checkpoint works without it.
     """
     if source == "none":
         return {}
@@ -41,7 +41,9 @@ def sampling_defaults(directory: Path, source: str = "auto") -> dict[str, Any]:
             setting: dict[str, Any] = {NAMES[name]: _number(name, value)}
             SamplingParams(**setting)
         except (InvalidRequest, TypeError, ValueError):
-            log.warning("%s of %s is not usable as a default: %s=%.100r", FILE, directory.name, name, value)
+            log.warning(
+                "Sampling default ignored, invalid value: file=%s model=%s %s=%.100r", FILE, directory.name, name, value
+            )
         else:
             found |= setting
     return found
@@ -53,9 +55,9 @@ def _read(directory: Path, source: str) -> dict[str, Any]:
     try:
         return read_object(Path(source) / FILE)
     except (ModelFileError, OSError) as error:
-        hint = "auto, none, or a directory that has this file"
+        hint = f"--generation-config takes auto, none, or a directory that contains {FILE}"
         raise InvalidRequest(
-            f"--generation-config {source!r}: {error}", param="generation_config", hint=hint
+            f"cannot read --generation-config {source!r}: {error}", param="generation_config", hint=hint
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Server-Timing: in what time a reply could begin, as browsers and proxies know the header; in milliseconds."""
+"""The Server-Timing header: milliseconds of the phases before a reply, for browsers and proxies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from emberline.core.events import Timing
 
 
 def server_timing(timing: Timing | None) -> dict[str, str]:
-    """Of a prompt that another worker computed, that one's own time, which nobody else knows, and the pull's."""
+    """Return the header; for a prompt computed by another worker, with that worker's prefill time and the pull's."""
     if timing is None or timing.queue is None or timing.prefill is None:
         return {}
-    spans = {"queue": timing.queue, "prefill": timing.prefill}
+    phases = {"queue": timing.queue, "prefill": timing.prefill}
     if (pulled := timing.pulled) is not None and pulled.prefill is not None:
-        spans |= {"prefill": pulled.prefill, "pull": pulled.ended - pulled.began}
-    return {"server-timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in spans.items())}
+        phases |= {"prefill": pulled.prefill, "pull": pulled.ended - pulled.began}
+    return {"server-timing": ", ".join(f"{name};dur={1000 * seconds:.1f}" for name, seconds in phases.items())}

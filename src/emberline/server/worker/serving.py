@@ -1,4 +1,4 @@
-"""serve: a serving process from start to stop. The engine process starts first; all else is read while it loads."""
+"""The worker's or server's process, from start to stop. The engine process starts first; the rest loads meanwhile."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("emberline.server")
 
-HANDING_ON = 5.0  # seconds
+HANDING_ON = 5.0
 
 T = TypeVar("T")
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetConfig, began: float) -> None:
-    """Runs until told to stop by a signal. `began` is when the process started, on the monotonic clock."""
+    """Serve until a signal stops the process. `start_time`: start of the process on the monotonic clock."""
     listener = bind(config.host, config.port)
     port = listener.getsockname()[1]
-    config = _guarded(config, listener)
+    config = _check_access(config, listener)
     if config.worker is not None:
         config = replace(config, worker=reachable(config.worker, config.host, port))
         assert config.worker is not None
@@ -53,7 +53,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
     }
     engine = AsyncEngine(configs, rules, stall_timeout=config.stall_timeout)
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)  # lets it spawn the process before the imports below hold this one up
+    await asyncio.sleep(0)  # lets the task spawn the process before the imports below block this one
     assembled = registrar = None
     try:
         from emberline.server.tracing import tracing
@@ -64,12 +64,12 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
         service = "emberline-server" if config.worker is None else "emberline-worker"
         async with tracing(config.trace, service, _name(config.worker, port)) as spans:
             assembled = assemble(config, parts, engine, spans)
-            _announce(engine.ready)
+            _log_models(engine.ready)
             if config.worker is not None:
-                registrar = _registrar(config.worker, config, port, assembled.app)
+                registrar = _make_registrar(config.worker, config, port, assembled.app)
 
             def ready() -> None:
-                _ready(config.host, port, engine.ready, began)
+                _log_ready(config.host, port, engine.ready, began)
                 if registrar is not None:
                     registrar.start()
 
@@ -91,8 +91,10 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, rules: FleetC
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """The work's result. It may be a download of minutes, during which requests are answered, and Ctrl-C must end the
-    process: asyncio's own threads would be waited for."""
+    """Run the work in a daemon thread and return its result.
+
+    A download may take minutes, and Ctrl-C must end the process meanwhile: it would wait for asyncio's own threads.
+    """
     done: Future[T] = Future()
 
     def run() -> None:
@@ -106,56 +108,60 @@ async def _in_thread(work: Callable[[], T]) -> T:
     return await asyncio.wrap_future(done)
 
 
-def _guarded(config: ServerConfig, listener: socket.socket) -> ServerConfig:
-    """A worker beyond this machine without API keys answers only its router, by the cluster key."""
+def _check_access(config: ServerConfig, listener: socket.socket) -> ServerConfig:
+    """Check access from other machines; without API keys such a worker accepts only its router's cluster key."""
     cluster_key = config.worker.cluster_key if config.worker is not None else None
-    hint = "give --api-key KEY" + (", or a cluster key for calls of the router alone" if config.worker else "")
+    hint = "set --api-key KEY" + (", or a cluster key to accept the router only" if config.worker else "")
     authenticated = bool(config.api_keys or cluster_key)
     check_exposed(listener, authenticated=authenticated, is_open=config.open, hint=hint)
     return replace(config, closed=is_exposed(listener) and not config.open and not config.api_keys)
 
 
 def _cross_site(config: ServerConfig, listener: socket.socket) -> CrossSitePolicy:
-    reached = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
+    hostname = urlsplit(config.worker.url).hostname if config.worker is not None and config.worker.url else None
     return CrossSitePolicy.of(
         config.cors_origins,
-        (*config.allowed_hosts, *([reached] if reached else [])),
+        (*config.allowed_hosts, *([hostname] if hostname else [])),
         loopback=not is_exposed(listener),
         authenticated=bool(config.api_keys),
     )
 
 
 async def handed_on(engine: AsyncEngine) -> None:
-    """What was computed for others is theirs to take; who does not in time computes it again."""
-    until = engine.now() + HANDING_ON
-    while engine.state is State.READY and engine.now() < until:
-        moving = Stats.total(engine.stats.values()).transfer
-        if moving is None or not moving.leases:
+    """Wait until other workers have pulled the KV blocks leased to them; after the timeout they recompute them."""
+    deadline = engine.now() + HANDING_ON
+    while engine.state is State.READY and engine.now() < deadline:
+        transfer = Stats.total(engine.stats.values()).transfer
+        if transfer is None or not transfer.leases:
             return
         await asyncio.sleep(0.05)
 
 
-def _registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
+def _make_registrar(worker: WorkerConfig, config: ServerConfig, port: int, app: EngineApp) -> Registrar:
     from emberline.cluster.registrar import Registrar
     from emberline.server.worker.presence import Presence
 
     name, url = _name(worker, port), _url(worker, config.host, port)
-    us = Presence(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served)
-    return Registrar(worker.router, worker.cluster_key, us.card, us.beat, us.meet)
+    reporter = Presence(name, uuid.uuid4().hex, url, worker.role, app.engine, app.served)
+    return Registrar(worker.router, worker.cluster_key, reporter.card, reporter.beat, reporter.meet)
 
 
 def check_place(worker: WorkerConfig, host: str, port: int) -> None:
-    """Before anything is loaded: whether a router would take a worker of this name and address."""
+    """Raise InvalidRequest if a router would reject this worker's name or address, before the model is loaded."""
     from emberline.cluster.card import Card, ModelCard
 
     try:
         Card(_name(worker, port), "none yet", _url(worker, host, port), (ModelCard("any"),))
     except ValueError as error:
-        raise InvalidRequest(f"no router would take this worker: {error}", param="worker") from error
+        hint = "check --worker-name and --worker-url"
+        raise InvalidRequest(f"invalid worker name or URL: {error}", param="worker", hint=hint) from error
 
 
 def reachable(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
-    """With the URL of this machine's address towards the router, if the worker listens on all interfaces."""
+    """Return the config with a URL that the router can reach, if the worker listens on all interfaces.
+
+    Raises InvalidRequest if this machine's address towards the router cannot be found.
+    """
     from emberline.cluster.address import is_unspecified, outgoing_address
 
     if worker.url or not is_unspecified(host):
@@ -163,8 +169,8 @@ def reachable(worker: WorkerConfig, host: str, port: int) -> WorkerConfig:
     try:
         found = outgoing_address(worker.router)
     except (OSError, ValueError) as e:
-        what = f"cannot find this machine's address towards the router {worker.router}: {e}"
-        raise InvalidRequest(what, param="worker_url", hint="give --worker-url http://HOST:PORT") from e
+        what = f"cannot determine this machine's address towards the router {worker.router}: {e}"
+        raise InvalidRequest(what, param="worker_url", hint="set --worker-url http://HOST:PORT") from e
     return replace(worker, url=f"http://{f'[{found}]' if ':' in found else found}:{port}")
 
 
@@ -173,22 +179,22 @@ def _url(worker: WorkerConfig, host: str, port: int) -> str:
 
 
 def _name(worker: WorkerConfig | None, port: int) -> str:
-    """By default the address under which it is reached: hostnames may be equal, as those of cloned machines are."""
+    """Return the worker's name, by default its address: cloned machines may have the same hostname."""
     if worker is None:
         return f"{socket.gethostname()}:{port}"
     return worker.name or (urlsplit(worker.url).netloc if worker.url else f"{socket.gethostname()}:{port}")
 
 
 def _transfer(worker: WorkerConfig, host: str, port: int) -> TransferConfig:
-    """Blocks are exchanged where requests are, under the same name."""
-    reached = urlsplit(worker.url).hostname if worker.url else None
-    return TransferConfig(_name(worker, port), host, advertise=reached, required=worker.role != "both")
+    """Return the KV transfer's config, with the name and address of the HTTP server."""
+    hostname = urlsplit(worker.url).hostname if worker.url else None
+    return TransferConfig(_name(worker, port), host, advertise=hostname, required=worker.role != "both")
 
 
-def _announce(ready: Mapping[str, Facts]) -> None:
+def _log_models(ready: Mapping[str, Facts]) -> None:
     for name, facts in ready.items():
         log.info(
-            "%s: context %d, %d KV tokens, %.0f MB of weights, %.0f MB of cache; kernels: %s",
+            "Model loaded: model=%s context_tokens=%d kv_tokens=%d weights_mb=%.0f kv_cache_mb=%.0f kernels=%r",
             name,
             facts.max_context,
             facts.kv_tokens,
@@ -198,11 +204,11 @@ def _announce(ready: Mapping[str, Facts]) -> None:
         )
 
 
-def _ready(host: str, port: int, ready: Mapping[str, Facts], began: float) -> None:
-    """Phases of all models together; they are imported for once."""
+def _log_ready(host: str, port: int, ready: Mapping[str, Facts], began: float) -> None:
+    """Log that the server is ready, with the time of each phase over all models; imports happen once."""
     phases: dict[str, float] = {}
     for facts in ready.values():
         for phase, seconds in facts.seconds.items():
             phases[phase] = seconds if phase == "imports" else phases.get(phase, 0.0) + seconds
     listed = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases.items())
-    log.info("ready in %.2f s (%s) at http://%s:%d", time.monotonic() - began, listed, host, port)
+    log.info("Ready: url=http://%s:%d seconds=%.2f (%s)", host, port, time.monotonic() - began, listed)

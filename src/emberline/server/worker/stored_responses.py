@@ -1,4 +1,4 @@
-"""StoredResponses: what the Responses API keeps between requests, and the HTTP calls that read and delete it."""
+"""StoredResponses: stores replies of the Responses API, and the endpoints that read and delete them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class _Asked(msgspec.Struct):
+class _RequestFields(msgspec.Struct):
     previous_response_id: str | None = None
     store: bool | None = None
     input: Any = None
 
 
 class ReadRequest(msgspec.Struct):
-    """A request as another process reads it."""
+    """The fields of a request that storing concerns, as a child process returns them."""
 
     previous_response_id: str | None
     store: bool | None
-    items: bytes  # the input, as the JSON of a list of items
+    items: bytes  # the input as JSON: a list of items
 
 
 class StoredResponses:
     def __init__(self, store: ResponseStore | None, tenant_of: Callable[[Exchange], str]) -> None:
-        """`store`: None where nothing is kept. `tenant_of`: the tenant of a request that carries its client's key."""
+        """`store`: None if responses are not stored. `tenant_of` returns the tenant of a request with an API key."""
         self._store = store
         self._tenant_of = tenant_of
 
@@ -50,73 +50,78 @@ class StoredResponses:
         return self._store is not None
 
     async def completed(self, body: bytes, tenant: str) -> tuple[bytes, Memory | None]:
-        """The request's body with the conversation that it continues, and where its reply is kept; None: nowhere."""
-        asked = await offload.run_by_size(len(body), read_request, body)
-        if asked is None:
-            return body, None  # refused by the protocol's parser, which names the field
-        given = asked.items
-        if asked.previous_response_id is not None:
-            before = await self._found(tenant, asked.previous_response_id, "previous_response_id")
+        """Return the body with the conversation that it continues, and what saves the reply; None: it is not stored.
+
+        Raises NotFound if previous_response_id is unknown, InvalidRequest if responses are not stored.
+        """
+        fields = await offload.run_by_size(len(body), read_request, body)
+        if fields is None:
+            return body, None  # the protocol's parser rejects the body and names the field
+        given = fields.items
+        if fields.previous_response_id is not None:
+            before = await self._get(tenant, fields.previous_response_id, "previous_response_id")
             body, given = await offload.run_by_size(len(body), joined, body, before.items, given)
-        wanted = asked.store is not False and self._store is not None
-        return body, Memory(self._store, tenant, given) if wanted and self._store is not None else None
+        is_stored = fields.store is not False and self._store is not None
+        return body, Memory(self._store, tenant, given) if is_stored and self._store is not None else None
 
-    async def answer(self, x: Exchange) -> None:
-        """GET and DELETE of one response, and GET of its input items. A response that is stored is over: no cancel."""
-        id_ = x.path.removeprefix(BELOW)
-        if x.method == "DELETE":
-            await self._found(self._tenant_of(x), id_)
+    async def answer(self, exchange: Exchange) -> None:
+        """Handle GET and DELETE of a response, GET of its input items, and POST to cancel it, which always fails."""
+        id_ = exchange.path.removeprefix(BELOW)
+        if exchange.method == "DELETE":
+            await self._get(self._tenant_of(exchange), id_)
             assert self._store is not None
-            await asyncio.to_thread(self._store.delete, self._tenant_of(x), id_)
-            await x.json({"id": id_, "object": "response", "deleted": True})
-        elif x.method == "POST" and id_.endswith(CANCEL):
-            await self._found(self._tenant_of(x), id_.removesuffix(CANCEL))
-            hint = "it has ended; background: true, whose responses could be cancelled, is not served"
-            raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # OpenAI's words, as vLLM's
-        elif x.method not in ("GET", "HEAD"):
-            raise MethodNotAllowed(f"{PATH}/ID takes GET and DELETE, not {x.method[:20]}", allowed="GET, DELETE")
+            await asyncio.to_thread(self._store.delete, self._tenant_of(exchange), id_)
+            await exchange.json({"id": id_, "object": "response", "deleted": True})
+        elif exchange.method == "POST" and id_.endswith(CANCEL):
+            await self._get(self._tenant_of(exchange), id_.removesuffix(CANCEL))
+            hint = "the response has ended; background responses, which can be cancelled, are not supported"
+            raise InvalidRequest("Cannot cancel a synchronous response.", hint=hint)  # the message of OpenAI and vLLM
+        elif exchange.method not in ("GET", "HEAD"):
+            raise MethodNotAllowed(
+                f"{PATH}/ID accepts GET and DELETE, not {exchange.method[:20]}", allowed="GET, DELETE"
+            )
         elif id_.endswith(ITEMS):
-            found = await self._found(self._tenant_of(x), id_.removesuffix(ITEMS))
-            await x.json(_listed(found.input, x.query))
+            found = await self._get(self._tenant_of(exchange), id_.removesuffix(ITEMS))
+            await exchange.json(_list_items(found.input, exchange.query))
         else:
-            if "stream=true" in x.query:
-                raise InvalidRequest("a stored response is not streamed", param="stream", hint="leave stream out")
-            await x.json((await self._found(self._tenant_of(x), id_)).body)
+            if "stream=true" in exchange.query:
+                raise InvalidRequest("a stored response cannot be streamed", param="stream", hint="remove stream=true")
+            await exchange.json((await self._get(self._tenant_of(exchange), id_)).body)
 
-    async def _found(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
+    async def _get(self, tenant: str, id_: str, param: str | None = None) -> StoredResponse:
         if self._store is None:
-            hint = "start the server with --response-store FILE, on one machine the same for all workers of a router"
-            raise InvalidRequest("responses are not stored here", param=param, hint=hint)
+            hint = "start the server with --response-store FILE; workers of one router share a file on one machine"
+            raise InvalidRequest("this server does not store responses", param=param, hint=hint)
         if (found := await asyncio.to_thread(self._store.get, tenant, id_)) is None:
-            hint = "it was never stored, has been deleted, made room for newer ones, or belongs to another API key"
+            hint = "it was not stored, was deleted, was evicted by newer ones, or belongs to another API key"
             raise NotFound(f"Response with id {id_[:200]!r} not found.", param=param, hint=hint)
         return found
 
 
 class Memory:
-    """Where one reply is kept."""
+    """Saves one reply."""
 
     def __init__(self, store: ResponseStore, tenant: str, given: bytes) -> None:
-        """`given`: the whole conversation, as the JSON of a list of items."""
+        """`items`: the whole conversation as JSON, a list of items."""
         self._store = store
         self._tenant = tenant
-        self._given = given
+        self._items = given
 
     async def keep(self, body: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._given))
+        await asyncio.to_thread(self._store.put, self._tenant, body, msgspec.Raw(self._items))
 
 
 def read_request(body: bytes) -> ReadRequest | None:
-    """None: it is not one."""
+    """Return the request's fields about storing; None if the body is not a valid request."""
     try:
-        asked = msgspec.json.decode(body, type=_Asked)
+        fields = msgspec.json.decode(body, type=_RequestFields)
     except NOT_JSON:
         return None
-    return ReadRequest(asked.previous_response_id, asked.store, msgspec.json.encode(_as_items(asked.input)))
+    return ReadRequest(fields.previous_response_id, fields.store, msgspec.json.encode(_as_items(fields.input)))
 
 
 def joined(body: bytes, before: list[dict[str, Any]], given: bytes) -> tuple[bytes, bytes]:
-    """The request's body with the conversation before it, and that conversation."""
+    """Return the body with the earlier conversation before its input, and the whole conversation."""
     items = msgspec.json.encode([*before, *_ITEMS.decode(given)])
     return msgspec.json.encode({**_FIELDS.decode(body), "input": msgspec.Raw(items)}), items
 
@@ -124,24 +129,24 @@ def joined(body: bytes, before: list[dict[str, Any]], given: bytes) -> tuple[byt
 def _as_items(given: Any) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        return []  # refused by the protocol's parser
+        return []  # the protocol's parser rejects the body
     return [{"type": "message", **item} if "role" in item else item for item in items]
 
 
-def _listed(items: list[dict[str, Any]], query: str) -> dict[str, Any]:
-    asked = {name: values[-1] for name, values in parse_qs(query).items()}
-    limit, order = asked.get("limit", "20"), asked.get("order", "desc")
+def _list_items(items: list[dict[str, Any]], query: str) -> dict[str, Any]:
+    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    limit, order = given.get("limit", "20"), given.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_ITEMS):
         raise InvalidRequest(f"limit is {limit[:20]!r}; it must be in [1, {MAX_ITEMS}]", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:20]!r}; it must be asc or desc", param="order")
-    named = [{"id": f"item_{at}", **item} for at, item in enumerate(items)]
-    ordered = named if order == "asc" else named[::-1]
-    if (after := asked.get("after")) is not None:
+    with_ids = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
+    ordered = with_ids if order == "asc" else with_ids[::-1]
+    if (after := given.get("after")) is not None:
         ids = [item["id"] for item in ordered]
         if after not in ids:
-            raise InvalidRequest(f"after is {after[:100]!r}, which is no item of this response", param="after")
+            raise InvalidRequest(f"after is {after[:100]!r}, which is not the id of an input item", param="after")
         ordered = ordered[ids.index(after) + 1 :]
-    shown = ordered[: int(limit)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, "has_more": len(ordered) > len(shown), **ends}
+    page = ordered[: int(limit)]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": page, "has_more": len(ordered) > len(page), **ends}
