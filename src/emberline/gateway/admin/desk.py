@@ -49,11 +49,11 @@ class Desk:
             raise NotFound(f"there is no {kind.replace('_', ' ')} {id[:80]!r}")
         return document
 
-    async def listed(self, kind: Kind, ask: Ask, prefix: str = "") -> tuple[list[Document], str]:
+    async def listed(self, kind: Kind, request: Ask, prefix: str = "") -> tuple[list[Document], str]:
         """A page, and the cursor of the next: empty at the end."""
-        limit = ask.number("limit", PAGE, 1, MOST)
-        after = (ask.query.get("after", ""), ask.account)
-        found = await self.store.documents(kind, ask.account, prefix=prefix, after=after, limit=limit + 1)
+        limit = request.number("limit", PAGE, 1, MOST)
+        after = (request.query.get("after", ""), request.account)
+        found = await self.store.documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
         return found[:limit], found[limit - 1].id if len(found) > limit else ""
 
     async def all(self, kind: Kind, account: str) -> list[Document]:
@@ -66,7 +66,7 @@ class Desk:
 
     async def change(
         self,
-        ask: Ask,
+        request: Ask,
         action: str,
         target: str,
         *,
@@ -78,8 +78,8 @@ class Desk:
         """`before` and `after` are what may be seen by whoever reads the audit: never a secret."""
         audit = Audit(
             at=self.now(),
-            account=ask.account,
-            actor=ask.identity.key_id,
+            account=request.account,
+            actor=request.identity.key_id,
             action=action,
             target=target,
             before=msgspec.json.encode(before),
@@ -88,9 +88,9 @@ class Desk:
         await self.store.commit(Change(audit, put=put, delete=delete))
 
 
-def based_on(document: Document, ask: Ask) -> Document:
+def based_on(document: Document, request: Ask) -> Document:
     """The document, if it still is of the version that the asker has seen (or did not say)."""
-    seen = ask.number("version", document.version, 0, 2**53)
+    seen = request.number("version", document.version, 0, 2**53)
     if seen != document.version:
         raise Conflict.of(document.kind, document.id, is_new=False)
     return document

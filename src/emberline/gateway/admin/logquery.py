@@ -66,37 +66,40 @@ class SavedFilters(msgspec.Struct, frozen=True):
     filters: list[Asked]
 
 
-def filters(ask: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
+def filters(request: Ask, gateway: str, more: Sequence[Asked] = ()) -> Filters:
     """`more`: filters besides those of the query."""
     given: dict[str, Any] = {}
     for name in _FLAGS:
-        if (flag := ask.flag(name)) is not None:
+        if (flag := request.flag(name)) is not None:
             given[name] = flag
     for name, field in (("since", "since"), ("start_date", "since"), ("until", "until"), ("end_date", "until")):
-        if name in ask.query:
-            given[field] = moment(ask.query[name], name)
+        if name in request.query:
+            given[field] = moment(request.query[name], name)
     for name in _LISTS:
-        if name in ask.query:
-            given[name] = tuple(ask.query[name].split(","))
+        if name in request.query:
+            given[name] = tuple(request.query[name].split(","))
     for name in ("status", "feedback"):
-        if name in ask.query:
-            given[name] = tuple(_whole(each, name) for each in ask.query[name].split(","))
+        if name in request.query:
+            given[name] = tuple(_whole(each, name) for each in request.query[name].split(","))
     given["unlike"], given["containing"] = (), ()
-    if search := ask.query.get("search"):
+    if search := request.query.get("search"):
         given["containing"] = (Containing(_SEARCHED, (search,)),)
     for name, field in _BOUNDS.items():
         read = _reader(name)
-        ends = [read(ask.query[each], each) if each in ask.query else None for each in (f"min_{name}", f"max_{name}")]
+        ends = [
+            read(request.query[each], each) if each in request.query else None
+            for each in (f"min_{name}", f"max_{name}")
+        ]
         given[field] = Span(*ends)
-    given["metadata"] = {n.removeprefix(METADATA): v for n, v in ask.query.items() if n.startswith(METADATA)}
-    if "filters" in ask.query:
-        _add(given, decoded(ask.query["filters"].encode(), list[Asked]))
+    given["metadata"] = {n.removeprefix(METADATA): v for n, v in request.query.items() if n.startswith(METADATA)}
+    if "filters" in request.query:
+        _add(given, decoded(request.query["filters"].encode(), list[Asked]))
     _add(given, list(more))
     unlike = [id for each in given["unlike"] if each.field == "id" for id in each.values]
     for id in (*given.get("id", ()), *unlike):
         if not _ID.fullmatch(id):
             raise InvalidRequest("the id of a log is 32 hexadecimal digits", param="id")
-    return Filters(ask.account, gateway, **given)
+    return Filters(request.account, gateway, **given)
 
 
 def check(asked: Sequence[Asked]) -> None:

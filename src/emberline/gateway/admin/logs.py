@@ -51,12 +51,12 @@ class LogPage(msgspec.Struct, frozen=True):
 
 class Erased(msgspec.Struct, frozen=True):
     deleted: int
-    has_more: bool  # ask again
+    has_more: bool  # request again
 
 
 class LogDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         many = "/admin/accounts/{account}/logs"
@@ -76,26 +76,26 @@ class LogDesk:
             Endpoint("GET", rollups, "Counts, tokens, cost and latency", self.rollups, reply=Listing, query=times),
         ]
 
-    async def list(self, ask: Ask) -> LogPage:
-        page = await self.page(ask, ask.query.get("gateway", ""), ask.number("limit", 50, 1, 1000))
+    async def list(self, request: Ask) -> LogPage:
+        page = await self.page(request, request.query.get("gateway", ""), request.number("limit", 50, 1, 1000))
         return LogPage([view(each) for each in page.records], page.has_more, page.cursor, page.complete)
 
     async def page(
-        self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = (), patience: float = PATIENCE
+        self, request: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = (), patience: float = PATIENCE
     ) -> Page:
-        before = ask.query.get("before", "")
+        before = request.query.get("before", "")
         if before and (len(before) != 32 or not set(before) <= _HEX):
             raise InvalidRequest("before must be the cursor of another page", param="before")
-        asked = logquery.filters(ask, gateway, more)
-        return await self._desk.store.page(asked, before=before, limit=limit, patience=patience)
+        asked = logquery.filters(request, gateway, more)
+        return await self._context.store.page(asked, before=before, limit=limit, patience=patience)
 
-    async def ordered(self, ask: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = ()) -> Page:
-        """A page in the order that `order_by` and `order_by_direction` ask for. All that pass the filters are read
+    async def ordered(self, request: Ask, gateway: str, limit: int, more: Sequence[logquery.Asked] = ()) -> Page:
+        """A page in the order that `order_by` and `order_by_direction` request for. All that pass the filters are read
         and sorted unless it is the log's own order, so there is a limit on them."""
-        order_by, direction = _order(ask)
+        order_by, direction = _order(request)
         if (order_by, direction) == ("created_at", "desc"):
-            return await self.page(ask, gateway, limit, more)
-        page = await self.page(ask, gateway, MAX_SORTED, more, SORT_PATIENCE_S)
+            return await self.page(request, gateway, limit, more)
+        page = await self.page(request, gateway, MAX_SORTED, more, SORT_PATIENCE_S)
         if page.has_more:
             raise InvalidRequest(
                 f"more than {MAX_SORTED} records pass the filters, or they are too many to be read in time; fewer can"
@@ -106,90 +106,90 @@ class LogDesk:
         found = sorted(page.records, key=lambda r: (_ORDERS[order_by](r), r.id), reverse=direction == "desc")
         return Page(found[:limit], len(found) > limit)
 
-    async def erase(self, ask: Ask) -> Erased:
+    async def erase(self, request: Ask) -> Erased:
         """The newest that pass, up to a page; it leaves one line of audit that says which were asked for."""
-        asked = logquery.filters(ask, _gateway(ask) or ask.query.get("gateway", ""))
-        limit = ask.number("limit", ERASE_PAGE, 1, ERASE_PAGE)
-        if _order(ask) == ("created_at", "desc"):
-            page = await self._desk.store.page(asked, limit=limit, patience=ERASE_PATIENCE)
+        asked = logquery.filters(request, _gateway(request) or request.query.get("gateway", ""))
+        limit = request.number("limit", ERASE_PAGE, 1, ERASE_PAGE)
+        if _order(request) == ("created_at", "desc"):
+            page = await self._context.store.page(asked, limit=limit, patience=ERASE_PATIENCE)
         else:
-            page = await self.ordered(ask, asked.gateway, limit)
-        await self._desk.change(ask, "log.delete", asked.gateway or "*", before=dict(ask.query))
-        await self._desk.store.erase(page.records)
+            page = await self.ordered(request, asked.gateway, limit)
+        await self._context.change(request, "log.delete", asked.gateway or "*", before=dict(request.query))
+        await self._context.store.erase(page.records)
         return Erased(len(page.records), page.has_more)
 
-    def lines(self, ask: Ask) -> AsyncIterator[bytes]:
+    def lines(self, request: Ask) -> AsyncIterator[bytes]:
         """Everything that passes the filters, newest first, a page at a time. What is wrong with those is told now."""
-        return self._lines(logquery.filters(ask, ask.query.get("gateway", "")))
+        return self._lines(logquery.filters(request, request.query.get("gateway", "")))
 
     async def _lines(self, asked: Filters) -> AsyncIterator[bytes]:
         before = ""
         while True:
-            page = await self._desk.store.page(asked, before=before, limit=EXPORT_PAGE, patience=EXPORT_PATIENCE)
+            page = await self._context.store.page(asked, before=before, limit=EXPORT_PAGE, patience=EXPORT_PATIENCE)
             yield b"".join(msgspec.json.encode(view(each)) + b"\n" for each in page.records)
             if not page.has_more:
                 return
             before = page.cursor
 
-    async def refuse(self, ask: Ask) -> None:
+    async def refuse(self, request: Ask) -> None:
         raise AssertionError("lines are asked for with Admin.export")
 
-    async def get(self, ask: Ask) -> dict[str, Any]:
-        return view(await self._record(ask))
+    async def get(self, request: Ask) -> dict[str, Any]:
+        return view(await self._record(request))
 
-    async def patch(self, ask: Ask) -> dict[str, Any]:
-        wish = ask.read(FeedbackWish)
-        if wish == FeedbackWish():
+    async def patch(self, request: Ask) -> dict[str, Any]:
+        spec = request.read(FeedbackWish)
+        if spec == FeedbackWish():
             raise InvalidRequest("there is nothing to change", hint="give feedback, score or metadata")
-        given = Feedback(wish.feedback, wish.score, dict(wish.metadata) if wish.metadata is not None else None)
-        new = await self._desk.store.feedback(ask.account, _gateway(ask), _id(ask), given)
+        given = Feedback(spec.feedback, spec.score, dict(spec.metadata) if spec.metadata is not None else None)
+        new = await self._context.store.feedback(request.account, _gateway(request), _id(request), given)
         if new is None:
-            raise _gone(ask)
+            raise _gone(request)
         return view(new)
 
-    async def request(self, ask: Ask) -> Any:
-        return _shown((await self._payload(ask))[0])
+    async def request(self, request: Ask) -> Any:
+        return _shown((await self._payload(request))[0])
 
-    async def response(self, ask: Ask) -> Any:
-        return _shown((await self._payload(ask))[1])
+    async def response(self, request: Ask) -> Any:
+        return _shown((await self._payload(request))[1])
 
-    async def rollups(self, ask: Ask) -> Listing:
-        query = self._rollup_query(ask)
-        cells = await self._desk.store.rollups(query)
+    async def rollups(self, request: Ask) -> Listing:
+        query = self._rollup_query(request)
+        cells = await self._context.store.rollups(query)
         return Listing([cell_view(each, query.dimension in WIDE) for each in cells])
 
-    def _rollup_query(self, ask: Ask) -> RollupQuery:
-        dimension = next((each for each in DIMENSIONS if each == ask.query.get("dimension", "all")), None)
+    def _rollup_query(self, request: Ask) -> RollupQuery:
+        dimension = next((each for each in DIMENSIONS if each == request.query.get("dimension", "all")), None)
         if dimension is None:
             raise InvalidRequest(f"dimension must be one of {', '.join(DIMENSIONS)}", param="dimension")
         units = DIMENSIONS[dimension]
-        unit = next((each for each in units if each == ask.query.get("unit", units[-1])), None)
+        unit = next((each for each in units if each == request.query.get("unit", units[-1])), None)
         if unit is None:
             raise InvalidRequest(f"by {dimension} there is {', '.join(units)}", param="unit")
-        now = self._desk.now()
-        until = logquery.moment(ask.query["until"], "until") if "until" in ask.query else now + 1
-        since = logquery.moment(ask.query["since"], "since") if "since" in ask.query else until - MS["day"]
-        over_time = ask.flag("over_time")
+        now = self._context.now()
+        until = logquery.moment(request.query["until"], "until") if "until" in request.query else now + 1
+        since = logquery.moment(request.query["since"], "since") if "since" in request.query else until - MS["day"]
+        over_time = request.flag("over_time")
         return RollupQuery(
-            account=ask.account,
+            account=request.account,
             unit=unit,
             since=since,
             until=until,
-            gateway=ask.query.get("gateway", ""),
+            gateway=request.query.get("gateway", ""),
             dimension=dimension,
-            value=ask.query.get("value", ""),
+            value=request.query.get("value", ""),
             over_time=over_time is not False,
-            limit=ask.number("limit", 10_000, 1, MOST_CELLS),
+            limit=request.number("limit", 10_000, 1, MOST_CELLS),
         )
 
-    async def _record(self, ask: Ask) -> Record:
-        found = await self._desk.store.record(ask.account, _gateway(ask), _id(ask))
+    async def _record(self, request: Ask) -> Record:
+        found = await self._context.store.record(request.account, _gateway(request), _id(request))
         if found is None:
-            raise _gone(ask)
+            raise _gone(request)
         return found
 
-    async def _payload(self, ask: Ask) -> tuple[bytes, bytes]:
-        found = await self._desk.store.payload(ask.account, _gateway(ask), _id(ask))
+    async def _payload(self, request: Ask) -> tuple[bytes, bytes]:
+        found = await self._context.store.payload(request.account, _gateway(request), _id(request))
         if found is None:
             raise NotFound("there is no such record, or its payload was not kept")
         return found.request, found.response
@@ -224,29 +224,29 @@ def cell_view(cell: Cell, wide: bool) -> dict[str, Any]:
     return shown
 
 
-def _order(ask: Ask) -> tuple[str, str]:
-    order_by = ask.query.get("order_by", "created_at")
+def _order(request: Ask) -> tuple[str, str]:
+    order_by = request.query.get("order_by", "created_at")
     if order_by not in _ORDERS:
         raise InvalidRequest(f"order_by must be one of {', '.join(_ORDERS)}", param="order_by")
-    direction = ask.query.get("order_by_direction", ask.query.get("direction", "desc"))
+    direction = request.query.get("order_by_direction", request.query.get("direction", "desc"))
     if direction not in ("asc", "desc"):
         raise InvalidRequest("order_by_direction must be asc or desc", param="order_by_direction")
     return order_by, direction
 
 
-def _gateway(ask: Ask) -> str:
-    return ask.parts.get("gateway", "")
+def _gateway(request: Ask) -> str:
+    return request.parts.get("gateway", "")
 
 
-def _id(ask: Ask) -> str:
-    id = ask.parts["id"].lower()
+def _id(request: Ask) -> str:
+    id = request.parts["id"].lower()
     if len(id) != 32 or not set(id) <= _HEX:
-        raise _gone(ask)
+        raise _gone(request)
     return id
 
 
-def _gone(ask: Ask) -> NotFound:
-    return NotFound(f"there is no log {ask.parts['id'][:80]!r}")
+def _gone(request: Ask) -> NotFound:
+    return NotFound(f"there is no log {request.parts['id'][:80]!r}")
 
 
 def _shown(payload: bytes) -> Any:

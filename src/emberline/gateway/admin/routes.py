@@ -32,8 +32,8 @@ class RouteView(msgspec.Struct, frozen=True):
 
 
 class RouteDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         many = "/admin/accounts/{account}/routes"
@@ -51,108 +51,114 @@ class RouteDesk:
             Endpoint("POST", one + "/rollback", "Deploy the version before", self.rollback, reply=RouteView),
         ]
 
-    async def list(self, ask: Ask) -> Listing:
-        found, cursor = await self._desk.listed("route", ask)
+    async def list(self, request: Ask) -> Listing:
+        found, cursor = await self._context.listed("route", request)
         return Listing([_view(each.id, route_of(each)) for each in found], cursor)
 
-    async def get(self, ask: Ask) -> RouteView:
-        document = await self.document(ask)
+    async def get(self, request: Ask) -> RouteView:
+        document = await self.document(request)
         return _view(document.id, route_of(document))
 
-    async def versions(self, ask: Ask) -> Listing:
-        name = (await self.document(ask)).id
-        found, cursor = await self._desk.listed("route_version", ask, prefix=f"{name}/")
+    async def versions(self, request: Ask) -> Listing:
+        name = (await self.document(request)).id
+        found, cursor = await self._context.listed("route_version", request, prefix=f"{name}/")
         return Listing([decoded(each.body, RouteVersion) for each in found], cursor)
 
-    async def version(self, ask: Ask) -> RouteVersion:
-        return await self._version(ask, _number(ask.parts["number"]))
+    async def version(self, request: Ask) -> RouteVersion:
+        return await self._version(request, _number(request.parts["number"]))
 
-    async def check(self, ask: Ask) -> dict[str, Any]:
-        name, wish = await self._wished(ask)
-        return {"id": name, "valid": True, "elements": len(wish.elements)}
+    async def check(self, request: Ask) -> dict[str, Any]:
+        name, spec = await self._wished(request)
+        return {"id": name, "valid": True, "elements": len(spec.elements)}
 
-    async def add(self, ask: Ask) -> RouteVersion:
-        name, wish = await self._wished(ask)
-        old = await self._desk.store.get("route", ask.account, name)
+    async def add(self, request: Ask) -> RouteVersion:
+        name, spec = await self._wished(request)
+        old = await self._context.store.get("route", request.account, name)
         route = route_of(old) if old else Route(latest=0)
         version = RouteVersion(
             number=route.latest + 1,
-            created=self._desk.now(),
-            by=ask.identity.key_id,
-            elements=wish.elements,
-            gateways=wish.gateways,
-            description=wish.description,
+            created=self._context.now(),
+            by=request.identity.key_id,
+            elements=spec.elements,
+            gateways=spec.gateways,
+            description=spec.description,
         )
         head = changed(
-            old or Document("route", ask.account, name, b""), msgspec.structs.replace(route, latest=version.number)
+            old or Document("route", request.account, name, b""), msgspec.structs.replace(route, latest=version.number)
         )
         document = Document(
-            "route_version", ask.account, version_id(name, version.number), msgspec.json.encode(version)
+            "route_version", request.account, version_id(name, version.number), msgspec.json.encode(version)
         )
-        await self._desk.change(ask, "route.version", document.id, put=[head, document], after=version)
+        await self._context.change(request, "route.version", document.id, put=[head, document], after=version)
         return version
 
-    async def deploy(self, ask: Ask) -> RouteView:
-        number = ask.read(Deploy).version
-        await self._version(ask, number)
-        document = await self.document(ask)
+    async def deploy(self, request: Ask) -> RouteView:
+        number = request.read(Deploy).version
+        await self._version(request, number)
+        document = await self.document(request)
         route = route_of(document)
         history = route.history if route.deployed is None else (*route.history, route.deployed)[-HISTORY:]
-        return await self._point(ask, document, route, "route.deploy", number, history)
+        return await self._point(request, document, route, "route.deploy", number, history)
 
-    async def rollback(self, ask: Ask) -> RouteView:
-        document = await self.document(ask)
+    async def rollback(self, request: Ask) -> RouteView:
+        document = await self.document(request)
         route = route_of(document)
         if not route.history:
             raise Conflict(f"route {document.id!r} has nothing to roll back to")
-        return await self._point(ask, document, route, "route.rollback", route.history[-1], route.history[:-1])
+        return await self._point(request, document, route, "route.rollback", route.history[-1], route.history[:-1])
 
-    async def delete(self, ask: Ask) -> dict[str, Any]:
-        document = await self.document(ask)
+    async def delete(self, request: Ask) -> dict[str, Any]:
+        document = await self.document(request)
         route = route_of(document)
         numbers = range(1, route.latest + 1)
-        found = [await self._desk.store.get("route_version", ask.account, version_id(document.id, n)) for n in numbers]
+        found = [
+            await self._context.store.get("route_version", request.account, version_id(document.id, n)) for n in numbers
+        ]
         gone = [document, *(each for each in found if each is not None)]
-        await self._desk.change(ask, "route.delete", document.id, delete=gone, before=_view(document.id, route))
+        await self._context.change(request, "route.delete", document.id, delete=gone, before=_view(document.id, route))
         return {"id": document.id, "deleted": True}
 
-    async def _wished(self, ask: Ask) -> tuple[str, RouteWish]:
+    async def _wished(self, request: Ask) -> tuple[str, RouteWish]:
         """The route's name and what is wished, which has been found to go together."""
-        name, wish = named(ask.parts["route"], "route"), ask.read(RouteWish)
-        Graph(elements=wish.elements).check()
-        known = await self._providers(ask.account)
-        for element in wish.elements:
+        name, spec = named(request.parts["route"], "route"), request.read(RouteWish)
+        Graph(elements=spec.elements).check()
+        known = await self._providers(request.account)
+        for element in spec.elements:
             slug = element.properties.provider if isinstance(element, ModelElement) else POOL
             if slug not in known and not slug.startswith(CUSTOM):
                 hint = f"known are {', '.join(sorted(known))}"
                 raise InvalidRequest(
                     f"element {element.id!r}: there is no provider {slug[:80]!r}", param="elements", hint=hint
                 )
-        return name, wish
+        return name, spec
 
     async def _providers(self, account: str) -> set[str]:
-        """That any of its gateways may ask."""
-        stored = [decoded(each.body, Settings) for each in await self._desk.all("gateway", account)]
-        fixed = [settings for (owner, _), settings in self._desk.fixed.items() if owner == account]
+        """That any of its gateways may request."""
+        stored = [decoded(each.body, Settings) for each in await self._context.all("gateway", account)]
+        fixed = [settings for (owner, _), settings in self._context.fixed.items() if owner == account]
         return {POOL, *KNOWN, *(slug for each in (*stored, *fixed) for slug in each.providers)}
 
     async def _point(
-        self, ask: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
+        self, request: Ask, document: Document, route: Route, action: str, to: int, history: tuple[int, ...]
     ) -> RouteView:
         new = msgspec.structs.replace(
-            route, deployed=to, history=history, deployments=next_deployments(route, to, self._desk.now())
+            route, deployed=to, history=history, deployments=next_deployments(route, to, self._context.now())
         )
         before, after = _view(document.id, route), _view(document.id, new)
-        await self._desk.change(ask, action, document.id, put=[changed(document, new)], before=before, after=after)
+        await self._context.change(
+            request, action, document.id, put=[changed(document, new)], before=before, after=after
+        )
         return after
 
-    async def document(self, ask: Ask) -> Document:
-        return await self._desk.found("route", ask.account, ask.parts["route"])
+    async def document(self, request: Ask) -> Document:
+        return await self._context.found("route", request.account, request.parts["route"])
 
-    async def _version(self, ask: Ask, number: int) -> RouteVersion:
-        document = await self._desk.store.get("route_version", ask.account, version_id(ask.parts["route"], number))
+    async def _version(self, request: Ask, number: int) -> RouteVersion:
+        document = await self._context.store.get(
+            "route_version", request.account, version_id(request.parts["route"], number)
+        )
         if document is None:
-            raise NotFound(f"route {ask.parts['route'][:80]!r} has no version {number}")
+            raise NotFound(f"route {request.parts['route'][:80]!r} has no version {number}")
         return decoded(document.body, RouteVersion)
 
 

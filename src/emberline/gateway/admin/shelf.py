@@ -29,10 +29,10 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 class Shelf(Generic[T]):
     def __init__(
-        self, desk: Desk, kind: Kind, type: type[T], *, where: str, id: str, check: Callable[[T, Ask], Awaitable[T]]
+        self, context: Desk, kind: Kind, type: type[T], *, where: str, id: str, check: Callable[[T, Ask], Awaitable[T]]
     ) -> None:
         """`where`: the part of the path, such as budgets; `id`: its parameter, such as budget or provider/model."""
-        self._desk = desk
+        self._context = context
         self._kind = kind
         self._type = type
         self._where = where
@@ -52,44 +52,44 @@ class Shelf(Generic[T]):
             Endpoint("DELETE", one, f"Delete a {noun}", self.delete, query=version),
         ]
 
-    def key(self, ask: Ask) -> str:
+    def key(self, request: Ask) -> str:
         return "/".join(
-            ask.parts[part.rstrip("*")] if part.endswith("*") else named(ask.parts[part], part)
+            request.parts[part.rstrip("*")] if part.endswith("*") else named(request.parts[part], part)
             for part in self._id.split("/")
         )
 
-    async def list(self, ask: Ask) -> Listing:
-        found, cursor = await self._desk.listed(self._kind, ask)
+    async def list(self, request: Ask) -> Listing:
+        found, cursor = await self._context.listed(self._kind, request)
         return Listing([self.view(each) for each in found], cursor)
 
-    async def get(self, ask: Ask) -> Stored:
-        return self.view(await self._desk.found(self._kind, ask.account, self.key(ask)))
+    async def get(self, request: Ask) -> Stored:
+        return self.view(await self._context.found(self._kind, request.account, self.key(request)))
 
-    async def create(self, ask: Ask) -> Stored:
-        return await self._save(ask, None, ask.read(self._type))
+    async def create(self, request: Ask) -> Stored:
+        return await self._save(request, None, request.read(self._type))
 
-    async def put(self, ask: Ask) -> Stored:
-        old = await self._desk.store.get(self._kind, ask.account, self.key(ask))
-        return await self._save(ask, based_on(old, ask) if old else None, ask.read(self._type))
+    async def put(self, request: Ask) -> Stored:
+        old = await self._context.store.get(self._kind, request.account, self.key(request))
+        return await self._save(request, based_on(old, request) if old else None, request.read(self._type))
 
-    async def patch(self, ask: Ask) -> Stored:
-        old = based_on(await self._desk.found(self._kind, ask.account, self.key(ask)), ask)
-        merged = merge(msgspec.json.decode(old.body), ask.read(dict[str, Any]))
-        return await self._save(ask, old, converted(merged, self._type))
+    async def patch(self, request: Ask) -> Stored:
+        old = based_on(await self._context.found(self._kind, request.account, self.key(request)), request)
+        merged = merge(msgspec.json.decode(old.body), request.read(dict[str, Any]))
+        return await self._save(request, old, converted(merged, self._type))
 
-    async def delete(self, ask: Ask) -> dict[str, Any]:
-        old = based_on(await self._desk.found(self._kind, ask.account, self.key(ask)), ask)
+    async def delete(self, request: Ask) -> dict[str, Any]:
+        old = based_on(await self._context.found(self._kind, request.account, self.key(request)), request)
         before = self.view(old).value
-        await self._desk.change(ask, f"{self._kind}.delete", old.id, delete=[old], before=before)
+        await self._context.change(request, f"{self._kind}.delete", old.id, delete=[old], before=before)
         return {"id": old.id, "deleted": True}
 
-    async def _save(self, ask: Ask, old: Document | None, value: T) -> Stored:
-        value = await self._check(value, ask)
+    async def _save(self, request: Ask, old: Document | None, value: T) -> Stored:
+        value = await self._check(value, request)
         before = self.view(old).value if old else None
-        document = changed(old or Document(self._kind, ask.account, self.key(ask), b""), value)
+        document = changed(old or Document(self._kind, request.account, self.key(request), b""), value)
         action = f"{self._kind}.{'update' if old else 'create'}"
-        await self._desk.change(ask, action, document.id, put=[document], before=before, after=value)
-        return Stored(id=document.id, version=document.version + 1, updated=self._desk.now(), value=value)
+        await self._context.change(request, action, document.id, put=[document], before=before, after=value)
+        return Stored(id=document.id, version=document.version + 1, updated=self._context.now(), value=value)
 
     def view(self, document: Document) -> Stored:
         value = decoded(document.body, self._type)

@@ -37,32 +37,32 @@ class SpentView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpentDesk:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: Desk) -> None:
+        self._context = context
 
     def endpoints(self) -> list[Endpoint]:
         path = "/admin/accounts/{account}/spent"
         return [Endpoint("GET", path, "How far budgets are used up", self.look, reply=Listing, query=("gateway",))]
 
-    async def look(self, ask: Ask) -> Listing:
+    async def look(self, request: Ask) -> Listing:
         """The fullest first."""
-        now, wanted = self._desk.now(), ask.query.get("gateway", "")
-        rules = {gateway: rules for gateway, rules in (await self._rules(ask.account)).items() if rules}
+        now, wanted = self._context.now(), request.query.get("gateway", "")
+        rules = {gateway: rules for gateway, rules in (await self._rules(request.account)).items() if rules}
         split = any(rule.split for of_gateway in rules.values() for rule in of_gateway)
-        recent = await self._desk.store.page(Filters(ask.account, wanted), limit=RECENT) if split else None
+        recent = await self._context.store.page(Filters(request.account, wanted), limit=RECENT) if split else None
         views: list[SpentView] = []
         for gateway, of_gateway in rules.items():
             if wanted in ("", gateway):
                 seen = [each for each in recent.records if each.gateway == gateway] if recent is not None else []
-                views += await self._views(f"{ask.account}/{gateway}", gateway, of_gateway, seen, now)
+                views += await self._views(f"{request.account}/{gateway}", gateway, of_gateway, seen, now)
         return Listing(sorted(views, key=lambda view: view.used / max(1, view.limit), reverse=True))
 
     async def _rules(self, account: str) -> dict[str, list[Rule]]:
         """Of each gateway: its own budgets and those of the account that hold for it."""
-        found = {name: settings for (owner, name), settings in self._desk.fixed.items() if owner == account}
-        for document in await self._desk.all("gateway", account):
+        found = {name: settings for (owner, name), settings in self._context.fixed.items() if owner == account}
+        for document in await self._context.all("gateway", account):
             found.setdefault(document.id, decoded(document.body, Settings))
-        budgets = [decoded(each.body, Budget) for each in await self._desk.all("budget", account)]
+        budgets = [decoded(each.body, Budget) for each in await self._context.all("budget", account)]
         return {
             name: [*Rule.read(settings.budgets, "micros"), *_holding(budgets, name)] for name, settings in found.items()
         }
@@ -76,7 +76,7 @@ class SpentDesk:
             for split in _splits(rule, place, seen):
                 claims.append(rule.claim({**split, "gateway": place}, 0))
                 splits.append(split)
-        spent = await self._desk.limiter.spent(claims, now / 1e3) if claims else []
+        spent = await self._context.limiter.spent(claims, now / 1e3) if claims else []
         views = [_view(*each, gateway, now) for each in zip(claims, splits, spent, strict=True)]
         return [view for view in views if view.used or not view.split]
 

@@ -104,10 +104,8 @@ class Runs:
     async def _add_batch(self, run: _RunRequest, inbound: Request) -> Json:
         caller, (provider, model) = run.identity, resolve(run.model, run.settings)
         if not caller.may_enter(run.account, run.gateway) or not caller.may_use(provider, model):
-            raise Forbidden(
-                f"key {caller.name!r} may not use model {provider}/{model} on gateway {run.account}/{run.gateway}"[:300],
-                hint="add the model and the gateway to the key, or use another key",
-            )
+            message = f"key {caller.name!r} may not use model {provider}/{model} on gateway {run.account}/{run.gateway}"
+            raise Forbidden(message[:300], hint="add the model and the gateway to the key, or use another key")
         if len(inbound.body) > LARGEST:
             raise InvalidRequest(
                 f"the batch has {len(inbound.body)} bytes; at most {LARGEST} are allowed",
