@@ -1,4 +1,4 @@
-"""Desk: what all handlers share. Every change goes through `change`, so each leaves its line of audit."""
+"""AdminContext: what all endpoints share. Every change is made by `commit`, which adds an audit entry."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ class Desk:
         fixed: Mapping[tuple[str, str], Settings] | None = None,
         allow_private: bool = False,
     ) -> None:
-        """`fixed`: gateways of the configuration file, which only it changes, by account and name."""
+        """`configured`: gateways of the configuration file, by account and name. The API cannot change them."""
         self.store = store
         self.vault = vault
         self.limiter = limiter
         self.fixed = dict(fixed or {})
         self.allow_private = allow_private
-        self._wall = wall
+        self._wall_clock = wall
 
     def now(self) -> int:
-        return round(self._wall.now() * 1e3)
+        """Return the time in milliseconds since 1970."""
+        return round(self._wall_clock.now() * 1e3)
 
     async def found(self, kind: Kind, account: str, id: str) -> Document:
+        """Return a document. Raise NotFound if it does not exist."""
         document = await self.store.get(kind, account, id)
         if document is None:
-            raise NotFound(f"there is no {kind.replace('_', ' ')} {id[:80]!r}")
+            raise NotFound(f"account {account[:80]!r} has no {kind.replace('_', ' ')} {id[:80]!r}")
         return document
 
     async def listed(self, kind: Kind, request: Ask, prefix: str = "") -> tuple[list[Document], str]:
-        """A page, and the cursor of the next: empty at the end."""
+        """Return a page of documents and the cursor of the next page, which is empty at the end."""
         limit = request.number("limit", PAGE, 1, MOST)
         after = (request.query.get("after", ""), request.account)
         found = await self.store.documents(kind, request.account, prefix=prefix, after=after, limit=limit + 1)
@@ -75,7 +77,7 @@ class Desk:
         before: Any = None,
         after: Any = None,
     ) -> None:
-        """`before` and `after` are what may be seen by whoever reads the audit: never a secret."""
+        """Commit a change and its audit entry. `before` and `after` are shown in the audit log: without secrets."""
         audit = Audit(
             at=self.now(),
             account=request.account,
@@ -89,9 +91,9 @@ class Desk:
 
 
 def based_on(document: Document, request: Ask) -> Document:
-    """The document, if it still is of the version that the asker has seen (or did not say)."""
-    seen = request.number("version", document.version, 0, 2**53)
-    if seen != document.version:
+    """Return the document. Raise Conflict if the query names another version than the stored one."""
+    version = request.number("version", document.version, 0, 2**53)
+    if version != document.version:
         raise Conflict.of(document.kind, document.id, is_new=False)
     return document
 

@@ -1,4 +1,4 @@
-"""Shelf: documents of one kind that are made, read, replaced, patched and deleted as they are."""
+"""DocumentEndpoints: endpoints that list, get, create, replace, patch and delete documents of one kind."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 class Listing(msgspec.Struct, frozen=True):
     items: list[Any]
-    next: str = ""  # `after` of the next page; empty: this was the last
+    next: str = ""  # `after` of the next page; empty on the last page
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    version: int  # each change adds one: give it back with a change to be told if somebody was faster
-    updated: int  # ms
+    version: int  # each change adds one; a change with `version=` fails if the stored version differs
+    updated: int  # ms since 1970
     value: Any
 
 
@@ -31,28 +31,39 @@ class Shelf(Generic[T]):
     def __init__(
         self, context: Desk, kind: Kind, type: type[T], *, where: str, id: str, check: Callable[[T, Ask], Awaitable[T]]
     ) -> None:
-        """`where`: the part of the path, such as budgets; `id`: its parameter, such as budget or provider/model."""
+        """`path`: part of the URL path, such as budgets; `id`: its parameters, such as budget or provider/model.
+
+        `check` returns the value to store, or raises InvalidRequest.
+        """
         self._context = context
         self._kind = kind
         self._type = type
-        self._where = where
+        self._path = where
         self._id = id
         self._check = check
 
     def endpoints(self) -> list[Endpoint]:
-        many = f"/admin/accounts/{{account}}/{self._where}"
+        many = f"/admin/accounts/{{account}}/{self._path}"
         one = many + "".join(f"/{{{part}}}" for part in self._id.split("/"))
         noun, kind, version = self._kind.replace("_", " "), self._type, ("version",)
         return [
-            Endpoint("GET", many, f"Every {noun}", self.list, reply=Listing, query=("after", "limit")),
-            Endpoint("GET", one, f"One {noun}", self.get, reply=Stored),
-            Endpoint("POST", one, f"Make a {noun}", self.create, kind, Stored, status=201),
-            Endpoint("PUT", one, f"Replace a {noun}, or make it", self.put, kind, Stored, query=version),
-            Endpoint("PATCH", one, f"Change parts of a {noun}; null removes", self.patch, reply=Stored, query=version),
+            Endpoint("GET", many, f"List {noun}s", self.list, reply=Listing, query=("after", "limit")),
+            Endpoint("GET", one, f"Get a {noun}", self.get, reply=Stored),
+            Endpoint("POST", one, f"Create a {noun}", self.create, kind, Stored, status=201),
+            Endpoint("PUT", one, f"Replace a {noun}, or create it", self.put, kind, Stored, query=version),
+            Endpoint(
+                "PATCH",
+                one,
+                f"Change fields of a {noun}; null removes a field",
+                self.patch,
+                reply=Stored,
+                query=version,
+            ),
             Endpoint("DELETE", one, f"Delete a {noun}", self.delete, query=version),
         ]
 
     def key(self, request: Ask) -> str:
+        """Return the document's id, made from the path parameters."""
         return "/".join(
             request.parts[part.rstrip("*")] if part.endswith("*") else named(request.parts[part], part)
             for part in self._id.split("/")
@@ -97,7 +108,7 @@ class Shelf(Generic[T]):
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """A JSON merge patch: objects are merged, null removes, everything else replaces."""
+    """Apply a JSON merge patch (RFC 7396): objects are merged, null removes, every other value replaces."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}
