@@ -1,4 +1,4 @@
-"""Reading and editing the few fields of a request body that the gateway needs; all other bytes stay unchanged."""
+"""Reading and editing the few fields of a request body that the gateway needs."""
 
 from __future__ import annotations
 

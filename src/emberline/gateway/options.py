@@ -1,4 +1,4 @@
-"""RequestOptions: what a client sets for one request in `cf-aig-*` headers and in `x-emberline-continue`.
+"""RequestOptions: options of one request, set in `cf-aig-*` headers and `x-emberline-continue`.
 
 An option that is not set is None. Options of a step override those of the request, and these override the gateway's
 settings. An invalid value is an error and never replaced by a default.

@@ -1,4 +1,4 @@
-"""RedisClient: one connection to Redis, shared by all requests, with a short timeout for each command.
+"""RedisClient: one connection to Redis, shared by all requests, with a short timeout per command.
 
 A slow Redis is worse than none, because every request would wait for it. So a command has a timeout (50 ms), a circuit
 breaker rejects commands at once after three consecutive timeouts, and a background task makes the connection.

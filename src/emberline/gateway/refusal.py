@@ -1,4 +1,4 @@
-"""Errors on the wire: reading a provider's error response, and writing an error in the client's dialect."""
+"""Errors on the wire: reading a provider's error, and writing an error in the client's dialect."""
 
 from __future__ import annotations
 

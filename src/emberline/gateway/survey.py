@@ -36,7 +36,7 @@ def survey(body: bytes) -> Survey:
 
 
 def _without_large_values(fields: Peek) -> Peek:
-    """Return the fields without values of invalid types, which may be large, to copy less between processes."""
+    """Return the fields without values of invalid types, which may be large to copy between processes."""
     return Peek(*(_small_value(getattr(fields, name), nested=True) for name in Peek.__struct_fields__))
 
 

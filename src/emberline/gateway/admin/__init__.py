@@ -1,1 +1,1 @@
-"""The management API: settings, keys, routes, logs and costs of gateways. Handlers over the store, without HTTP."""
+"""The management API: settings, keys, routes, logs and costs of gateways. It is independent of HTTP."""

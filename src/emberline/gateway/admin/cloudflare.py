@@ -262,7 +262,7 @@ def provider_view(stored: Stored) -> dict[str, Any]:
 
 
 def envelope(result: Any) -> dict[str, Any]:
-    """Return Cloudflare's envelope for a result, with the additional fields of PagedResult and NamedResult."""
+    """Return Cloudflare's envelope for a result, with the extra fields of PagedResult and NamedResult."""
     success = {"success": True, "errors": [], "messages": []}
     if isinstance(result, Paged):
         return {**success, "result": result.result, "result_info": result.info}

@@ -1,4 +1,4 @@
-"""CloudflareProviderEndpoints: Cloudflare's `provider_configs` (stored provider keys) and provider URLs.
+"""CloudflareProviderEndpoints: Cloudflare's `provider_configs` (stored keys) and provider URLs.
 
 Stored keys belong to the account: every gateway of the account can use a key that is stored below one gateway.
 """

@@ -1,4 +1,4 @@
-"""CloudflareRouteEndpoints: dynamic routes with Cloudflare's paths: below a gateway, with versions and deployments.
+"""CloudflareRouteEndpoints: dynamic routes, their versions and deployments, at Cloudflare's paths.
 
 Routes belong to the account and name the gateways that they apply to; below a gateway only its routes are visible. The
 id of a route is its name.
@@ -252,7 +252,7 @@ def _to_sdk_element(element: Element) -> Json:
 
 
 def _rename_properties(element: Json, direction: Callable[[dict[str, str]], dict[str, str]]) -> Json:
-    """Rename properties. `direction` gets a dict of SDK names -> our names, and returns it or its inverse."""
+    """Rename properties. `direction` returns its argument, SDK names -> our names, or the inverse."""
     names = direction(_PROPERTIES.get(str(element.get("type")), {}))
     properties = element.get("properties")
     if not isinstance(properties, dict):

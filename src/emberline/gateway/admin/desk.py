@@ -1,4 +1,4 @@
-"""AdminContext: what all endpoints share. Every change is made by `commit`, which adds an audit entry."""
+"""AdminContext: what all endpoints share. `commit` makes every change and adds an audit entry."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Desk:
         before: Any = None,
         after: Any = None,
     ) -> None:
-        """Commit a change and its audit entry. `before` and `after` are shown in the audit log: without secrets."""
+        """Commit a change with its audit entry, which shows `before` and `after`: they must have no secrets."""
         audit = Audit(
             at=self.now(),
             account=request.account,

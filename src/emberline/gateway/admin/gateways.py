@@ -144,7 +144,7 @@ class Budgets(Shelf[Budget]):
 
 
 def check_rules(gateway: str, settings: Settings, budgets: Iterable[Budget]) -> None:
-    """Raise InvalidRequest if the gateway's rules and the account's budgets for it are too many or share a name."""
+    """Raise InvalidRequest if the gateway's rules and the account's budgets are too many or share a name."""
     applying = [b.rule for b in budgets if b.enabled and any(fnmatchcase(gateway, each) for each in b.gateways)]
     rules = tuple(msgspec.to_builtins(rule) for rule in applying)
     try:

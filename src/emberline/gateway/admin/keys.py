@@ -1,4 +1,4 @@
-"""Endpoints for gateway keys and provider keys. A secret is sent or received once, and never shown again."""
+"""Endpoints for gateway keys and provider keys. A secret is shown or received only once."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def _narrow_range(range: Span, asked: Asked) -> Span:
 
 
 def gathered(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Replace Cloudflare's `filters.key=..&filters.operator=..&filters.value=..` by one parameter `filters` of JSON.
+    """Replace `filters.key=..&filters.operator=..&filters.value=..` by one parameter `filters` of JSON.
 
     `filters.value` may be repeated for one filter; a repeated key or operator begins the next filter.
     """

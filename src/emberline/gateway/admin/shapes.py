@@ -1,4 +1,4 @@
-"""Types of the management API's request and reply bodies. They are strict: an unknown field is an error."""
+"""Types of the management API's request and reply bodies. An unknown field is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DocumentEndpoints: endpoints that list, get, create, replace, patch and delete documents of one kind."""
+"""DocumentEndpoints: list, get, create, replace, patch and delete documents of one kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shelf(Generic[T]):
     def __init__(
         self, context: Desk, kind: Kind, type: type[T], *, where: str, id: str, check: Callable[[T, Ask], Awaitable[T]]
     ) -> None:
-        """`path`: part of the URL path, such as budgets; `id`: its parameters, such as budget or provider/model.
+        """`path`: part of the URL, such as budgets; `id`: path parameters, such as budget or provider/model.
 
         `check` returns the value to store, or raises InvalidRequest.
         """

@@ -103,7 +103,7 @@ def _splits(rule: Rule, full_name: str, records: Sequence[Record]) -> list[dict[
 
 
 def _attributes(record: Record, full_name: str) -> dict[str, str]:
-    """Return the attributes that rules can split by, as far as a record has them; compare limits/claims.py."""
+    """Return the attributes of a record that rules can split by; compare limits/claims.py."""
     attributes = {"gateway": full_name, "key": record.key_id, "user": record.user}
     attributes |= {"model": record.model, "provider": record.provider}
     for name, value in record.metadata.items():

@@ -50,7 +50,7 @@ class Model:
 
 class Catalogue:
     def __init__(self, models: Iterable[Model], like: Mapping[str, str] | None = None) -> None:
-        """`models`: later ones override earlier ones. `like`: provider -> provider to look missing models up at."""
+        """`models`: later ones override earlier ones. `like`: provider -> provider that has missing models."""
         self._like = dict(like or {})
         self._models: dict[tuple[str, str], Model] = {}
         self._names: dict[tuple[str, str], Model] = {}
@@ -110,7 +110,7 @@ class Catalogue:
 
 
 class CatalogueFiles:
-    """A catalogue that is read again when its files change. If a file becomes invalid, the last catalogue stays."""
+    """A catalogue that is read again when its files change. The last valid one stays in use."""
 
     def __init__(self, *files: Path) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""The cost of a request in whole micro-dollars (1 USD = 1,000,000), computed from a `Usage` and a `Price`.
+"""The cost of a request in whole micro-dollars (1 USD = 1,000,000), from a `Usage` and a `Price`.
 
 Every input token is billed exactly once: as read from a cache, written to a cache, audio, image, or text. An unknown
 price is None, and so is a cost that needs it; a price of 0 is a known price (self-hosted models).
@@ -15,7 +15,7 @@ MILLION = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Micro-dollars per million tokens. Cached, audio and image tokens cost `input` if their price is None."""
+    """Micro-dollars per million tokens. Cached, audio and image tokens without a price cost `input`."""
 
     input: int
     output: int

@@ -39,7 +39,7 @@ class Identity:
 
 
 def allows(providers: tuple[str, ...], models: tuple[str, ...], provider: str, model: str) -> bool:
-    """Return whether the patterns allow the model. A pattern of models matches "model" or "provider/model"."""
+    """Return whether the patterns allow the model. Those of models match "model" or "provider/model"."""
     if providers is ANY is models:  # the usual case
         return True
     if not _matches_any(provider, providers):

@@ -97,7 +97,7 @@ def is_ours(token: str) -> bool:
 
 class Keys:
     def __init__(self, store: Store, watch: Watch, wall: Clock, fixed: Mapping[str, Identity] | None = None) -> None:
-        """`wall_clock` returns seconds since 1970. `configured`: secrets of the configuration, which never expire.
+        """`wall_clock` returns seconds since 1970. `configured`: configured secrets, which never expire.
 
         Raise InvalidRequest if a configured secret is too short.
         """

@@ -118,7 +118,7 @@ async def rotate(store: Store, file: KeyFile, now: int) -> int:
 
 
 async def rewrap_all(store: Store, masters: MasterKeys, now: int) -> int:
-    """Wrap every data key with the current master key. Return how many were wrapped by another one before."""
+    """Wrap every data key with the current master key. Return how many had to be wrapped again."""
     done = 0
     while stale := await _find_stale(store, masters.current.id):
         for document in stale:

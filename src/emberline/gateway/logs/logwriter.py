@@ -26,7 +26,7 @@ Entry = tuple[Record, Payload | None]
 
 
 class LogWriter:
-    """Use it as an async context manager: leaving it writes the queued records, for up to `close_timeout_s`."""
+    """An async context manager: leaving it writes the queued records, for up to `close_timeout_s`."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class LogWriter:
         return len(self._queue)
 
     def put(self, record: Record, payload: Payload | None = None) -> None:
-        """Queue a record without waiting. Drop it if the queue is full; drop only the payload if it does not fit."""
+        """Queue a record without waiting. A full queue drops the record, or only a payload that does not fit."""
         if self._closing.is_set() or len(self._queue) >= self._max_records:
             self.dropped += 1
             return
@@ -93,7 +93,7 @@ class LogWriter:
         self._queue.clear()
 
     async def _run(self) -> None:
-        """Write batches until closed. A short delay fills a batch: many records take hardly longer than a few."""
+        """Write batches until closed. A delay fills them: many records take little longer than few."""
         while await self._has_records.wait() and self._queue:  # set with an empty queue: closed
             if len(self._queue) < BATCH:
                 with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""LogRecord: one row of the request log. Ids begin with the time, so they sort by time and give the day."""
+"""LogRecord: one row of the request log. Its id begins with the time, so ids sort by time."""
 
 from __future__ import annotations
 

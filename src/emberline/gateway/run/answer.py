@@ -1,4 +1,4 @@
-"""Replies of /ai/run: converts replies of the OpenAI protocols to the envelope and the events of Workers AI."""
+"""Replies of /ai/run: converts OpenAI's replies to the envelope and the events of Workers AI."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def rewritten(kind: Kind, body: bytes, wants_json: bool) -> tuple[bool, bytes]:
 
 
 def read_reply(kind: Kind, body: bytes, wants_json: bool) -> Json:
-    """Return the envelope for the body of a successful reply, or one with an error if the body is invalid."""
+    """Return the envelope for the body of a successful reply; it has an error if the body is invalid."""
     try:
         return enveloped(result(kind, msgspec.json.decode(body), wants_json))
     except (LookupError, TypeError, AttributeError, *NOT_JSON) as e:
@@ -87,7 +87,7 @@ def read_reply(kind: Kind, body: bytes, wants_json: bool) -> Json:
 
 
 def result(kind: Kind, reply: Json, wants_json: bool = False) -> Json:
-    """Return the `result` of the envelope. Raise LookupError, TypeError or AttributeError for an invalid reply."""
+    """Return the envelope's `result`. Raise LookupError, TypeError or AttributeError if invalid."""
     match kind:
         case "embeddings":
             vectors = [row["embedding"] for row in reply["data"]]
@@ -116,7 +116,7 @@ def _tool_call(function: Json) -> Json:
 
 
 class RunStream:
-    """Converts events of chat completions to those of Workers AI. Tool calls are sent once, when complete."""
+    """Converts chat completion events to those of Workers AI. Tool calls are sent once, when complete."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""RunBatch and BatchStore: batches of queued requests in the store, with their requests and their results."""
+"""RunBatch and BatchStore: batches of queued requests and their results in the store."""
 
 from __future__ import annotations
 

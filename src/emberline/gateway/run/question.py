@@ -31,7 +31,7 @@ class WrittenQuestion(msgspec.Struct, frozen=True):
 
 
 def written(model: str, input: Json) -> WrittenQuestion:
-    """Return the encoded request for a model and its input. Raise InvalidRequest for an unsupported input."""
+    """Return the encoded request for a model and its input. Raise InvalidRequest if it is unsupported."""
     request = question(model, input)
     wants_json = isinstance(request.body.get("response_format"), dict)
     return WrittenQuestion(request.kind, msgspec.json.encode(request.body), wants_json)

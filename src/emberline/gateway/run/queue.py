@@ -1,4 +1,4 @@
-"""BatchQueue: works on queued batches one after the other, a few requests at a time, while the gateway has capacity.
+"""BatchQueue: works on queued batches, a few requests at a time, while the gateway has capacity.
 
 Results are saved regularly, so that another process can continue a batch when one stops. Requests that were in progress
 then are sent again.
@@ -252,7 +252,7 @@ class _BatchProgress(msgspec.Struct):
 
 
 def checked_requests(model: str, requests: Any) -> PackedRequests:
-    """Return the requests of a batch in their stored form. Raise InvalidRequest if one of them is invalid."""
+    """Return a batch's requests in their stored form. Raise InvalidRequest if one of them is invalid."""
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
         raise InvalidRequest("requests must be a list of objects, one for each input", param="requests")
     if not 1 <= len(requests) <= MOST_REQUESTS:

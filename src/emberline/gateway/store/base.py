@@ -60,7 +60,7 @@ class Counter(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Changes that are committed together. A document with another version than the stored one is a Conflict."""
+    """Changes that are committed together. A document whose stored version differs is a Conflict."""
 
     audit: Audit
     put: Sequence[Document] = ()
@@ -106,11 +106,11 @@ class Store(Protocol):
         ...
 
     async def commit(self, change: Change) -> int:
-        """Apply the change and return the store's new version. Raise Conflict if a document's version differs."""
+        """Apply a change and return the store's new version. Raise Conflict if a document's version differs."""
         ...
 
     async def version(self) -> int:
-        """Return a number that every commit of any replica increases, so that caches know when they are stale."""
+        """Return a number that every commit of any replica increases. Caches use it to detect changes."""
         ...
 
     async def audits(self, account: str, *, before: int = 0, limit: int = 100) -> list[Audit]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range that includes both ends; None is unbounded. A record without the value matches no bounded range."""
+    """A range that includes both ends; None is unbounded. A missing value is in no bounded range."""
 
     least: int | None = None
     most: int | None = None
@@ -28,7 +28,7 @@ class Unlike:
 
 @dataclass(frozen=True, slots=True)
 class Containing:
-    """Selects records in which one of the fields contains one of the texts, ignoring the case of ASCII letters."""
+    """Selects records in which one of the fields contains one of the texts, ignoring ASCII case."""
 
     fields: tuple[str, ...]  # text fields of LogFilters
     texts: tuple[str, ...]

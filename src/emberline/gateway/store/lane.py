@@ -1,4 +1,4 @@
-"""SQLiteThread: one thread with its own connections to SQLite files. Its functions run one after the other."""
+"""SQLiteThread: one thread with its own connections to SQLite files. It runs one function at a time."""
 
 from __future__ import annotations
 

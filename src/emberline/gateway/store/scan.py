@@ -84,6 +84,6 @@ def _ranges(days: Sequence[date], low: bytes, high: bytes) -> list[tuple[date, b
 
 
 def _next_interval(interval: int, took: float, left: float) -> int:
-    """Return the length of the next interval, judged by the duration of the last and by the time that is left."""
+    """Return the length of the next interval, from the last one's duration and the time that is left."""
     target = max(min(QUICK, left), QUICK / 4)
     return min(max(round(interval * min(target / max(took, 1e-6), 4.0)), SHORTEST), MS["day"])

@@ -194,7 +194,7 @@ def upsert_rollup(mark: str, dimension: Dimension) -> str:
 
 
 def rollup_values(cells: Mapping[Place, Sequence[int]], wide: bool) -> list[tuple[Any, ...]]:
-    """Return the rows of cells with (`wide`) or without histograms, sorted so that replicas cannot deadlock."""
+    """Return rows of cells with (`wide`) or without histograms, sorted so that replicas cannot deadlock."""
     return sorted(
         (unit, account, dimension, start, gateway, value, *counts)
         for (unit, start, account, gateway, dimension, value), counts in cells.items()
@@ -216,7 +216,7 @@ def delete_cells(mark: str, table: str) -> str:
 
 
 def outdated(start: int) -> list[tuple[str, Unit, Dimension, int]]:
-    """Return table, unit, dimension and first kept start of the cells to delete with the records before `start`."""
+    """Return table, unit, dimension and first kept start of cells to delete with records before `start`."""
     kept_days: dict[Unit, int] = {"minute": 0, "hour": HOURS_KEPT}
     return [
         (_cells(dimension)[0], unit, dimension, start - days * MS["day"])
@@ -231,7 +231,7 @@ _USER_ORDER = "micros, requests, gateway, value"
 
 
 def select_crowd(mark: str, kept: int) -> str:
-    """Return the query for the users of a day after the `kept` largest, largest first, at most `kept` + 1.
+    """Return the query for a day's users after the `kept` largest, largest first, at most `kept` + 1.
 
     Parameters: account, start, OTHER_USERS.
     """

@@ -337,7 +337,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 def _create_file(path: Path, steps: Sequence[tuple[str, ...]]) -> None:
-    """Create a file that has its tables when it appears. If two processes do it at once, the first file is used."""
+    """Create a file that has its tables when it appears. If two processes do so at once, the first wins."""
     draft = path.with_suffix(f".{os.urandom(8).hex()}")
     make_private(draft)
     with closing(sqlite3.connect(draft, isolation_level=None)) as db:

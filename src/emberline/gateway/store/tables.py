@@ -1,4 +1,4 @@
-"""Tables: the schema of both databases, and the conversion between records and rows. Migrations only go forward.
+"""Tables: the schema of both databases, and the conversion between records and rows.
 
 `{int}`, `{text}`, `{blob}`, ... stand for each database's own types. Text sorts by its bytes in both. Booleans are 0 or
 1. Values that most rows do not have are NULL, so that partial indexes have only the rows with a value.
@@ -138,7 +138,7 @@ def _label(value: object) -> str:
 
 
 def missing(done: int, steps: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Return the migrations after the first `done`. Raise StoreFailed if the schema is newer than this program."""
+    """Return the migrations after the first `done`. Raise StoreFailed if there are more in the store."""
     if done > len(steps):
         raise StoreFailed(
             f"the store has schema version {done}; this version of Emberline supports up to {len(steps)}",

@@ -23,7 +23,7 @@ V = TypeVar("V")
 
 
 class Watch:
-    """The store's version. If the store does not answer, the last version stays valid for `grace_s` seconds."""
+    """The store's version. The last one stays valid for `grace_s` seconds if the store does not answer."""
 
     def __init__(self, store: Store, clock: Clock, *, fresh: float = 0.5, grace: float = 30.0) -> None:
         assert 0 <= fresh <= grace
@@ -40,7 +40,7 @@ class Watch:
         return self._version if self._clock.now() - self._read_at < self._fresh_s else None
 
     async def version(self) -> int:
-        """Return the version, read again if necessary. Raise StoreFailed if none is known and none can be read."""
+        """Return the version, read again if necessary. Raise StoreFailed if there is none."""
         now = self._clock.now()
         if now - self._read_at < self._fresh_s:
             return self._version
@@ -83,7 +83,7 @@ class Watch:
 
 
 class Remembered(Generic[K, V]):
-    """A cache of values loaded from the store, emptied when the store changes. The oldest entry is evicted first."""
+    """A cache of values from the store, emptied when the store changes. It evicts the oldest entry first."""
 
     def __init__(self, watch: Watch, most: int = 10_000) -> None:
         self._watch = watch

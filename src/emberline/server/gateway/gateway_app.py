@@ -1,4 +1,4 @@
-"""GatewayApp: the gateway as an ASGI application: requests, management API, dashboard, health and metrics."""
+"""GatewayApp: the gateway's ASGI application: requests, management API, dashboard, health, metrics."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ async def _reload_catalogue(catalogue: CatalogueFiles) -> None:
 
 
 def _configured_keys(config: GatewayConfig) -> dict[str, Identity]:
-    """Return the configured API keys; without any, the admin key in `admin_file`, which is created if missing."""
+    """Return the configured API keys; without any, the admin key in `admin_file`, created if missing."""
     tokens = config.api_keys or (SecretFile(config.admin_file).read(lambda: secrets.token_urlsafe(24)).strip(),)
     return {
         token: Identity(f"configured-{i}", f"configured {i}", "token", admin=True) for i, token in enumerate(tokens)
